@@ -27,6 +27,7 @@ from kvboost_hf.engine import (
     WarmResult,
 )
 from kvboost_hf.errors import (
+    CacheInUseError,
     CacheModelMismatchError,
     InterruptedForwardError,
     KVBoostError,
@@ -47,6 +48,7 @@ from kvboost_hf.scoring import Score, score, score_ids
 from kvboost_hf.verify import CorrectnessReport, verify_correctness
 
 __all__ = [
+    "CacheInUseError",
     "CacheModelMismatchError",
     "ChunkReuseCache",
     "ChunkStore",

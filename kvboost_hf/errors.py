@@ -3,6 +3,7 @@
 Exception
 ├── ValueError                     a bad argument: value, constraint and remedy in the message
 └── KVBoostError                   an operation that is not possible in the present state
+    ├── CacheInUseError            a cache was passed to two calls at once
     ├── CacheModelMismatchError    a cache was passed to a model that it was not made for
     ├── InterruptedForwardError    a cache cannot continue, since an interrupted forward has spoilt its states
     ├── NonFiniteLogitsError       score() was given NaN by the model
@@ -14,6 +15,10 @@ Exception
 
 class KVBoostError(RuntimeError):
     """Base of all errors about states; bad arguments raise plain `ValueError`."""
+
+
+class CacheInUseError(KVBoostError):
+    """A `ChunkReuseCache` was passed to a call while another one, or another thread, was using it."""
 
 
 class CacheModelMismatchError(KVBoostError):

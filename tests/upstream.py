@@ -129,7 +129,11 @@ PRIVATE = (
         "_modules _non_persistent_buffers_set _parameters",
         "what a module holds",
     ),
-    _names("torch.nn.Module", "_apply _compiled_call_impl", "to() and its kin; what `module.compile()` sets"),
+    _names(
+        "torch.nn.Module",
+        "_apply _compiled_call_impl _call_impl",
+        "to() and its kin; what `module.compile()` sets; the function that calls hooks and the forward",
+    ),
     _names("torch.nn.modules.module", "_global_forward_hooks _global_forward_pre_hooks", "hooks of all modules"),
     _names("torch.nn.modules.dropout", "_DropoutNd", "the class of all dropout"),
     _names("torch.Tensor", "_make_wrapper_subclass _version", "a tensor without memory; how often one was changed"),
@@ -166,7 +170,7 @@ PRIVATE = (
         "_actions _check_value _get_value _option_string_actions",
         "the flags of a command, and the conversion of their values",
     ),
-    _names("sys", "_getframe", "the frame of a caller"),
+    _names("sys", "_getframe _current_frames", "the frame of a caller; those that threads run"),
     _names("collections", "_asdict _replace", "methods of named tuples", in_source=True),
 )
 
@@ -176,6 +180,7 @@ NO_NAMES = {"_orig", "_v", "_start_serving"}
 # By function of `GenerationMixin`, the local variables that are read, and what each must be.
 LOCALS = {
     "generate": {
+        "self": "the model",
         "generation_config": "a configuration of this call's own",
         "input_ids_length": "the number of ids that this call was given",
         "input_ids": "the ids, repeated for beams",

@@ -7,19 +7,20 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.configuration_utils import GenerationMode
 
+from kvboost_hf.cache.forward.running import CacheParts
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.identity.walk import PREPARE_CACHE
 from kvboost_hf.cache.live.compiled import static_reason
 from kvboost_hf.cache.live.decoding_form import AUTO, GROWS, NOT_ON_GPU, MaxCacheLen, compiles_on
-from kvboost_hf.cache.prompt.generate_call import calling, is_inside_of_us, running_config
+from kvboost_hf.cache.prompt.generate_call import calling, is_inside_of_us
 from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS, GRADIENTS, gradients_enabled, logits_kept, wants_all_logits
 from kvboost_hf.cache.reuse import ChunkReuseCache
@@ -37,9 +38,20 @@ class _OfThread(threading.local):
     """State that the calls of one thread leave for its next one."""
 
     last: ChunkReuseCache | None = None
-    fixed: ChunkReuseCache | None = None  # of a fixed size: its buffers serve the next call, too
-    in_graphs: ChunkReuseCache | None = None  # of the calls that decode in graphs of which nobody has named the size
+    fixed: "_Buffers | None" = None  # of a fixed size: they serve the next call, too
+    in_graphs: "_Buffers | None" = None  # of the calls that decode in graphs of which nobody has named the size
     eager_reason: str | None = None  # why the call that begins decodes without a graph
+
+
+class _Buffers(NamedTuple):
+    """What a cache of a fixed size has, for the next call to go on with."""
+
+    cache: "weakref.ref[ChunkReuseCache]"  # gone when the call has ended and nobody keeps what it has returned
+    parts: CacheParts
+
+    @classmethod
+    def of(cls, cache: ChunkReuseCache) -> "_Buffers":
+        return cls(weakref.ref(cache), cache.parts)
 
 
 class _Attachment:
@@ -85,18 +97,14 @@ class _Attachment:
         if not compiles_on(input_device(model), call):
             of_thread.eager_reason = NOT_ON_GPU
             return None
-        cache = of_thread.in_graphs
-        if cache is None:
-            cache = of_thread.in_graphs = self._of_any_size(model, AUTO)
-        of_thread.eager_reason = cache.reason_for_eager(call)
-        if of_thread.eager_reason is not None:
-            of_thread.in_graphs = None  # a call that grows may need the memory
-            return None
         self._finish_last()
-        salt = self._current_salt()
-        cache.salt = cache.store.salt if salt is None else salt
-        cache.begin_anew()
-        return self._of_call(cache)
+        parts, of_thread.in_graphs = self._take_over(of_thread.in_graphs), None
+        cache = self._of_any_size(model, AUTO) if parts is None else ChunkReuseCache.over(parts)
+        of_thread.eager_reason = cache.reason_for_eager(call)
+        if of_thread.eager_reason is not None:  # a call that grows may need the memory
+            return None
+        of_thread.in_graphs = _Buffers.of(cache)
+        return self._of_call(self._begin_anew(cache))
 
     def stand_in(self, model: PreTrainedModel, theirs: Any, kwargs: Kwargs) -> ChunkReuseCache | None:
         """See `hook.Attachment`.
@@ -147,8 +155,9 @@ class _Attachment:
     def _of_call(self, cache: ChunkReuseCache) -> ChunkReuseCache:
         """Note the cache of a call that begins, and have its last tokens stored when that has ended."""
         self._note(cache)
-        config = running_config()
-        if config is None:
+        call = calling()
+        cache.serve_call(call)
+        if (config := call.config) is None:
             cache.stores_prompts_whole = True
         else:  # generate() makes it for one call, and lets go of it when it returns
             store = partial(self._call_has_ended, weakref.ref(cache))
@@ -164,13 +173,28 @@ class _Attachment:
         )
 
     def _of_fixed_size(self, model: PreTrainedModel, max_cache_len: int) -> ChunkReuseCache:
-        cache = self._of_thread.fixed
-        salt = self._current_salt()
-        if cache is None or cache.max_cache_len < max_cache_len:
-            cache = ChunkReuseCache(model, self._store, self._policy, salt, max_cache_len=max_cache_len)
-            self._of_thread.fixed = cache
+        parts = self._take_over(self._of_thread.fixed)
+        if parts is None or parts.live.static is None or parts.live.static.max_cache_len < max_cache_len:
+            cache = self._of_any_size(model, max_cache_len)
         else:
-            cache.salt = cache.store.salt if salt is None else salt
+            cache = ChunkReuseCache.over(parts)
+        self._of_thread.fixed = _Buffers.of(cache)
+        return self._begin_anew(cache)
+
+    def _take_over(self, buffers: _Buffers | None) -> CacheParts | None:
+        """What an earlier call of this thread has left; None if that call is under way, or its cache in use."""
+        if buffers is None:
+            return None
+        last = self._of_thread.last
+        if last is buffers.cache():  # we keep it for its report
+            self._of_thread.last = None
+            self._latest = None if self._latest is last else self._latest
+        del last
+        return buffers.parts if buffers.cache() is None else None
+
+    def _begin_anew(self, cache: ChunkReuseCache) -> ChunkReuseCache:
+        salt = self._current_salt()
+        cache.salt = cache.store.salt if salt is None else salt
         cache.begin_anew()
         return cache
 

@@ -17,16 +17,18 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from kvboost_hf.cache.forward import lend
 from kvboost_hf.cache.forward.flow import next_forward
 from kvboost_hf.cache.forward.moved_forward import movable_spans
 from kvboost_hf.cache.forward.repair_later import PIECE, may_repair, repair_more
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Lent, Request, SettledLater, note_hooks
+from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.live.binding import Binding
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
+from kvboost_hf.cache.live.in_use import CacheUse
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.live.store_writer import StoreWriter
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
@@ -48,14 +50,14 @@ from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 _UNUSED = "the model has made no use of the cache"
 
 
-class ChunkReuseCache(Cache):
+class ChunkReuseCache(DynamicCache):
     """Pass it as `cache` to as many `generate()` calls as you like.
 
     Each call gets what plain generate() would give. What was computed before, in this cache or in its store, is not
     computed again: the prompt may continue the one before, be shorter, diverge from it, or have nothing to do with it.
     Bare `model(...)` keeps its usual meaning: ids continue what the cache holds; pass `logits_to_keep=1` to let a
     prompt reuse anything, for otherwise the logits of all its tokens are wanted, or `keep_logprobs` in the policy.
-    Constructing one costs nothing. It belongs to one thread at a time; the store may be shared.
+    Constructing one costs nothing. It serves one call at a time; the store may be shared by any number of caches.
 
     Args:
         model: The causal language model that it will be passed to. Held weakly.
@@ -75,6 +77,8 @@ class ChunkReuseCache(Cache):
             model; any two of `live_quant`, `max_cache_len` and `keep_logprobs`, or one of the first two with
             `reproducible`; audits of lossy K/V, or `reproducible` with it; and later, for a generate() call that may
             take more than `max_cache_len` tokens.
+        CacheInUseError: later, for a call while another one is under way with the cache, around it or in another
+            thread.
 
     Example:
         >>> from kvboost_hf.assets import load_embedded
@@ -111,19 +115,36 @@ class ChunkReuseCache(Cache):
         live = LiveKV(
             model, static, live_quant, keeps_hidden=binding.keeps_hidden, reproducible=binding.policy.reproducible
         )
-        self._parts = CacheParts(binding, live, StoreWriter(binding, live))
-        self._binding, self._live, self._writer = binding, live, self._parts.writer
-        self._form = DecodingForm(model, max_cache_len, binding, live, self._writer)
+        writer = StoreWriter(binding, live)
+        self._take(CacheParts(binding, live, writer, DecodingForm(model, max_cache_len, binding, live, writer)))
+        install(model)
+        if binding.keeps_hidden:
+            hook_hidden_states(model)
+
+    @classmethod
+    def over(cls, parts: CacheParts) -> "ChunkReuseCache":
+        """A cache that goes on with what one has left to which nobody refers any more."""
+        cache = cls.__new__(cls)
+        if parts.live.in_forward:  # it has failed
+            parts.live.in_forward = False
+            parts.live.drop()
+        if parts.live.static is not None:
+            cache.max_cache_len = parts.live.static.max_cache_len
+        cache._take(parts)
+        return cache
+
+    def _take(self, parts: CacheParts) -> None:
+        self._parts, self._binding, self._live = parts, parts.binding, parts.live
+        self._writer, self._form, self._use = parts.writer, parts.form, CacheUse()
         self._forward: Forward | None = None  # the one under way
         self._config: Any = None  # of the generate() call whose forward is under way
         self._unsettled: SettledLater | None = None  # the last one, while its token is being handed out
         self._call: GenerateCall | None = None  # the generate() call that has armed the cache
         self._user_defined = self._begins_anew = False
-        self._hides_padding_only = True  # the mask of the last generate() call, if it went on from what is held
-        super().__init__(layers=live.visible)
-        install(model)
-        if binding.keeps_hidden:
-            hook_hidden_states(model)
+        self._mask_fits = True  # the mask of a generate() call that begins, if it goes on from what is held
+        self._hides_padding_only = True  # the mask of the last one, if it went on from what is held
+        self._of_call = False  # `attach` has made it: when the call has ended, it is what transformers would return
+        Cache.__init__(self, layers=parts.live.visible)
 
     # What transformers calls
 
@@ -145,8 +166,10 @@ class ChunkReuseCache(Cache):
         for name in ("get_seq_length", "get_mask_sizes"):
             # RecurrentGemma of transformers 5.17 sets its own in each forward; they do not know an armed cache.
             self.__dict__.pop(name, None)
-        self._settle_last()
+        self._go_on()
         call, live = calling(), self._live
+        self._use.begin_call(call)
+        self._settle_last()
         self._form.choose(call, self._settle)
         static = live.static
         if static is not None:
@@ -154,9 +177,11 @@ class ChunkReuseCache(Cache):
             static.in_use, static.padded = call.uses_cache, call.mask is not None
             static.require_call_fits(call, live.held)
         self._user_defined = value
-        continues = call.continues(live.held)
-        self._call = call if value and not continues else None
-        self._hides_padding_only = not continues or self._knows_padding(call.mask)
+        elsewhere = self._of_call and call.model is not None and call.model is not self._binding.model
+        follows = elsewhere or call.follows(live.held)
+        self._call = call if value and not follows else None
+        self._mask_fits = not follows or call.fits(live.held)
+        self._hides_padding_only = not follows or (self._mask_fits and self._knows_padding(call.mask))
         if self._call is not None:
             live.tally = Tally(bypass=_UNUSED)  # until a forward comes with it
             live.end_call()
@@ -195,10 +220,17 @@ class ChunkReuseCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held; 0 between the start of a generate() call and its first forward."""
+        self._go_on()
         if self._call is not None:
             return 0
         # Asked in the middle of a forward: this layer may have got its new columns already, others not.
         return super().get_seq_length(layer_idx) if self._live.counts_columns else self._live.held
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """See `Cache.get_mask_sizes`."""
+        self._go_on()
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
 
     def activate_past_recording(self) -> None:
         """See `Cache.activate_past_recording`; what generate() asks for ends with the next call."""
@@ -253,6 +285,8 @@ class ChunkReuseCache(Cache):
         if self._forward is not None:
             if (found := self._forward.update(layer_idx, key_states, value_states)) is not None:
                 return found
+        elif self._of_call:  # as any cache that transformers returns, it takes what it is given
+            self._go_on()
         # Around a compiled step no hook has run that could have said so.
         elif self._live.static is None or not (torch.compiler.is_compiling() or key_states.shape[-2] == 1):
             model = self._binding.model
@@ -266,6 +300,7 @@ class ChunkReuseCache(Cache):
 
     def reset(self) -> None:
         """Let go of what the cache holds. The store keeps its chunks."""
+        self._use.require_free()
         self._recover()
         self.store_tails()
         self._live.drop()
@@ -281,11 +316,17 @@ class ChunkReuseCache(Cache):
             static.step_log.record(live.static_layers[0].length_tensor, kwargs)
             return kwargs
         if model is not self._binding.model:
+            if self._of_call:
+                self._go_on()
+                return kwargs
             raise CacheModelMismatchError(
                 f"This ChunkReuseCache was made for another {type(self._binding.model).__name__} object than the "
                 f"{type(model).__name__} that it was passed to. Make one for it: ChunkReuseCache(model)."
             )
+        self._go_on()
+        self._use.begin_forward(self)
         self._recover()
+        static = live.static
         if static is not None and not self._form.serves(running_config):
             self._form.leave(self._settle)
             static = None
@@ -293,13 +334,21 @@ class ChunkReuseCache(Cache):
         call, self._call = self._call, None
         armed = self._begins_anew or (call is not None and call.contains(sys._getframe()))
         self._begins_anew = False
+        mask_fits, self._mask_fits = self._mask_fits, True  # of the call's first forward
         if live.lost and not armed:
             raise InterruptedForwardError(
                 "The last forward with this ChunkReuseCache was interrupted, and the states that it held cannot be "
                 "taken back, so that nothing can be continued. Call reset(), and pass the whole text."
             )
         request = Request(
-            self, model, kwargs, armed, self.in_own_loop, self._hides_padding_only, self.stores_prompts_whole
+            self,
+            model,
+            kwargs,
+            armed,
+            self.in_own_loop,
+            mask_fits,
+            self._hides_padding_only,
+            self.stores_prompts_whole,
         )
         ids = kwargs.get("input_ids")  # what is read of a forward by somebody's own loop is not known
         is_of_generate = isinstance(ids, torch.Tensor) and ids.shape[-1] > 1 and outputs_read(ids) is not None
@@ -325,6 +374,7 @@ class ChunkReuseCache(Cache):
             self.judge(output)
         changed = forward.record(output)
         self._forward, live.in_forward = None, False  # only now: an interrupt before this undoes the forward
+        self._use.end_forward()
         config, self._config = self._config, None
         if config is None or not forward.can_settle_later or live.is_held_by_others:
             forward.settle()
@@ -360,6 +410,7 @@ class ChunkReuseCache(Cache):
 
     def _settle(self) -> None:
         """Before a change from outside: no interrupted forward, and no compiled step that is not taken over."""
+        self._use.require_free()
         self._recover()
         self._writer.confirm_steps()
 
@@ -435,6 +486,24 @@ class ChunkReuseCache(Cache):
         """
         self._begins_anew = True
 
+    @property
+    def parts(self) -> CacheParts:
+        """What `over` makes another cache of, when this one is gone."""
+        return self._parts
+
+    def serve_call(self, call: GenerateCall) -> None:
+        """The cache is made for a generate() call, or for one forward: `attach` has made it, and not its user."""
+        self._of_call = True
+        self._use.begin_call(call)
+
+    def _go_on(self) -> None:
+        """Before the cache is used: if the call that `attach` made it for has ended, it grows as others do."""
+        if torch.compiler.is_compiling() or not self._of_call:
+            return
+        if self._live.static is not None and self._forward is None and self._use.call_has_ended:
+            self.max_cache_len = -1
+            self._form.grow(self._settle)
+
     def repair(self) -> int:
         """Compute again what moved chunks have left, until all K/V is that of plain generate(), and store it as such.
 
@@ -482,6 +551,7 @@ class ChunkReuseCache(Cache):
         Raises:
             ValueError: if the model cannot reuse K/V.
         """
+        self._go_on()
         live, binding = self._live, self._binding
         if live.unsupported is not None:
             raise ValueError(f"`fork` needs a model that can reuse K/V, but {live.unsupported}.")
@@ -499,7 +569,7 @@ class ChunkReuseCache(Cache):
             live_quant=binding.live_quant,
         )
         live.share_into(twin._live, None if live.plain_reason is None else copy.deepcopy(self.layers))
-        twin._user_defined, twin._call = self._user_defined, self._call
+        twin._user_defined, twin._call, twin._of_call = self._user_defined, self._call, self._of_call
         return twin
 
     # What drafts that branch call
@@ -585,7 +655,10 @@ class ChunkReuseCache(Cache):
         return movable_spans(self._parts, ids, start)
 
     def __reduce__(self) -> Any:
-        raise TypeError("A ChunkReuseCache cannot be pickled: it belongs to a model in this process. Make a new one.")
+        """A `DynamicCache` with copies of what this one holds, which needs neither its model nor this package."""
+        self._settle()
+        layers = [layer.as_stock() if isinstance(layer, ReuseLayer) else layer for layer in self.layers]
+        return DynamicCache, (), {**vars(DynamicCache()), "layers": layers, "layer_class_to_replicate": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ChunkReuseCache":
         return self.fork()

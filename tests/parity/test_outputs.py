@@ -262,6 +262,7 @@ def test_drafts_that_read_hidden_states_get_those_of_all_tokens(monkeypatch: pyt
         seen.append(tuple(drafting.seen))
     assert seen[0][0].shape[1] == EVERYTHING
     assert_same(seen[1], seen[0])
+    assert isinstance(cache, ChunkReuseCache)
     assert "output_hidden_states=-1" in (cache.report.bypass_reason or "")
 
 

@@ -52,6 +52,7 @@ MODEL_CHANGED = "the model was changed after the beginning of the prompt"
 TYPES_LATER = "types of images came after the beginning of the prompt"
 MEDIA_LATER = "images, sound or video came after the beginning of the prompt"
 PADDED_WITHOUT = "the attention mask or position_ids of a padded batch are missing"
+MASK_LENGTH = "the attention mask is not as long as what the cache holds and the ids that follow it"
 CHANGED_ON_THE_WAY = "position_ids or the attention mask changed on the way"
 ALL_LOGITS_OF_MEDIA = "the logits of all tokens of images, sound or video are wanted"
 REUSE_COSTS_MORE = (
@@ -148,6 +149,8 @@ def admit_more(parts: CacheParts, request: Request, ledger: Ledger | None, held:
         return inputs
     if ledger is None:
         return CHANGED if live.changed else UNKNOWN
+    if not request.mask_fits:
+        return MASK_LENGTH
     new = inputs.input_ids.shape[1]
     if rope_regime(request.model, held + new - int(ledger.log.pads.min())) != live.regime:
         return LENGTH

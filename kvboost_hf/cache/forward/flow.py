@@ -75,7 +75,8 @@ def next_forward(parts: CacheParts, request: Request) -> Forward:
     request.kwargs, request.inputs = read_forward(model, request.kwargs, all_logits, read_mask)
     if not held:
         return _prompt(parts, request)
-    request.is_step = isinstance(request.inputs, ForwardInputs) and request.inputs.input_ids.shape[1] == 1
+    single = isinstance(request.inputs, ForwardInputs) and request.inputs.input_ids.shape[1] == 1
+    request.is_step = single and not in_prefill()
     return _more(parts, request, held)
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.live.binding import Binding
+from kvboost_hf.cache.live.decoding_form import DecodingForm
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.live.store_writer import StoreWriter
 from kvboost_hf.cache.planning.chunks import Tokens
@@ -42,11 +43,13 @@ class CacheParts:
         binding: Its model, store and settings.
         live: What it holds.
         writer: Offers that to the store.
+        form: Whether its buffers grow, or are of a fixed size.
     """
 
     binding: Binding
     live: LiveKV
     writer: StoreWriter
+    form: DecodingForm
 
 
 @dataclass(slots=True)
@@ -59,10 +62,13 @@ class Request:
         kwargs: Its arguments by name.
         armed: It brings a whole prompt, whatever the layers hold.
         in_own_loop: Whoever calls the model leaves it as it is between the tokens of a text, as generate() does.
+        mask_fits: The mask of the generate() call has a column for all that the layers hold and for each new id, if
+            the ids follow what the layers hold.
         hides_padding_only: The mask of the generate() call, if it goes on from what the layers hold.
         stores_whole: Nobody will tell when the call has ended: store all of a prompt at once.
         inputs: The arguments as far as reuse is concerned; or why K/V of it cannot be told by its tokens.
-        is_step: It decodes one token behind what the layers hold.
+        is_step: It decodes one token behind what the layers hold. A last piece of a prompt, which may have one token,
+            is no step.
     """
 
     cache: Cache
@@ -70,6 +76,7 @@ class Request:
     kwargs: Kwargs
     armed: bool
     in_own_loop: bool
+    mask_fits: bool
     hides_padding_only: bool
     stores_whole: bool
     inputs: ForwardInputs | str = "not read yet"

@@ -4,6 +4,7 @@ Two things can be kept of a layer. *Columns* are per token: K/V of any token can
 A *state* sums up all tokens so far (linear attention): it can only be put back as it was when it was saved.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -48,6 +49,13 @@ class LayerState:
             return None
 
 
+def _copied(value: Any) -> Any:
+    """Copies of tensors, also within dicts; anything else as it is."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
 def _as_json(value: Any) -> Any:
     """Lists, tuples, dicts, devices and dtypes as lists that begin with what they are."""
     if value is None or isinstance(value, bool | int | float | str):
@@ -70,6 +78,7 @@ class ReuseLayer:
     single_row = False  # cannot be taken apart by rows
     hands_out = False  # may give the attention K/V as it is held, in place of tensors of all columns
     can_branch = False  # can be lent
+    stock: Any = None  # the empty layer of transformers that this one takes the place of
 
     @property
     def native(self) -> Any:
@@ -111,6 +120,35 @@ class ReuseLayer:
 
     def __copy__(self) -> "ReuseLayer":
         return self.share()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ReuseLayer":
+        return self.share()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_stock().__reduce_ex__(protocol)
+
+    def as_stock(self) -> Any:
+        """The layer that transformers would have in this place, with copies of what this one holds.
+
+        Raises:
+            TypeError: this layer was made on its own, for none of transformers.
+        """
+        if self.stock is None:
+            kind = type(self).__name__
+            raise TypeError(f"A {kind} cannot be pickled on its own. Pickle the cache that it is part of.")
+        stock = copy.copy(self.stock)
+        for name in self._public:
+            setattr(stock, name, _copied(self._read(name)))
+        return stock
+
+    @property
+    def _public(self) -> list[str]:
+        """The attributes of transformers' layer."""
+        return list(vars(self.stock))
+
+    def _read(self, name: str) -> Any:
+        """An attribute as transformers' layer would have it."""
+        return getattr(self, name, getattr(self.stock, name, None))
 
     def reset(self) -> None:
         """Drop everything."""

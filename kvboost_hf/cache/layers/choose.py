@@ -50,15 +50,22 @@ def make_layers(
     `kvboost_fa2` can read chunks where they are, they leave them there, unless they are to be `contiguous`: sums over
     chunks may round otherwise. With `keeps_hidden`, one of hidden states follows.
     """
-    layers = [_MAKERS[type(stock).__name__](stock) for stock in cache_layers(model)]
+    stocks = cache_layers(model)
+    layers = [_MAKERS[type(stock).__name__](stock) for stock in stocks]
     if live_quant is None:
         if not contiguous and attn_implementation(model) == ATTENTION and read_in_place(PiecedKV, input_device(model)):
             layers = [PiecedLayer() if type(layer) is GrowingLayer else layer for layer in layers]
-        return [*layers, HiddenStates()] if keeps_hidden else layers
+        return [*_in_place_of(stocks, layers), *([HiddenStates()] if keeps_hidden else [])]
     codec, found = make_codec(live_quant), key_rotation(model)
     rotations = found.layers if isinstance(found, KeyRotation) else [None] * len(layers)
     ends = exact_layers(live_quant, len(layers))
     for idx in range(ends, len(layers) - ends):
         if type(layers[idx]) is GrowingLayer:
             layers[idx] = QuantizedLayer(codec, live_quant, rotations[idx])
+    return _in_place_of(stocks, layers)
+
+
+def _in_place_of(stocks: list[Any], layers: list[ReuseLayer]) -> list[ReuseLayer]:
+    for stock, layer in zip(stocks, layers, strict=True):
+        layer.stock = stock
     return layers

@@ -62,6 +62,21 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
     def _hand_out_tensor(self, index: int) -> torch.Tensor | None:
         """The keys (0) or values (1), for somebody who may do anything with them."""
 
+    @property
+    def _public(self) -> list[str]:
+        """See `ReuseLayer._public`; the first update adds two."""
+        return [*super()._public, *(["device", "dtype"] if self.is_initialized else [])]
+
+    def _read(self, name: str) -> Any:
+        """See `ReuseLayer._read`."""
+        if name in ("keys", "values"):
+            return self._peek(int(name == "values")) if self.is_initialized else None
+        return self.length if name == "cumulative_length" else super()._read(name)
+
+    def _peek(self, index: int) -> torch.Tensor | None:
+        """The keys (0) or values (1), for somebody who only reads them, at once."""
+        return self._hand_out_tensor(index)
+
     @abstractmethod
     def _adopt(self, index: int, new: torch.Tensor | None) -> None:
         """Hold these keys (0) or values (1), which somebody else has set, or nothing."""
@@ -284,6 +299,10 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     def _hand_out_tensor(self, index: int) -> torch.Tensor | None:
         held = self._tensors[index]
         return held.hand_out(self._shown_from()) if held.buffer is not None else None  # somebody has set None
+
+    def _peek(self, index: int) -> torch.Tensor | None:
+        held = self._tensors[index]
+        return held.view(self._shown_from()) if held.buffer is not None else None
 
     def _adopt(self, index: int, new: torch.Tensor | None) -> None:
         if new is None:

@@ -233,6 +233,10 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         self._settle()
         return super()._hand_out_tensor(index)
 
+    def _peek(self, index: int) -> torch.Tensor | None:
+        self._settle()
+        return super()._peek(index)
+
     def _adopt(self, index: int, new: torch.Tensor | None) -> None:
         self._settle()
         super()._adopt(index, new)

@@ -80,6 +80,7 @@ class StateLayer(_WithStates, LinearAttentionLayer):
     def share(self) -> "StateLayer":
         """A layer with copies of the states: models write them in place."""
         twin = self.fresh()
+        twin.stock = self.stock
         _copy_states(self, twin)
         twin.note_state()
         return twin

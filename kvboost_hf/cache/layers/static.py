@@ -126,6 +126,15 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
             self.length_tensor = torch.zeros((), dtype=torch.long)  # columns held, graphs' steps included
 
     @property
+    def sliding_window(self) -> int:
+        """Columns that a token can attend to, itself included; 0 for all."""
+        return self._window
+
+    @property
+    def _sliding_window_tensor(self) -> torch.Tensor | None:
+        return torch.tensor(self._window) if self.is_sliding else None
+
+    @property
     def _fixed(self) -> "list[_FixedTensor]":
         return cast("list[_FixedTensor]", self._tensors)
 

@@ -31,6 +31,10 @@ class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         """Columns that a token can attend to, itself included. What is held was computed with it: it stays."""
         return self._window
 
+    @property
+    def _sliding_window_tensor(self) -> torch.Tensor:
+        return torch.tensor(self._window)  # by which `DynamicCache(cache)` knows a window
+
     def fresh(self) -> "SlidingLayer":
         """An empty layer of the same kind."""
         return SlidingLayer(self.sliding_window)

@@ -56,7 +56,11 @@ class StaticDecoding:
 
     def make_layers(self, model: PreTrainedModel) -> list[ReuseLayer]:
         """Empty layers."""
-        return [StaticReuseLayer(self.max_cache_len, _window(stock)) for stock in cache_layers(model)]
+        layers: list[ReuseLayer] = []
+        for stock in cache_layers(model):
+            layers.append(StaticReuseLayer(self.max_cache_len, _window(stock)))
+            layers[-1].stock = stock
+        return layers
 
     def require_call_fits(self, call: GenerateCall, held: int) -> None:
         """Refuse a generate() call that may outgrow the cache.
@@ -66,7 +70,7 @@ class StaticDecoding:
         """
         if call.max_length is None or call.num_ids is None:
             return
-        before = held if call.continues(held) else 0
+        before = held if call.follows(held) else 0
         new = call.max_length - call.num_ids
         prompt = before + call.num_ids
         needed = prompt + new - 1 + call.candidates  # the last token is not run through the model

@@ -116,6 +116,13 @@ class DecodingForm:
             self._live.take_form(model, None)
             self._chosen = None
 
+    def grow(self, settle: Settle) -> None:
+        """Go on with buffers that grow, for good."""
+        if self.asked is not None:
+            self.asked = AUTO
+            self.leave(settle)
+            self.asked = None
+
     def serves(self, running: Callable[[], Any]) -> bool:
         """Whether buffers of a fixed size are for the generate() call whose configuration `running` gives."""
         if self.asked != AUTO:
@@ -211,7 +218,7 @@ def _most_bytes(model: PreTrainedModel, device: torch.device) -> int | None:
 
 def _held(live: LiveKV, call: GenerateCall) -> int:
     """Columns of the cache that the ids of a call follow."""
-    return live.held if call.continues(live.held) else 0
+    return live.held if call.follows(live.held) else 0
 
 
 def _reason_of_model(model: PreTrainedModel) -> str | None:

@@ -7,10 +7,11 @@ forward does the call use? All depend on the names of variables in `GenerationMi
 where these are missing, ids count as a whole prompt, and all outputs as used.
 """
 
+import gc
 import sys
 import weakref
-from collections.abc import Mapping
-from types import FrameType
+from collections.abc import Iterator, Mapping
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class GenerateCall:
         found = generate_frame(frame)
         variables = found.f_locals if found is not None else {}
         self._config = _weakly(variables.get("generation_config"))
+        self.model: Any = variables.get("self")
         self.num_ids: int | None = variables.get("input_ids_length")
         self.max_length: int | None = getattr(variables.get("generation_config"), "max_length", None)
         self.uses_cache = bool(getattr(variables.get("generation_config"), "use_cache", True))
@@ -54,6 +56,11 @@ class GenerateCall:
         noted = getattr(variables.get("generation_config"), "_mask_length", None)
         self.mask_columns: int | None = self.mask.shape[1] if self.mask is not None else noted
 
+    @property
+    def config(self) -> Any:
+        """The configuration that the call has made for itself; None where the call was not found, or has ended."""
+        return self._config() if self._config is not None else None
+
     def start_over(self, model: PreTrainedModel) -> None:
         """Replace the positions that generate() prepared for a filled cache with those of a whole prompt."""
         if self._prepared and isinstance(self._ids, torch.Tensor):
@@ -61,19 +68,27 @@ class GenerateCall:
             if positions is not None:
                 self._prepared["position_ids"] = positions
 
-    def continues(self, held: int) -> bool:
-        """Whether only the ids that follow `held` columns were passed, with a mask over everything."""
+    def follows(self, held: int) -> bool:
+        """Whether generate() takes the ids for those that follow `held` columns: its mask is of another length."""
         if self.num_ids is None or self.mask_columns is None or held == 0:
             return False
-        return self.mask_columns == held + self.num_ids
+        return self.mask_columns != self.num_ids
+
+    def fits(self, held: int) -> bool:
+        """Whether a mask over `held` columns and the ids that follow them has as many columns as these."""
+        return self.num_ids is not None and self.mask_columns == held + self.num_ids
 
     def contains(self, frame: FrameType) -> bool:
         """Whether `frame` is inside this call; True where the call was not found."""
         if self._config is None:
             return True
         config = self._config()
+        if config is None:
+            return False
         found = generate_frame(frame)
-        return config is not None and found is not None and found.f_locals.get("generation_config") is config
+        # A loop of `custom_generate` that yields goes on when generate() has returned.
+        frames = [found] if found is not None else _frames_from(frame)
+        return any(each.f_locals.get("generation_config") is config for each in frames)
 
 
 def calling() -> GenerateCall:
@@ -85,6 +100,33 @@ def running_config() -> Any:
     """The configuration that the generate() call under way has made for itself, or None."""
     found = generate_frame(sys._getframe(1))
     return found.f_locals.get("generation_config") if found is not None else None
+
+
+def is_under_way(config: Any, thread: int) -> bool:
+    """Whether the generate() call that has made `config` for itself runs in `thread`, or is a loop that yields.
+
+    It looks at stacks and referrers: for rare cases only.
+    """
+    frames = _frames_from(sys._current_frames().get(thread))
+    if any(is_generate(frame) and frame.f_locals.get("generation_config") is config for frame in frames):
+        return True
+    suspended = (GeneratorType, CoroutineType, AsyncGeneratorType)
+    owners = gc.get_referrers(config)
+    owners += [owner for each in owners if type(each) is dict for owner in gc.get_referrers(each)]
+    return any(isinstance(owner, suspended) for owner in owners)
+
+
+def is_in_forward(cache: Any, thread: int) -> bool:
+    """Whether `thread` runs a forward with `cache`."""
+    frames = _frames_from(sys._current_frames().get(thread))
+    calls = (frame.f_locals.get("kwargs") for frame in frames if frame.f_code is torch.nn.Module._call_impl.__code__)
+    return any(cache is value for kwargs in calls if isinstance(kwargs, dict) for value in kwargs.values())
+
+
+def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def encoded_from(encoded: Any) -> dict[str, Any] | None:

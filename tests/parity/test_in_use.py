@@ -1,0 +1,346 @@
+"""A call that is under way has its cache for itself: calls within calls, threads, generators, and earlier answers."""
+
+import asyncio
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from kvboost_hf import CacheInUseError, ChunkReuseCache, ChunkStore, attach, last_cache
+from tests.conftest import as_inputs, make_model, random_ids
+
+FIRST, SECOND = random_ids(40, seed=1), random_ids(33, seed=2)
+KINDS: dict[str, dict[str, Any]] = {
+    "growing": {"max_cache_len": None},
+    "auto": {},
+    "fixed": {"max_cache_len": 96},
+    "static": {"cache_implementation": "static"},
+}
+
+
+def plain(name: str, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return make_model(name).generate(**as_inputs(ids), **{"max_new_tokens": 8, **kwargs})
+
+
+def attached(name: str, kind: str) -> tuple[PreTrainedModel, ChunkStore, Callable[..., Any]]:
+    model, options = make_model(name), dict(KINDS[kind])
+    implementation = {key: options.pop(key) for key in ("cache_implementation",) if key in options}
+    store = ChunkStore(model, chunk_size=16)
+    attach(model, store, **options)
+
+    def generate(ids: torch.Tensor, **kwargs: Any) -> Any:
+        return model.generate(**as_inputs(ids), **{"max_new_tokens": 8, **implementation, **kwargs})
+
+    return model, store, generate
+
+
+class Calls(LogitsProcessor, BaseStreamer):
+    """Calls a function at each token, as a processor or a streamer may."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._call()
+        return scores
+
+    def put(self, value: torch.Tensor) -> None:
+        self._call()
+
+    def end(self) -> None:
+        self._call()
+
+
+class Criterion(StoppingCriteria):
+    """Calls a function at each token, and never ends the answer."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._call()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def _as_argument(place: str, call: Callable[[], Any]) -> dict[str, Any]:
+    return {
+        "processor": {"logits_processor": [Calls(call)]},
+        "criterion": {"stopping_criteria": [Criterion(call)]},
+        "streamer": {"streamer": Calls(call)},
+    }[place]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("place", ["processor", "criterion", "streamer"])
+@pytest.mark.parametrize(("name", "kind"), [*[("llama", kind) for kind in KINDS], ("mistral", "fixed")])
+def test_a_call_within_a_call(name: str, kind: str, place: str) -> None:
+    _, store, generate = attached(name, kind)
+    inner: list[torch.Tensor] = []
+    for ids in (FIRST, SECOND):  # an earlier call has left its buffers to the second one
+        found = generate(ids, **_as_argument(place, lambda: inner.append(generate(SECOND))))
+        assert torch.equal(found, plain(name, ids))
+    expected = plain(name, SECOND)
+    assert len(inner) >= 16
+    assert all(torch.equal(each, expected) for each in inner)
+    assert store.check_integrity().wrong == 0
+
+
+def test_a_call_within_a_call_within_a_call() -> None:
+    _, store, generate = attached("llama", "fixed")
+    found: list[torch.Tensor] = []
+
+    def innermost() -> None:
+        found.append(generate(SECOND[:, :20], max_new_tokens=2))
+
+    def inner() -> None:
+        found.append(generate(SECOND, max_new_tokens=2, logits_processor=[Calls(innermost)]))
+
+    outer = generate(FIRST, max_new_tokens=3, logits_processor=[Calls(inner)])
+    assert torch.equal(outer, plain("llama", FIRST, max_new_tokens=3))
+    for answer in found:
+        assert torch.equal(answer, plain("llama", answer[:, :-2], max_new_tokens=2))
+    assert store.check_integrity().wrong == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_so_far_in_a_call_within_a_call(kind: str) -> None:
+    _, store, generate = attached("llama", kind)
+    seen: list[torch.Tensor] = []
+
+    class OfText(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen.append(generate(input_ids.clone(), max_new_tokens=2))
+            return scores
+
+    assert torch.equal(generate(FIRST, logits_processor=[OfText()]), plain("llama", FIRST))
+    for answer in seen:
+        assert torch.equal(answer, plain("llama", answer[:, :-2], max_new_tokens=2))
+    assert store.check_integrity().wrong == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_earlier_answer_keeps_its_cache(kind: str) -> None:
+    model, _, generate = attached("llama", kind)
+    first = generate(FIRST, return_dict_in_generate=True)
+    held = int(first.cache.get_seq_length())
+    for ids in (SECOND, FIRST, SECOND):
+        assert torch.equal(generate(ids), plain("llama", ids))
+    assert int(first.cache.get_seq_length()) == held
+    longer = torch.cat([first.sequences, SECOND[:, :5]], dim=1)
+    found = model.generate(
+        input_ids=longer[:, held:], attention_mask=torch.ones_like(longer), cache=first.cache, max_new_tokens=8
+    )
+    assert torch.equal(found, plain("llama", longer)[:, held:])
+
+
+def test_buffers_of_a_fixed_size_serve_call_after_call() -> None:
+    model, _, generate = attached("llama", "fixed")
+    places = set()
+    gc.disable()
+    try:
+        for ids in (FIRST, SECOND, FIRST, SECOND[:, :1]):
+            with contextlib.suppress(ValueError):
+                generate(random_ids(200, seed=9))  # does not fit
+            generate(ids)
+            cache = last_cache(model)
+            assert cache is not None
+            places.add(cache.parts.live.static_layers[0].buffers[0].data_ptr())
+            del cache
+    finally:
+        gc.enable()
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 96])
+@pytest.mark.parametrize("place", ["processor", "criterion", "streamer"])
+def test_one_cache_for_a_call_and_one_within_it_is_refused(
+    llama: PreTrainedModel, place: str, max_cache_len: int | None
+) -> None:
+    cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16), max_cache_len=max_cache_len)
+
+    def generate(ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return llama.generate(**as_inputs(ids), max_new_tokens=8, cache=cache, **kwargs)
+
+    def within() -> None:
+        calls.append(place)
+        if place != "streamer" or len(calls) > 1:  # it gets the prompt before the call has taken the cache
+            with pytest.raises(CacheInUseError, match=r"generate\(\) call around this one, in the same thread"):
+                generate(SECOND)
+
+    for ids in (FIRST, SECOND):
+        calls: list[str] = []
+        assert torch.equal(generate(ids, **_as_argument(place, within)), plain("llama", ids))
+    assert torch.equal(generate(FIRST), plain("llama", FIRST))
+    assert cache.store.check_integrity().wrong == 0
+
+
+def test_a_loop_may_hand_its_cache_on(llama: PreTrainedModel) -> None:
+    """A `custom_generate` that calls generate() with the cache that it was given, and goes on with it."""
+
+    def loop(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> torch.Tensor:
+        return model.generate(input_ids, cache=kwargs["cache"], max_new_tokens=8)
+
+    cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
+    for ids in (FIRST, torch.cat([FIRST, SECOND], dim=1)):
+        assert torch.equal(llama.generate(**as_inputs(ids), cache=cache, custom_generate=loop), plain("llama", ids))
+
+
+def _yielding(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> Iterator[int]:
+    cache, ids = kwargs["cache"], input_ids
+    for _ in range(8):
+        held = int(cache.get_seq_length())
+        out = model(ids[:, held:], cache=cache, logits_to_keep=1, return_dict=True)
+        cache = out.cache
+        ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], dim=1)
+        yield int(ids[0, -1])
+
+
+@pytest.mark.parametrize("kind", ["growing", "fixed"])
+def test_loops_that_yield_take_turns(kind: str) -> None:
+    _, store, generate = attached("llama", kind)
+    for _ in range(2):
+        loops = [generate(ids, custom_generate=_yielding) for ids in (FIRST, SECOND)]
+        tokens = [list(pair) for pair in zip(*loops, strict=True)]
+        for row, ids in enumerate((FIRST, SECOND)):
+            expected = plain("llama", ids)[0, ids.shape[1] :].tolist()
+            assert [pair[row] for pair in tokens] == expected[: len(tokens)]
+    assert store.check_integrity().wrong == 0
+
+
+def test_one_cache_for_two_loops_that_yield_is_refused(llama: PreTrainedModel) -> None:
+    cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
+    llama.generate(**as_inputs(SECOND), cache=cache, max_new_tokens=4)
+    first = llama.generate(**as_inputs(FIRST), cache=cache, custom_generate=_yielding, max_new_tokens=8)
+    tokens = [next(first)]
+    with pytest.raises(CacheInUseError, match="generate"):
+        llama.generate(**as_inputs(SECOND), cache=cache, max_new_tokens=8)
+    tokens += first
+    assert tokens == plain("llama", FIRST)[0, FIRST.shape[1] :].tolist()[: len(tokens)]
+    assert torch.equal(llama.generate(**as_inputs(SECOND), cache=cache, max_new_tokens=8), plain("llama", SECOND))
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 96])
+def test_one_cache_in_several_threads_is_refused(llama: PreTrainedModel, max_cache_len: int | None) -> None:
+    cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16), max_cache_len=max_cache_len)
+    prompts = [random_ids(20 + 3 * at, seed=at) for at in range(4)]
+    expected = [plain("llama", ids) for ids in prompts]
+    refused: list[str] = []
+    right: list[int] = []
+    wrong: list[int] = []
+    start = threading.Barrier(len(prompts))
+
+    def run(at: int) -> None:
+        start.wait()
+        for _ in range(6):
+            try:
+                found = llama.generate(**as_inputs(prompts[at]), cache=cache, max_new_tokens=8)
+            except CacheInUseError as error:
+                refused.append(str(error))
+            else:
+                (right if torch.equal(found, expected[at]) else wrong).append(at)
+
+    threads = [threading.Thread(target=run, args=(at,), name=f"caller-{at}") for at in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert right
+    assert all("in thread 'caller-" in each for each in refused)
+    assert torch.equal(llama.generate(**as_inputs(FIRST), cache=cache, max_new_tokens=8), plain("llama", FIRST))
+    assert cache.store.check_integrity().wrong == 0
+
+
+def test_a_cache_that_another_thread_uses_is_not_changed(llama: PreTrainedModel) -> None:
+    cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
+    found: list[BaseException] = []
+
+    def disturb() -> None:
+        for change in (
+            cache.reset,
+            cache.fork,
+            lambda: cache.crop(-3),
+            lambda: llama(SECOND[:, :4], cache=cache),
+            lambda: setattr(cache, "salt", "other"),
+        ):
+            try:
+                change()
+            except CacheInUseError as error:
+                found.append(error)
+
+    def within() -> None:
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        thread.join()
+
+    answer = llama.generate(**as_inputs(FIRST), cache=cache, max_new_tokens=8, logits_processor=[Calls(within)])
+    assert torch.equal(answer, plain("llama", FIRST))
+    assert len(found) == 5 * 8
+
+
+def test_forwards_by_hand_in_two_threads(llama: PreTrainedModel) -> None:
+    """One after the other is served, also from another thread; one within the other is refused."""
+    cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        inside.set()
+        go_on.wait(10)
+
+    handle = llama.model.layers[0].register_forward_pre_hook(hold)
+    thread = threading.Thread(target=lambda: llama(FIRST, cache=cache, logits_to_keep=1))
+    thread.start()
+    inside.wait(10)
+    handle.remove()
+    with pytest.raises(CacheInUseError, match="runs a forward with it"):
+        llama(SECOND, cache=cache, logits_to_keep=1)
+    go_on.set()
+    thread.join()
+    more = llama(SECOND[:, :3], cache=cache).logits
+    expected = make_model("llama")(torch.cat([FIRST, SECOND[:, :3]], dim=1)).logits[:, -3:]
+    torch.testing.assert_close(more, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_of_asyncio(kind: str) -> None:
+    _, store, generate = attached("llama", kind)
+    prompts = [random_ids(20 + 3 * at, seed=at) for at in range(4)]
+
+    async def all_of_them() -> list[torch.Tensor]:
+        return await asyncio.gather(*(asyncio.to_thread(generate, ids) for ids in prompts * 3))
+
+    for ids, found in zip(prompts * 3, asyncio.run(all_of_them()), strict=True):
+        assert torch.equal(found, plain("llama", ids))
+    assert store.check_integrity().wrong == 0
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 96])
+def test_a_call_that_failed_holds_no_cache(llama: PreTrainedModel, max_cache_len: int | None) -> None:
+    """Somebody may keep the exception, whose traceback refers to all that the call had."""
+    cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16), max_cache_len=max_cache_len)
+    kept = []
+
+    def fail() -> None:
+        if int(cache.get_seq_length()) > 42:
+            raise ZeroDivisionError
+
+    for ids in (FIRST, SECOND, FIRST):
+        with pytest.raises(ZeroDivisionError) as info:
+            llama.generate(**as_inputs(FIRST), cache=cache, max_new_tokens=8, logits_processor=[Calls(fail)])
+        kept.append(info)
+        assert torch.equal(llama.generate(**as_inputs(ids), cache=cache, max_new_tokens=8), plain("llama", ids))
+
+
+def test_a_plain_cache_of_an_attached_model_goes_its_own_way() -> None:
+    """What a caller brings is the caller's, also within a call."""
+    model, _, generate = attached("llama", "fixed")
+    own = DynamicCache(config=model.config)
+    inner = [lambda: model.generate(**as_inputs(SECOND), cache=own, max_new_tokens=1)]
+    found = generate(FIRST, logits_processor=[Calls(lambda: inner and inner.pop()())])
+    assert torch.equal(found, plain("llama", FIRST))
+    assert own.get_seq_length() == SECOND.shape[1]
