@@ -89,8 +89,10 @@ class _Draw:
         same = rows > 1 and self._one_in(4)  # as rows that begin alike
         one = self._row()
         made = [one if same and not self._one_in(3) else self._row() for _ in range(rows)]
-        if rows > 1 and not same:  # one that begins where others end
-            made[draw.randrange(rows)] = Row(head=draw.randrange(1, 12), text=draw.randrange(3))
+        if rows > 1 and not same:  # one begins where others end, and one is known up to its last few tokens
+            made[0] = Row(head=draw.randrange(1, 12), text=draw.randrange(3))
+            made[1] = Row(head=self._chunk * draw.choice([1, 1, 2]) + draw.randrange(1, 9))
+            draw.shuffle(made)
         follows = self._of({0: 4, 1: 5, 2: 1}) if number else 0
         before: list[str] = []
         if reuse == "a kept cache" and number and threads == 1 and self._one_in(4):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvboost_hf import check_model_compatibility, load_assistant
+from kvboost_hf import load_assistant
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.compat import cache_argument
 from tests.architectures.models import make_architecture
@@ -62,7 +62,6 @@ class Family:
 def family(name: str, dtype: torch.dtype = torch.float32) -> Family:
     """The models of a family, made at the first call."""
     served, plain = (_made(name, dtype) for _ in range(2))
-    check_model_compatibility(served, strict=False)  # its probes run now
     own = _own_error(plain)
     return Family(served, plain, max(SAME[dtype], 10 * own), own < 1e-4)
 

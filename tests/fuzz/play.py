@@ -21,6 +21,7 @@ from kvboost_hf import (
     ReusePolicy,
     TreeDecoding,
     attach,
+    check_model_compatibility,
     detach,
     lookup_assistant,
 )
@@ -101,6 +102,7 @@ def play(history: History, dtype: torch.dtype = torch.float32) -> int:
         try:
             for model in (models.served, models.plain):
                 model.set_attn_implementation(history.attention)
+                check_model_compatibility(model, strict=False)  # its probes run now, in no call that is interrupted
         except ValueError as error:
             raise Refused(str(error)) from error
         steps = _prepare(history, models, dtype)
@@ -367,7 +369,10 @@ class _Played:
     def _step(self, lane: _Lane, number: int, step: Step) -> None:
         call, history = step.call, self._history
         for action in call.before:
-            self._do(action, lane)
+            try:
+                self._do(action, lane)
+            except Exception as error:
+                raise Wrong(f"raised {type(error).__name__}", f"{action} before call {number}: {error}") from error
         given: dict[str, Any] = {}
         cache = lane.caches.get(step.of) if step.of is not None else self._cache(lane)
         inputs = step.inputs
@@ -411,6 +416,7 @@ class _Played:
 
     def _inner(self, outer: dict[str, Any]) -> None:
         """Ask something else in the middle of a call."""
+        state = torch.get_rng_state()
         history, call = self._history, Call(rows=(INNER,))
         inputs, given = as_inputs(INNER.ids), _arguments(call, history.family, self._dtype, self._store)
         expected = _plain(history.family, history.attention, self._dtype, _key(inputs), _frozen(call))
@@ -418,7 +424,6 @@ class _Played:
             given[CACHE] = self._make_cache()
         elif CACHE in outer and history.reuse != "attach":
             given[CACHE] = outer[CACHE]
-        state = torch.get_rng_state()
         try:
             found = _generate(self._model, inputs, call, given)
         except KVBoostError:
@@ -479,11 +484,10 @@ class _Played:
             cache.reset()
             lane.caches = {}
         elif action == "crop":
-            with warnings.catch_warnings():
-                try:
-                    cache.crop(-1)
-                except (RuntimeError, ValueError):  # states, and windows that have let go of a token
-                    return
+            try:
+                cache.crop(-1)
+            except (RuntimeError, ValueError):  # states, and windows that have let go of a token
+                return
             lane.caches = {}
         else:
             getattr(cache, action)()
