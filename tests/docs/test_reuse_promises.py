@@ -1,6 +1,7 @@
 """What pages say of reuse is compared with what is reused: in examples by their own asserts, in sentences here."""
 
 import re
+from typing import Any
 
 import pytest
 
