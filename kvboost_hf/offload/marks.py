@@ -28,7 +28,7 @@ def mark_of(file: FileIO) -> Mark:
 
 
 def other_content(before: Mark, now: Mark) -> bool:
-    """Whether the content of a file is another, as far as marks tell: not whether it was linked, copied or chmodded."""
+    """Whether a file has other content, as far as marks tell; it may have been copied, or given other rights."""
     return [before[0], before[1], before[-1]] != [now[0], now[1], now[-1]]
 
 
