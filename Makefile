@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo real-model server browser npm clients test notebooks formats libraries libraries-quick compat style quality docs architectures bench bench-all soak attack dist dist-check gpu-short gpu-rest gpu-tests clean
+.PHONY: demo real-model server browser npm clients test notebooks formats libraries libraries-quick compat style quality docs architectures bench bench-all soak attack fuzz dist dist-check gpu-short gpu-rest gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -135,6 +135,12 @@ soak: $(VENV)/installed
 ATTACK_S ?= 3600
 attack: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/server_attack.py --seconds $(ATTACK_S)
+
+# Random histories of generate() calls beside plain generate(): CI plays them for a minute, each time from another seed.
+# `make fuzz FUZZ_S=1800` is for a night; SEED=N plays those of a seed again.
+FUZZ_S ?= 60
+fuzz: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(FUZZ_S) $(if $(SEED),--seed $(SEED))
 
 # What is released, and a look at whether it installs and runs where nothing else is.
 dist: $(VENV)/installed

@@ -1,13 +1,14 @@
 """`LayerStream` copies the weights of streamed layers into slots on the device as the layers run."""
 
 import functools
-import threading
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from kvboost_hf import forks
 from kvboost_hf.checksum import Content
 from kvboost_hf.errors import StreamingError
 from kvboost_hf.offload.backends.base import Backend
@@ -52,7 +53,7 @@ class LayerStream:
         self._resting: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor | Content]]] = {}
         self._calls = self._hits = 0
         self._closed = False
-        self._lock = threading.RLock()
+        self._lock, self._pid = forks.rlock(), os.getpid()
         self._forwards = 0  # of the owner that are under way, each but the first within another one
         self._running: int | None = None  # the unit between enter() and leave(), in the innermost forward
         self._owner, self._replaced = owner, vars(owner).get("forward")
@@ -180,6 +181,7 @@ class LayerStream:
                     "model without a graph, or call stop_streaming(model) first."
                 )
             with self._lock:
+                self._start_over_after_fork()
                 outer, self._running = (self._running if self._forwards else None), None
                 self._forwards += 1
                 try:
@@ -193,6 +195,13 @@ class LayerStream:
         locked.leaves_kv_alone = self._replaced is None  # type: ignore[attr-defined]  # read by the fingerprint
         found: Callable[..., Any] = torch.compiler.disable(locked, recursive=False)  # type: ignore[no-untyped-call]
         return found
+
+    def _start_over_after_fork(self) -> None:
+        """What was on its way into the slots does not arrive in a forked process, nor do forwards end there."""
+        if self._pid != os.getpid():
+            self._pid, self._forwards, self._running = os.getpid(), 0, None
+            for number in range(len(self._units)):
+                self._ring.forget(number)
 
     def _at_rest(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of a unit in host memory, or read from its file."""

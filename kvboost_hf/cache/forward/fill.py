@@ -242,10 +242,13 @@ class _Source:
         """The state of a row at a token."""
         plan = self._plan
         states = plan.rows[row].states
-        if states is None or token <= 0:
+        if states is None:
             return None
-        if token + plan.pads[row] == plan.held:
+        # Behind padding alone, a row has the state that it had at the last column that is held.
+        if plan.held and (token <= 0 or token + plan.pads[row] == plan.held):
             return self._layers[layer_idx].save_state(row)
+        if token <= 0:
+            return None
         for span in self.spans[row]:
             if isinstance(span.reader, StemReader) and span.stop == token:
                 return span.reader.state(layer_idx)

@@ -7,7 +7,6 @@ changing (adapters, forward hooks, scalar attributes) are read from the modules;
 fingerprint again.
 """
 
-import threading
 from collections.abc import Hashable, Iterable
 from hashlib import blake2b
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvboost_hf import forks
 from kvboost_hf.cache.identity.durable_names import durable_name, library_versions
 from kvboost_hf.cache.identity.hooks import ForwardWatch, HookWatch
 from kvboost_hf.cache.identity.offloaded import FileWeight
@@ -30,7 +30,7 @@ class ModelFingerprint:
     """Follows one model; `current()` changes whenever its K/V may have changed."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock(torn=self._forget)
         self.bumps = 0  # how often `bump` was called
         self._weights = WeightsWatch()
         self._walk = ModelWalk()
@@ -116,6 +116,12 @@ class ModelFingerprint:
         """Change the fingerprint, so that all K/V computed before is no longer found."""
         with self._lock:
             self.bumps += 1
+
+    def _forget(self) -> None:
+        """After a fork in the middle of a look at the model: begin anew, under another fingerprint."""
+        self._weights, self._walk, self._parts = WeightsWatch(), ModelWalk(), {}
+        self._digests, self._settings, self._durable = {}, None, None
+        self.bumps += 1
 
     def _look(self, model: nn.Module) -> tuple[Found, list[int]]:
         """Walk through the model; returns what was found, and the serials of its parts."""

@@ -49,7 +49,7 @@ from kvboost_hf.cache.identity.settings import (
 )
 from kvboost_hf.cache.identity.weights import plain_tensors
 from kvboost_hf.checksum import Content, checksum
-from kvboost_hf.compat import KeptOnModel, frequencies_vary
+from kvboost_hf.compat import KeptOnModel, forward_of, frequencies_vary
 
 # Attributes that are read elsewhere, or by generate(), or that are our own.
 _PASSED_OVER = (PreTrainedConfig, GenerationConfig, KeptOnModel, type(None))
@@ -276,7 +276,7 @@ class _Walk:
                 found.own_configs += config_scalars(own)
         for module in self.hooked:
             _add_hooks(found, module)
-        found.parts += [getattr(kind, "forward", None) for kind in self.classes]
+        found.parts += [forward_of(kind) for kind in self.classes]
         foreign = foreign_functions(model, self.classes)
         found.foreign = slice(len(found.parts), len(found.parts) + len(foreign))
         found.parts += foreign
@@ -284,7 +284,7 @@ class _Walk:
         everywhere = [hook for hooks in hooks_of_all_modules() for hook in hooks.values() if not only_looks(hook)]
         found.parts += everywhere
         reach = [*self.others, *everywhere]
-        reach += [forward for kind in self.classes if not is_own(forward := getattr(kind, "forward", None))]
+        reach += [forward for kind in self.classes if not is_own(forward := forward_of(kind))]
         reach += _values_of_classes(self.classes)
         if reach or foreign:
             _read_values(found, [*reach, *foreign], set(map(id, self.modules)))

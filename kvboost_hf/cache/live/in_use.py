@@ -9,6 +9,7 @@ import threading
 import weakref
 from typing import Any
 
+from kvboost_hf import forks
 from kvboost_hf.cache.prompt.generate_call import GenerateCall, is_in_forward, is_under_way
 from kvboost_hf.errors import CacheInUseError
 
@@ -22,7 +23,7 @@ class CacheUse:
     """The generate() call and the forward that use a `ChunkReuseCache`; all others are refused meanwhile."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._config: weakref.ref[Any] | None = None  # of the call
         self._thread, self._name = 0, ""  # that the call runs in
         self._ran = False  # a forward of the call has begun

@@ -8,7 +8,6 @@
 A list may name what is gone. An object under a head is then dropped when it is met.
 """
 
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from kvboost_hf import forks
 from kvboost_hf.cache.tiers.base import Entry
 from kvboost_hf.cache.tiers.guard import without_secrets
 from kvboost_hf.cache.tiers.packing import pack_entry, unpack_entry
@@ -63,8 +63,8 @@ class FilesystemTier(RemoteTier):
         protocols = self._fs.protocol
         self._renames = not _RENAMED.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
         self._held: OrderedDict[bytes, _Listed] | None = None  # least recently used first; None until it is needed
-        self._lock = threading.Lock()  # of `_held`
-        self._changing = threading.Lock()  # while a chunk is written or given up: it is more than one file
+        self._lock = forks.lock()  # of `_held`
+        self._changing = forks.lock()  # while a chunk is written or given up: it is more than one file
 
     def close(self) -> None:
         """See `Tier.close`; fsspec closes its connections by itself."""

@@ -1,0 +1,153 @@
+"""Draws histories: all of a seed, with lengths around the borders of chunks, pieces and windows."""
+
+import random
+from typing import Any
+
+from tests.architectures.sizes import WINDOW
+from tests.fuzz.families import FAMILIES, STATEFUL
+from tests.fuzz.history import Call, History, Row
+
+_MOST = 70  # tokens of a part of a row
+_FIXED = 512
+_EOS = list(range(2, 30))  # so many that some row ends early
+
+
+def draw_history(seed: int) -> History:
+    """The history of a seed: the same each time."""
+    return _Draw(random.Random(seed)).history()
+
+
+class _Draw:
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+        self._chunk, self._piece = 16, 0
+
+    def _one_in(self, n: int) -> bool:
+        return self._draw.randrange(n) == 0
+
+    def _of(self, choices: dict[Any, int]) -> Any:
+        return self._draw.choices(list(choices), list(choices.values()))[0]
+
+    def history(self) -> History:
+        draw = self._draw
+        family = self._of(FAMILIES)
+        self._stateful = family in STATEFUL
+        self._chunk = self._of({16: 4, 32: 1})
+        self._pieces = self._of({1: 1, 3: 1, 7: 3, 8: 5, 15: 4, 16: 8, 17: 4, 24: 5, 32: 2, 33: 2})
+        self._lengths = [self._length() for _ in range(4)]  # few, so that prompts begin alike and part in few places
+        self._in_pieces = draw.random() < (0.7 if self._stateful else 0.5)
+        self._batches = draw.random() < (0.8 if self._stateful else 0.4)
+        reuse = self._of({"a new cache": 3, "a kept cache": 4, "attach": 4})
+        threads = self._of({1: 12, 2: 1, 3: 1})
+        if threads > 1 and self._one_in(4):
+            reuse = "one cache for all threads"
+        live = self._one_in(25)
+        fixed = None
+        if not live and not (self._stateful and not self._one_in(10)):
+            fixed = self._of({None: 5, _FIXED: 5, "auto": 1})
+        policy: dict[str, Any] = {"min_prefill_saving": 0} if not self._one_in(8) else {}
+        if self._one_in(15) and fixed is None and not live:
+            policy["keep_logprobs"] = True
+        self._sampled = threads == 1
+        self._static = reuse == "attach" and self._one_in(4)
+        calls = tuple(self._call(reuse, threads, i) for i in range(draw.choice([1, 2, 2, 3, 3, 4]) * threads))
+        return History(
+            family=family,
+            attention=self._of({"eager": 3, "sdpa": 3, "kvboost_fa2": 1}),
+            reuse=reuse,
+            max_cache_len=fixed,
+            live_quant=live,
+            policy=policy,
+            chunk_size=self._chunk,
+            max_chunks=self._of({None: 9, 2: 1, 4: 1, 9: 1}),
+            disk=self._one_in(10),
+            threads=threads,
+            calls=calls,
+        )
+
+    def _length(self) -> int:
+        """Often at a border."""
+        draw = self._draw
+        if self._one_in(3):
+            return draw.choice([1, 2, draw.randrange(3, 50)])
+        unit = draw.choice([self._chunk] * 3 + [self._pieces] * 2 + [WINDOW])
+        found = unit * draw.choice([1, 1, 1, 2, 2, 3]) + draw.choice([-1, 0, 0, 1, 1, 1, 2])
+        return min(max(found, 1), _MOST)
+
+    def _row(self) -> Row:
+        draw = self._draw
+        head = draw.choice(self._lengths) if not self._one_in(4) else self._length()
+        tail = 0
+        if self._one_in(3):  # texts part at a border, or the row ends at one
+            tail = draw.choice(self._lengths)
+            head, tail = (max(head - tail, 0), min(head, tail)) if self._one_in(2) else (head, tail)
+        return Row(text=self._of({0: 6, 1: 2, 2: 1}), head=head, other=draw.choice([1, 2, 3]), tail=tail)
+
+    def _call(self, reuse: str, threads: int, number: int) -> Call:
+        draw = self._draw
+        rows = draw.choice([2, 3, 3, 3, 4]) if self._batches and not self._one_in(3) else 1
+        same = rows > 1 and self._one_in(4)  # as rows that begin alike
+        one = self._row()
+        made = [one if same and not self._one_in(3) else self._row() for _ in range(rows)]
+        if rows > 1 and not same:  # one begins where others end, and one is known up to its last few tokens
+            made[0] = Row(head=draw.randrange(1, 12), text=draw.randrange(3))
+            made[1] = Row(head=self._chunk * draw.choice([1, 1, 2]) + draw.randrange(1, 9))
+            draw.shuffle(made)
+        follows = self._of({0: 4, 1: 5, 2: 1}) if number else 0
+        before: list[str] = []
+        if reuse == "a kept cache" and number and threads == 1 and self._one_in(4):
+            before.append(draw.choice(["fork", "fork", "reset", "crop", "store_all", "store_tails"]))
+        if number and self._one_in(12):
+            before.append(draw.choice(["reopen", "collect"]) if threads == 1 else "store_tails")
+        raises = nested = None
+        if self._one_in(9):
+            raises = draw.choice(["hook", "quiet hook", "processor", "criterion", "streamer"]), draw.choice([1, 2, 3])
+        elif self._one_in(9) and threads == 1:
+            nested = draw.choice(["processor", "criterion", "streamer"])
+        return Call(
+            rows=tuple(made),
+            follows=follows,
+            only_new=follows > 0 and self._one_in(2),
+            new=draw.choice([1, 1, 2, 2, 3, 5]),
+            options=self._options(rows),
+            before=tuple(before),
+            raises=raises,
+            nested=nested,
+        )
+
+    def _options(self, rows: int) -> dict[str, Any]:
+        draw, told = self._draw, {}
+        if self._in_pieces and not self._one_in(4):
+            told["prefill_chunk_size"] = self._pieces
+        way = self._of({"greedy": 10, "sampled": 3 if self._sampled else 0, "beams": 3, "drafted": 4})
+        if way == "drafted" and (rows > 1 or self._stateful):
+            way = "greedy"
+        if way == "sampled":
+            told["do_sample"] = True
+            if self._one_in(2):
+                told["num_return_sequences"] = draw.choice([2, 3])
+        elif way == "beams":
+            told["num_beams"] = draw.choice([2, 3])
+            told["num_return_sequences"] = draw.choice([1, 2])
+        elif way == "drafted":
+            kind = draw.choice(["plain", "load_assistant", "lookup", "trees", "prompt lookup"])
+            told |= {"prompt_lookup_num_tokens": draw.choice([2, 4])} if kind == "prompt lookup" else {"draft": kind}
+        if self._one_in(8):
+            told |= draw.choice([{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 2}])
+        if self._one_in(8):
+            told |= {"eos_token_id": _EOS, "pad_token_id": 0}
+        if self._one_in(12) and "draft" not in told:
+            told["stop_strings"] = ["a", "e"]
+        if self._one_in(12) and way == "greedy" and rows == 1:
+            told["streamer"] = True
+        if self._one_in(25) and way != "drafted":
+            told["use_cache"] = False
+        if self._one_in(25) and "draft" not in told:
+            told["guidance_scale"] = 1.5
+        if self._one_in(20):
+            told["output_scores"] = True
+        if self._one_in(25):
+            told["output_hidden_states"] = True
+        if self._static and not self._one_in(3):
+            told["cache_implementation"] = "static"
+        return told

@@ -1,0 +1,108 @@
+"""Tiny models that are made once: one of each family that is served, one that nobody touches, and a draft."""
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvboost_hf import load_assistant
+from kvboost_hf.assets import load_embedded
+from kvboost_hf.compat import cache_argument
+from tests.architectures.models import make_architecture
+from tests.fuzz.history import TEXTS
+from tests.parity.test_assistants import noisy
+
+# How often each is drawn: states, windows and learned positions have rules of their own, and some models are slow.
+FAMILIES: dict[str, int] = {
+    "llama": 5,
+    "qwen3": 3,
+    "gpt2": 3,
+    "opt": 2,
+    "bloom": 2,
+    "mistral": 4,
+    "gemma2": 3,
+    "gemma3_text": 1,
+    "gpt_oss": 3,
+    "llama4_text": 1,
+    "deepseek_v3": 3,
+    "mixtral": 2,
+    "qwen3_next": 4,
+    "falcon_h1": 7,
+    "olmo_hybrid": 8,
+    "lfm2": 5,
+    "nemotron_h": 2,
+    "granitemoehybrid": 1,
+    "mamba2": 1,
+    "zamba2": 1,
+}
+# They keep states, of which nothing can be taken back, so that nothing is drafted for them.
+STATEFUL = ("qwen3_next", "falcon_h1", "olmo_hybrid", "lfm2", "nemotron_h", "granitemoehybrid", "mamba2", "zamba2")
+OWN_DRAFTS = ("load_assistant", "trees", "lookup")  # plain decoding without a draft is what they must say
+DRAFTED = 3
+# How far logits may be off at least, in their standard deviations. A history that fails in float32 is played in
+# float64, too: what is off by more there is no matter of rounding, nor of experts or tokens that score alike.
+SAME = {torch.float32: 2e-3, torch.float64: 1e-4}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models of equal weights: the one that is served, and one that nobody touches."""
+
+    served: PreTrainedModel
+    plain: PreTrainedModel
+    same: float  # how far logits may be off, in their standard deviations
+    steady: bool  # plain transformers computes the same whether a text comes whole or in parts
+
+
+@cache
+def family(name: str, dtype: torch.dtype = torch.float32) -> Family:
+    """The models of a family, made at the first call."""
+    served, plain = (_made(name, dtype) for _ in range(2))
+    own = _own_error(plain)
+    return Family(served, plain, max(SAME[dtype], 10 * own), own < 1e-4)
+
+
+@torch.no_grad()
+def _own_error(plain: Any) -> float:
+    """How far logits are off where plain transformers computes a text in parts."""
+    worst = 0.0
+    for text in TEXTS:
+        ids, cache = text[:, :60], DynamicCache(config=plain.config.get_text_config(decoder=True))
+        for part in ids.split((24, 1, 1, 34), dim=1):
+            found = plain(part, **{cache_argument(plain): cache}, use_cache=True).logits[:, -1]
+        whole = plain(ids).logits[:, -1]
+        worst = max(worst, float((found - whole).abs().max() / whole.std()))
+    return worst
+
+
+def _made(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    made: Any = make_architecture(name)
+    made.to(dtype)
+    if dtype == torch.float64:  # grouped products know no such numbers
+        made.set_experts_implementation("eager")
+    return made
+
+
+@cache
+def draft(name: str, dtype: torch.dtype, kind: str) -> PreTrainedModel:
+    """A draft that often agrees with the model of a family; each kind of drafting has one of its own."""
+    made: PreTrainedModel = noisy(_made(name, dtype))
+    config = made.generation_config
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = DRAFTED, "constant"
+    config.assistant_confidence_threshold = 0.0
+    if kind != "load_assistant":
+        return made
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is no smaller
+        told: dict[str, Any] = {"schedule": "constant", "num_assistant_tokens": DRAFTED, "clock": count().__next__}
+        return load_assistant(made, target=family(name, dtype).served, **told)
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerBase:
+    """One for stop strings, which knows all ids of the models."""
+    return load_embedded()[1]

@@ -1,0 +1,122 @@
+"""What a history is made of: plain values, whose `repr` names only those that are not the default."""
+
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+import torch
+
+from tests.architectures.outcome import text_ids
+
+TEXTS = [text_ids(400, seed=50 + i) for i in range(4)]
+
+REUSES = (
+    "a new cache",
+    "a kept cache",
+    "one cache for all threads",
+    "attach",
+)
+
+
+class _Short:
+    """Base of records whose `repr` is the call that makes them, without what is left at its default."""
+
+    def __repr__(self) -> str:
+        told = [f"{name}={value!r}" for name, value in changed(self)]
+        return f"{type(self).__name__}({', '.join(told)})"
+
+
+def default_of(of: Field[Any]) -> Any:
+    """The default of a field of a record."""
+    return of.default_factory() if callable(of.default_factory) else of.default
+
+
+def changed(record: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of the fields that are not at their default."""
+    for of in fields(record):
+        value = getattr(record, of.name)
+        if value != default_of(of):
+            yield of.name, value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Row(_Short):
+    """Tokens of a row: the beginning of one text, then the beginning of another.
+
+    Args:
+        text: The number of the first one.
+        head: How many tokens of it.
+        other: The number of the second one.
+        tail: How many tokens of it.
+    """
+
+    text: int = 0
+    head: int = 0
+    other: int = 1
+    tail: int = 0
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """Ids [1, head + tail]."""
+        return torch.cat([TEXTS[self.text][:, : self.head], self.end], dim=1)
+
+    @property
+    def end(self) -> torch.Tensor:
+        """Ids [1, tail]."""
+        return TEXTS[self.other][:, 100 : 100 + self.tail]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Call(_Short):
+    """One call of `generate()`.
+
+    Args:
+        rows: What is asked. Behind an earlier answer, only the ends of rows count.
+        follows: How many calls back the answer is that the prompt goes on from; 0 for none.
+        only_new: Pass the ids that the cache does not hold, and the mask of everything, not the whole prompt.
+        new: The most tokens of the answer.
+        options: Arguments of `generate()`; and "draft", which `families.py` turns into arguments.
+        before: What is done to a kept cache before the call.
+        raises: What raises in the middle of it, and when.
+        nested: What calls `generate()` in the middle of it.
+    """
+
+    rows: tuple[Row, ...] = (Row(head=20),)
+    follows: int = 0
+    only_new: bool = False
+    new: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    before: tuple[str, ...] = ()
+    raises: tuple[str, int] | None = None
+    nested: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class History(_Short):
+    """Calls, and what serves them.
+
+    Args:
+        family: A model type.
+        attention: Its implementation.
+        reuse: What brings the reuse: see `REUSES`.
+        max_cache_len: Of the caches, or of `attach`.
+        live_quant: Hold codes: answers are not compared then.
+        policy: Arguments of `ReusePolicy`.
+        chunk_size: Of the store.
+        max_bytes: Of the store, in chunks; None for more than enough.
+        disk: Whether there is a tier on disk.
+        threads: How many play the calls, each every n-th.
+        calls: In order.
+    """
+
+    family: str = "llama"
+    attention: str = "eager"
+    reuse: str = "a new cache"
+    max_cache_len: int | str | None = None
+    live_quant: bool = False
+    policy: dict[str, Any] = field(default_factory=lambda: {"min_prefill_saving": 0})
+    chunk_size: int = 16
+    max_chunks: int | None = None
+    disk: bool = False
+    threads: int = 1
+    calls: tuple[Call, ...] = ()

@@ -1,0 +1,52 @@
+"""The fuzzer itself: a seed always gives the same, wrong K/V is found, and what is shown is small and runs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost_hf.cache.forward import fill, spans
+from tests.fuzz import __main__ as command
+from tests.fuzz.draw import draw_history
+from tests.fuzz.history import Call, History, Row
+from tests.fuzz.play import Wrong, play
+
+ONCE_WRONG = [
+    # A one-token piece was taken for a decoding step.
+    History(max_cache_len=512, calls=(Call(rows=(Row(head=9),), new=1, options={"prefill_chunk_size": 8}),)),
+    # A `generate()` in a LogitsProcessor took over the cache of the call around it.
+    History(reuse="a kept cache", calls=(Call(new=3, nested="processor"),)),
+    History(reuse="attach", max_cache_len=512, calls=(Call(new=3, nested="criterion"),)),
+]
+
+
+def test_a_seed_gives_one_history_which_its_repr_makes_again() -> None:
+    for seed in range(200):
+        history = draw_history(seed)
+        assert draw_history(seed) == history
+        assert eval(repr(history)) == history
+
+
+@pytest.mark.parametrize("history", ONCE_WRONG, ids=str)
+def test_what_was_wrong_once(history: History) -> None:
+    assert play(history) == len(history.calls)
+
+
+def test_wrong_kv_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The control: what the store serves is zeros."""
+    pieces_of = spans.pieces_of
+
+    def zeros(*args: Any) -> Any:
+        return [tuple(torch.zeros_like(tensor) for tensor in piece) for piece in pieces_of(*args)]
+
+    monkeypatch.setattr(fill, "pieces_of", zeros)
+    monkeypatch.setattr(fill, "_fill_together", lambda *args: set())
+    twice = Call(rows=(Row(head=33), Row(head=20, tail=5)), new=3, options={"repetition_penalty": 1.3})
+    history = History(family="llama", attention="sdpa", calls=(Call(), twice, twice))
+    monkeypatch.setattr(command, "draw_history", lambda seed: history)
+    assert command.fuzz(0, 600, 1, []) == 1
+    shown = capsys.readouterr().out
+    script = shown[shown.index("from tests.fuzz") : shown.rindex(")\n\n") + 1]
+    assert len(script) < 200
+    with pytest.raises(Wrong, match="standard deviations"):
+        exec(script)
