@@ -242,5 +242,5 @@ def test_a_vocabulary_that_is_padded_otherwise(size: int) -> None:
         assert "generate" not in vars(draft)
     layers = [decoder_layers(model) for model in (assistant, drafts[0])]
     assert layers[0][0] is layers[1][0]  # no weight but those of the tables is copied
-    table = assistant.get_input_embeddings().weight
+    table: Any = assistant.get_input_embeddings().weight
     assert torch.equal(table[-1], table[min(size, 200) - 1])
