@@ -265,8 +265,8 @@ def from_files(rounds: int, folder: Path | None) -> Result:
     config.vocab_size = 1024
     with checkpoint(config, folder) as path, tempfile.TemporaryDirectory(dir=folder) as layers:
         model = load(path, StreamingConfig(residency_mode="full_stream", disk_folder=layers), "cpu")
-        files = [(file, file.stat()) for file in Path(layers).rglob("*.bin")]
-        sources = [FileSource(file, found.st_size, found.st_mtime_ns) for file, found in files]
+        files = list(Path(layers).rglob("*.bin"))
+        sources = [FileSource(open(file, "rb", buffering=0), file.stat().st_size, {}) for file in files]
         nbytes = sum(source.nbytes for source in sources)
         room = torch.empty(max(source.nbytes for source in sources), dtype=torch.uint8)
 

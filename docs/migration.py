@@ -36,6 +36,7 @@ result = engine.generate(
 print(result.output_text)
 assert result.output_text == "Maria lives in Rome."
 print(f"TTFT: {result.ttft_ms:.1f} ms | KV reuse: {result.kv_reuse_ratio:.0%}")
+assert result.kv_reuse_ratio > 0.6
 ```
 
 What is different on purpose:

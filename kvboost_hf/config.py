@@ -1,5 +1,6 @@
 """Settings: frozen dataclasses that check their values at construction."""
 
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
@@ -15,15 +16,15 @@ ResidencyMode = Literal["partial_resident", "full_resident", "ffn_only_stream", 
 QuantKernel = Literal["auto", "triton", "torch"]
 DraftPolicy = Literal["auto", "tree", "chain"]
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i)?)?B", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i)?B?|B)", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int | None:
-    """The bytes of a size such as `"8GB"` (10^9) or `"7.5GiB"` (2^30); None if the text is no positive size.
+    """The bytes of a size such as `"8GB"` or `"8G"` (10^9), or `"7.5GiB"` or `"7.5Gi"` (2^30); None for other text.
 
     Example:
-        >>> parse_size("7.5GiB"), parse_size("500 MB"), parse_size("8")
-        (8053063680, 500000000, None)
+        >>> parse_size("7.5GiB"), parse_size("500 MB"), parse_size("8g"), parse_size("8")
+        (8053063680, 500000000, 8000000000, None)
     """
     match = _SIZE.fullmatch(text)
     if match is None:
@@ -230,8 +231,8 @@ class StreamingConfig:
         keep_first_k: So many first layers stay; with `"ffn_only_stream"` as a whole. Not with `vram_budget`.
         keep_last_k: So many last layers.
         vram_budget: Memory of the device that the model may take, with K/V and activations: bytes, or text such as
-            `"8GB"` (10^9) or `"7.5GiB"` (2^30). As many layers stay as fit. Without it, and without `keep_first_k` and
-            `keep_last_k`, nine tenths of the memory that is free when the model is loaded.
+            `"8GB"` or `"8G"` (10^9), or `"7.5GiB"` or `"7.5Gi"` (2^30). As many layers stay as fit. Without it, and
+            without `keep_first_k` and `keep_last_k`, nine tenths of the memory that is free when the model is loaded.
         n_staging_slots: Slots on the device that streamed layers share in turn; 2 or more.
         quant_kernel: The kernel that multiplies by 4-bit weights. `"auto"` takes Triton's on a GPU, and on a CPU
             PyTorch's 4-bit product, which rounds inputs and results to bfloat16. `"torch"` takes float32 operations of
@@ -241,8 +242,8 @@ class StreamingConfig:
         pin_memory: Keep host memory from being paged out, so that copies run while the model computes.
         host_budget: Host memory that streamed layers may take, given as `vram_budget`; the others stay in files in
             `disk_folder`.
-        disk_folder: A folder for those files; without `host_budget`, for all streamed layers. Files of the same
-            checkpoint are used again.
+        disk_folder: A folder for those files; without `host_budget`, for all streamed layers. Any models and processes
+            may share it. Files with the same layers are used again; `kvboost-hf prune` removes what nobody uses.
         max_tokens: Tokens in the context, of all sequences together, that a budget makes room for.
         prefill_chunk_size: The most tokens of one forward that a budget makes room for, as you pass it to
             `generate()`; None for a prompt of `max_tokens` at once.
@@ -250,7 +251,7 @@ class StreamingConfig:
 
     Raises:
         ValueError: for an unknown mode or kernel, an invalid count or size, a budget together with layers to keep,
-            layers to keep if all or none stay, or a host budget without a folder.
+            layers to keep if all or none stay, an empty name of a folder, or a host budget without a folder.
     """
 
     residency_mode: ResidencyMode = "partial_resident"
@@ -305,6 +306,12 @@ class StreamingConfig:
             if getattr(self, name) is not None:
                 require_size(name, getattr(self, name), least=1)
         require_size("reserved", self.reserved, least=0)
+        if self.disk_folder is not None:
+            if not isinstance(self.disk_folder, str | os.PathLike) or not str(self.disk_folder).strip():
+                raise ValueError(
+                    f"`disk_folder` must name a folder or be None, got {self.disk_folder!r}. Pass '.' for this one."
+                )
+            object.__setattr__(self, "disk_folder", str(self.disk_folder))
         if self.host_budget is not None and self.disk_folder is None:
             raise ValueError(
                 f"`host_budget` must be None without a `disk_folder` for what does not fit, got {self.host_budget!r}. "

@@ -1,12 +1,13 @@
 """Counts the calls of each kernel, so that tests and users can tell which ones have run."""
 
-import threading
 from collections import Counter
 
 import torch
 
+from kvboost_hf import forks
+
 _calls: Counter[str] = Counter()
-_lock = threading.Lock()
+_lock = forks.lock()
 
 
 def kernel_calls() -> Counter[str]:

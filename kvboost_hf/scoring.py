@@ -5,7 +5,6 @@ begin with is computed for the first, and served to the others by the store. K/V
 `ChunkReuseCache` that the batches run with.
 """
 
-import inspect
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +20,16 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.attach import cache_of_attached
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.score_batches import Row, plan_batches
-from kvboost_hf.cache.prompt.inputs import accepts_position_ids
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.compat import cache_argument, input_device, padding_reason, require_cache, rope_regime, unwrapped
+from kvboost_hf.compat import (
+    cache_argument,
+    forward_arguments,
+    input_device,
+    padding_reason,
+    require_cache,
+    rope_regime,
+    unwrapped,
+)
 from kvboost_hf.errors import NonFiniteLogitsError
 
 Ids = Sequence[int] | NDArray[np.int64] | torch.Tensor
@@ -204,8 +210,8 @@ class _Runner:
 
     def __init__(self, model: PreTrainedModel, cache: ChunkReuseCache) -> None:
         self._model, self._cache = model, cache
-        self._takes_positions = accepts_position_ids(type(model).forward)
-        self._takes_keep = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        self._takes_positions = "position_ids" in forward_arguments(model)
+        self._takes_keep = "logits_to_keep" in forward_arguments(model)
 
     def kind(self, length: int) -> Hashable:
         """Rows of one kind give in one batch what each gives alone."""

@@ -39,8 +39,8 @@ PRIVATE = (
     ),
     _names(
         "transformers.GenerationMixin",
-        "_sample _beam_search _assisted_decoding _prefill",
-        "the functions that run forwards for generate()",
+        "_sample _beam_search _assisted_decoding _prefill _extract_generation_mode_kwargs",
+        "the functions that run forwards for generate(), and the one that sorts their arguments",
     ),
     _names(
         "transformers.GenerationMixin",
@@ -105,8 +105,14 @@ PRIVATE = (
     ),
     _names(
         "transformers.modeling_utils",
-        "_compiled_call _last_compile_config",
+        "_compiled_call _last_compile_config _use_kernels",
         "notes that K/V does not depend on",
+        in_source=True,
+    ),
+    _names(
+        "transformers.configuration_utils",
+        "_commit_hash _name_or_path",
+        "where a model comes from, which its K/V does not depend on",
         in_source=True,
     ),
     _names("transformers.CompileConfig", "_compile_all_devices", "whether a call is compiled on CPUs, too"),
@@ -171,6 +177,7 @@ PRIVATE = (
         "the flags of a command, and the conversion of their values",
     ),
     _names("sys", "_getframe _current_frames", "the frame of a caller; those that threads run"),
+    _names("threading.RLock()", "_at_fork_reinit _is_owned", "frees a lock in a forked child; who has it"),
     _names("collections", "_asdict _replace", "methods of named tuples", in_source=True),
 )
 
@@ -190,6 +197,7 @@ LOCALS = {
         "decoding_method": "the function that decodes",
         "generation_mode_kwargs": "whether GPUs decode in step",
         "streamer": "what the caller wants tokens to be sent to",
+        "synced_gpus": "whether GPUs wait for each other",
     },
     "_prefill": {
         "self": "the model",
@@ -205,6 +213,13 @@ LOCALS = {
         "generation_config": "that of generate()",
         "model_inputs": "the arguments of the forward",
         "candidate_generator": "what drafts",
+        "input_ids": "the text so far",
+        "logits_processor": "what changes scores of drafted tokens, too",
+        "stopping_criteria": "what is asked once a round whether the text ends",
+    },
+    "_extract_generation_mode_kwargs": {
+        "kwargs": "the arguments that the caller gave by name",
+        "generation_mode_kwargs": "those that were taken out of them",
     },
 }
 

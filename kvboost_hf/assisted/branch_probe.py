@@ -1,6 +1,5 @@
 """Probes whether a model computes branching tokens correctly, by a few short forwards."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from kvboost_hf.compat import (
     cache_layers,
     decoder_layers,
     difference,
+    forward_arguments,
     frequencies_vary,
     probe_ids,
     probe_logits,
@@ -43,7 +43,7 @@ def _reason(model: PreTrainedModel) -> str | None:
             f"its attention ({attn_implementation(model)}) takes no mask of its own for each token; "
             f"use sdpa, eager or {ATTENTION}"
         )
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+    if "position_ids" not in forward_arguments(model):
         return "its forward takes no position_ids"
     if any(map(frequencies_vary, model.modules())):
         return "its rotary frequencies depend on the length"

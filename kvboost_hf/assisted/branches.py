@@ -240,7 +240,8 @@ class StockLender:
         if types or self._cache.offloading:
             found = "offloaded layers" if not types else f"layers of the kind {', '.join(sorted(types))}"
             raise ValueError(
-                f"K/V of branches cannot be held in {found}. Pass a ChunkReuseCache or nothing as `cache`."
+                f"K/V of branches cannot be held in {found}. Pass a ChunkReuseCache as `cache`, or leave "
+                "out `cache` and `cache_implementation`."
             )
 
     def lend(self) -> list[Any]:

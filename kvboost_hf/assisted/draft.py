@@ -11,6 +11,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvboost_hf.assisted.host_reads import HostReads
 from kvboost_hf.assisted.outcome import Outcome
+from kvboost_hf.assisted.pauses import Pauses, before_end, harmless_token, learned_positions
 from kvboost_hf.assisted.schedule import ConfidentLength, DraftLength
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.vocabulary import end_tokens
@@ -43,7 +44,8 @@ class Drafting:
     for the last draft of an answer, the target's cache shows it. Calls that are not for an assistant go to the model's
     own `generate()`.
 
-    A draft ends at an end of text, or at a token below the confidence threshold. A copy keeps what the schedule has
+    A draft ends at an end of text, before a token that completes a stop string, or at a token below the confidence
+    threshold. A copy keeps what the schedule has
     learned, counts its own rounds, and has no target.
 
     Args:
@@ -58,6 +60,7 @@ class Drafting:
     ) -> None:
         self._generate: Callable[..., Any] = type(model).generate  # type: ignore[attr-defined]
         self._model, self._schedule, self._clock = model, schedule, clock
+        self.pauses = Pauses(learned_positions(model))
         self._begin(ref(target))
 
     def _begin(self, target: "ref[PreTrainedModel] | None") -> None:
@@ -67,7 +70,7 @@ class Drafting:
         self._rounds: dict[ref[Any], _Round] = {}  # by the cache of each answer
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in ("_generate", "_model", "_schedule", "_clock")}
+        return {name: vars(self)[name] for name in ("_generate", "_model", "_schedule", "_clock", "pauses")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -77,23 +80,29 @@ class Drafting:
         """As `generate()`."""
         if args or not getattr(kwargs.get("generation_config"), "is_assistant", False):
             return self._generate(self._model, *args, **kwargs)
-        began, ids, cache = self._clock(), kwargs["input_ids"], cache_in(kwargs)
+        is_pair = self._model.config.is_encoder_decoder
+        began, cache = self._clock(), cache_in(kwargs)
+        ids = kwargs["decoder_input_ids" if is_pair else "input_ids"]
         last = self._rounds.pop(ref(cache), None) if cache is not None else None
         if last is not None and ids.shape[1] > last.start:
             said = ids[0, last.start :].tolist()
             accepted = common_prefix(last.tokens, said[:-1])  # the last one is the target's own
             self._learn(last, accepted, len(said), began)
-        most = int(kwargs.pop("max_new_tokens"))
+        most = self.pauses.room(ids.shape[1], int(kwargs.pop("max_new_tokens")))
         if self._is_plain(kwargs):
             found, tokens, sure, forwards = self._draft(most, **kwargs)
         else:
-            if cache is None:
+            if cache is None and not is_pair:  # whose masks are those of the encoder
                 _cover(kwargs, ids)
+            config = kwargs["generation_config"]  # a copy, for drafts: they end before stop strings in any case
+            config.stop_strings, config.token_healing = None, False
             count = self._schedule.length(most)
             kwargs["min_new_tokens"] = min(kwargs.get("min_new_tokens") or 0, count)
             found = self._generate(self._model, **kwargs, max_new_tokens=count)
             tokens, sure = found.sequences[0, ids.shape[1] :].tolist(), []
             forwards = len(tokens)
+        tokens = _cut(found, ids, tokens, kwargs["generation_config"])
+        sure = sure[: len(tokens)]
         ended = self._clock()
         ends = bool(tokens) and tokens[-1] in end_tokens(kwargs["generation_config"])
         outcome = self._await_outcome(ids.shape[1] + len(tokens))
@@ -202,6 +211,24 @@ class Drafting:
             **{CACHE: cache},
         )
         return found, tokens[:end], sure[:end], len(tokens)
+
+
+def _cut(found: Any, ids: torch.Tensor, tokens: list[int], config: Any) -> list[int]:
+    """End a draft before a token that would complete a stop string; returns its tokens.
+
+    transformers needs one token at least: in place of such a one it gets one that is surely none.
+    """
+    before = before_end(ids, tokens)
+    if before == len(tokens):
+        return tokens
+    kept, scores = tokens[:before], found.scores[:before]
+    if not kept:
+        kept = [harmless_token(ids, sorted(end_tokens(config)))]
+        scores = (torch.full_like(found.scores[0], -torch.inf),)
+        scores[0][:, kept[0]] = 0.0  # so that it is accepted as often as the target says it
+    found.sequences = torch.cat([ids, ids.new_tensor([kept])], 1)
+    found.scores = scores
+    return kept
 
 
 def _cover(kwargs: dict[str, Any], ids: torch.Tensor) -> None:

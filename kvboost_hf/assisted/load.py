@@ -6,19 +6,21 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any, Literal
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.assisted.draft import Drafting
-from kvboost_hf.assisted.schedule import Adaptive, Constant, DraftLength, Heuristic, after_first_token
+from kvboost_hf.assisted.schedule import Adaptive, Constant, DraftLength, Heuristic, most_tokens
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
-from kvboost_hf.assisted.vocabulary import fit_vocabulary, vocab_size
+from kvboost_hf.assisted.vocabulary import fitted
+from kvboost_hf.compat import cache_argument, forward_arguments, loader_of, loader_of_pair, require_generates
 
 Schedule = Literal["adaptive", "constant", "heuristic"]
 
 _LONGEST = 32  # tokens of a draft with the adaptive schedule, at most
 _FAR = 256  # and with other schedules
 _FIRST = 5  # tokens, before anything is known
+_OF_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder")
 
 
 def load_assistant(
@@ -33,8 +35,12 @@ def load_assistant(
 ) -> PreTrainedModel:
     """Prepare a draft model for `target.generate(assistant_model=...)`.
 
-    A draft whose vocabulary differs from the target's only in padding is resized. Its `generate` is replaced by one
-    that decides in each round how many tokens to draft, and counts how many the target accepts.
+    The draft's `generate` is replaced by one that decides in each round how many tokens to draft, and counts how many
+    the target accepts. If the vocabularies differ in padding only, that is done to a copy with embeddings of its own.
+
+    An answer with a logits processor that may keep a state, such as one of your own, or with stopping criteria of your
+    own has no drafts; nor does text beyond the positions that the draft has learned. The log says so. Drafts end
+    before a token that would complete a stop string.
 
     The first token of an answer comes from the target alone, as without a draft: the draft takes in the prompt after
     it. A target with weights that are fetched for each pass, such as one with streamed layers, checks a draft in its
@@ -53,10 +59,10 @@ def load_assistant(
         kwargs: For `from_pretrained()`, with a name.
 
     Returns:
-        The draft. Its own `generate()` works as before.
+        The draft, whose own `generate()` works as before; a copy of it if it had to be resized.
 
     Raises:
-        ValueError: another vocabulary than the target's, no causal language model, or an invalid number.
+        ValueError: another vocabulary than the target's, another kind of model, or an invalid number.
 
     Warns:
         UserWarning: it is on another device than the target, computes in a wider type, or has more weights than one
@@ -77,14 +83,17 @@ def load_assistant(
     if not 0 <= confidence_threshold < 1:
         raise ValueError(f"`confidence_threshold` must be from 0 to less than 1, got {confidence_threshold}.")
     draft = _load(name_or_model, target, kwargs)
-    _require_fitting(draft, target)
+    _require_kind(draft, target)
+    draft = fitted(draft, target)
+    _warn_of_costs(draft, target)
     lengths = _schedule(schedule, num_assistant_tokens or _FIRST)
     config = draft.generation_config
     most = _LONGEST if schedule == "adaptive" else _FAR  # the schedule decides how many
-    config.num_assistant_tokens = after_first_token(most, target)
+    drafting = Drafting(draft, target, lengths, clock)
+    config.num_assistant_tokens = most_tokens(most, target, drafting.pauses)
     config.num_assistant_tokens_schedule = "constant"
     config.assistant_confidence_threshold = confidence_threshold
-    draft.generate = Drafting(draft, target, lengths, clock)  # type: ignore[assignment]
+    draft.generate = drafting  # type: ignore[assignment]
     return draft
 
 
@@ -108,7 +117,12 @@ def _load(name_or_model: Any, target: PreTrainedModel, kwargs: dict[str, Any]) -
     if not isinstance(name_or_model, str | PathLike):
         raise ValueError(f"A draft must be a model, or the name of one, got {name_or_model!r}.")
     given = {"dtype": target.dtype, "device_map": {"": target.device}, **kwargs}
-    draft: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name_or_model, **given)
+    config = kwargs.get("config")
+    if not isinstance(config, PreTrainedConfig):
+        of_config = {key: kwargs[key] for key in _OF_CONFIG if key in kwargs}
+        config = AutoConfig.from_pretrained(name_or_model if config is None else config, **of_config)
+    loader = loader_of_pair(config) if target.config.is_encoder_decoder else loader_of(config)
+    draft: PreTrainedModel = loader.from_pretrained(name_or_model, **given)
     return draft
 
 
@@ -124,23 +138,34 @@ def _schedule(schedule: Schedule | DraftLength, tokens: int) -> DraftLength:
     return schedule
 
 
-def _require_fitting(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+def _require_kind(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     if draft is target:
         raise ValueError(
             "The draft must be another model than its target. For a draft by the first layers of the target itself, "
             "call generate(assistant_early_exit=...)."
         )
-    if not draft.can_generate() or draft.config.is_encoder_decoder != target.config.is_encoder_decoder:
+    for model in (draft, target):
+        require_generates(model)
+    if not cache_argument(draft):
         raise ValueError(
-            f"The draft must be a causal language model, as its target is, got {type(draft).__name__}. Load it with "
-            "AutoModelForCausalLM."
+            f"The draft must keep K/V between its tokens, got {type(draft).__name__}, whose forward takes no cache. "
+            "Choose another one."
         )
-    if not fit_vocabulary(draft, target):
+    if draft.config.is_encoder_decoder and not target.config.is_encoder_decoder:
         raise ValueError(
-            f"The draft must have the vocabulary of its target, of {vocab_size(target)} tokens, got "
-            f"{vocab_size(draft)}. Choose one of the same family, or pass `tokenizer` and `assistant_tokenizer` to "
-            "generate() with the draft as it is."
+            f"The draft must be a decoder of text, as its target is, got {type(draft).__name__}, an encoder-decoder. "
+            "Load one with AutoModelForCausalLM."
         )
+    alone = not draft.config.is_encoder_decoder and "encoder_outputs" not in forward_arguments(draft)
+    if target.config.is_encoder_decoder and alone:
+        raise ValueError(
+            f"The draft must be an encoder-decoder, as its target is, or a decoder whose forward takes "
+            f"`encoder_outputs`, got {type(draft).__name__}. Load one with AutoModelForSeq2SeqLM or "
+            "AutoModelForSpeechSeq2Seq."
+        )
+
+
+def _warn_of_costs(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     if draft.device != target.device:
         warnings.warn(
             f"The draft is on {draft.device} and its target on {target.device}: tokens and scores are copied in each "

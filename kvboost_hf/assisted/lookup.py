@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from kvboost_hf.assisted.schedule import after_first_token
+from kvboost_hf.assisted.pauses import Pauses, before_end, harmless_token
+from kvboost_hf.assisted.schedule import most_tokens
 from kvboost_hf.assisted.vocabulary import end_tokens
+from kvboost_hf.compat import require_generates
 from kvboost_hf.ngrams import MAX_NGRAM, check_ngrams, longest_match
 
 _MEDIA_IDS = ("image_token_id", "video_token_id", "audio_token_id")  # by which processors leave room for media
@@ -55,7 +57,8 @@ def lookup_assistant(
         A model without weights for the argument `assistant_model` of `generate()`.
 
     Raises:
-        ValueError: for a `num_assistant_tokens` that is not positive, or a bad `max_ngram`.
+        ValueError: for a `num_assistant_tokens` that is not positive, a bad `max_ngram`, or a target that cannot
+            generate.
 
     Example:
         >>> from kvboost_hf import ChunkReuseCache, ChunkStore
@@ -72,6 +75,7 @@ def lookup_assistant(
     if num_assistant_tokens < 1:
         raise ValueError(f"`num_assistant_tokens` must be positive, got {num_assistant_tokens}.")
     check_ngrams(max_ngram)
+    require_generates(target)
     return LookupAssistant(target, store, num_assistant_tokens, max_ngram, salt)
 
 
@@ -84,7 +88,7 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         config = target.config.get_text_config()
         super().__init__(PreTrainedConfig(vocab_size=config.vocab_size))  # type: ignore[call-arg]
         self.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-            num_assistant_tokens=after_first_token(num_assistant_tokens, target),
+            num_assistant_tokens=most_tokens(num_assistant_tokens, target, Pauses(None)),
             num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=0.0,  # scores tell nothing
         )
@@ -112,8 +116,10 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
             `sequences` [1, tokens + proposed], and of each token proposed `scores` [1, vocab_size], float32.
         """
         ids = input_ids[0].cpu().numpy()
-        found = self._cut(self._draft(ids, max_new_tokens), end_tokens(generation_config))
-        draft = torch.tensor([found or [int(ids[-1])]], device=input_ids.device)  # transformers needs one at least
+        ends = end_tokens(generation_config)
+        found = self._cut(self._draft(ids, max_new_tokens), ends) or [int(ids[-1])]  # transformers needs one at least
+        found = found[: before_end(input_ids, found)] or [harmless_token(input_ids, ends)]
+        draft = torch.tensor([found], device=input_ids.device)
         shape = (draft.shape[1], self.config.vocab_size)
         scores = torch.full(shape, -torch.inf, dtype=torch.float32, device=input_ids.device)
         scores.scatter_(1, draft.T, 0.0)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedModel
 
+from kvboost_hf.assisted.pauses import Pauses
 from kvboost_hf.compat import weights_come_and_go
 
 _FADE = 0.85  # what the times of a round still count after the next one
@@ -17,32 +18,46 @@ _SURE = (0.3, 0.5, 0.7, 0.9, 0.99, 0.999)  # probabilities between which tokens 
 _PRIOR_RATES = (0.2, 0.4, 0.6, 0.8, 0.95, 0.99, 0.999)  # of these
 
 
-def after_first_token(most: int, target: PreTrainedModel) -> int:
-    """The most tokens of a draft, for a generation configuration; none before the first token of an answer.
+def most_tokens(most: int, target: PreTrainedModel, pauses: Pauses) -> int:
+    """The most tokens of a draft, for a generation configuration; none in rounds without a draft.
 
-    So the first token does not wait for a draft. Passes of a target whose weights are fetched for each of them take so
-    long that it checks a draft in the first one, too.
+    There is none before the first token of an answer, which so does not wait for it. Passes of a target whose weights
+    are fetched for each of them take so long that it checks a draft in the first one, too.
+
+    Args:
+        most: Tokens.
+        target: Checks the drafts.
+        pauses: Decides on the other rounds.
     """
     at_first = target.config.is_encoder_decoder or weights_come_and_go(target)
-    return most if at_first else _AfterFirst(most)
+    return _OfRound(most, at_first, pauses)
 
 
-class _AfterFirst(int):
-    """A number that is 0 when `int()` is taken of it for the first time.
+class _OfRound(int):
+    """A number that is 0 when `int()` is taken of it in a round without a draft.
 
     transformers copies `num_assistant_tokens` for each answer, and takes `int()` of the copy before each draft. With a
-    release that does not, there is a draft before the first token, too.
+    release that does not, there are drafts in all rounds.
     """
 
+    _at_first: bool
+    _pauses: Pauses
     _asked = False
 
-    def __int__(self) -> int:
-        most = self.real if self._asked else 0
-        self._asked = True
-        return most
+    def __new__(cls, most: int, at_first: bool, pauses: Pauses) -> "_OfRound":
+        found = super().__new__(cls, most)
+        found._at_first, found._pauses = at_first, pauses
+        return found
 
-    def __deepcopy__(self, _: Any) -> "_AfterFirst":
-        return _AfterFirst(self.real)
+    def __int__(self) -> int:
+        drafts, self._asked = self._asked or self._at_first, True
+        return self.real if drafts and not self._pauses() else 0
+
+    def __deepcopy__(self, _: Any) -> "_OfRound":
+        return _OfRound(*self.__getnewargs__())
+
+    def __getnewargs__(self) -> Any:
+        return self.real, self._at_first, self._pauses
 
 
 class DraftLength(Protocol):

@@ -1,5 +1,6 @@
 """`TreeDecoding`: speculative decoding with trees of drafts, for `generate(custom_generate=...)`."""
 
+import inspect
 import sys
 import time
 import warnings
@@ -8,25 +9,36 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvboost_hf.assisted.branch_probe import branch_reason
 from kvboost_hf.assisted.branches import Branches, lender_of, recording
+from kvboost_hf.assisted.pauses import may_keep_state
 from kvboost_hf.assisted.rounds import Rounds, Taken, follow
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.assisted.tree_draft import TreeDraft
-from kvboost_hf.assisted.vocabulary import fit_vocabulary, vocab_size
-from kvboost_hf.compat import CACHE, input_device, running_streamer
+from kvboost_hf.assisted.vocabulary import fitted, vocab_size
+from kvboost_hf.compat import (
+    CACHE,
+    give_back_tokenizer,
+    input_device,
+    require_generates,
+    running_streamer,
+    waits_for_peers,
+)
 from kvboost_hf.config import DraftTreeConfig
 
-# Processors of transformers that keep something of the texts that they are called with.
-_WITH_STATE = (
-    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    logits_process.SynthIDTextWatermarkLogitsProcessor,
-)
+
+class _SignatureOfCall:
+    """The signature of an object's `__call__`. When generate() asks for it, it gets its tokenizer back."""
+
+    def __get__(self, trees: "TreeDecoding | None", kind: type) -> inspect.Signature:
+        if trees is None:
+            raise AttributeError("__signature__")  # that of a class is of its constructor
+        give_back_tokenizer()
+        return inspect.signature(trees.__call__)
 
 
 class TreeDecoding:
@@ -72,12 +84,15 @@ class TreeDecoding:
     ) -> None:
         self.draft, self.config = draft, config if config is not None else DraftTreeConfig()
         self._rounds = Rounds(self.config, clock)
+        self._fitted = draft
         _require_branches(draft, "draft")
 
     @property
     def stats(self) -> SpeculationStats:
         """Counts of all rounds so far."""
         return self._rounds.stats
+
+    __signature__ = _SignatureOfCall()
 
     def __call__(
         self,
@@ -86,13 +101,14 @@ class TreeDecoding:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Decode, as `generate()` asks a custom loop to; returns the result of `generate()`."""
         self._require_fits(model, input_ids, generation_config, model_kwargs)
         answer = _Answer(input_ids, logits_processor, stopping_criteria, generation_config)
         drafting = TreeDraft(
-            self.draft, self.config, self._rounds.growth, _without_state(logits_processor), answer.ends
+            self._draft_for(model), self.config, self._rounds.growth, _without_state(logits_processor), answer.ends
         )
         with recording(model_kwargs[CACHE]):
             return answer.result(self._answer(model, answer, drafting, model_kwargs))
@@ -146,14 +162,16 @@ class TreeDecoding:
         self._rounds.note(chain, taken, drafting.passes, (began, drafted, verified, self._rounds.clock()), first=True)
         return cache, positions[..., -1:] + 1 + len(taken.kept), keep
 
+    def _draft_for(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The draft with the vocabulary of a target."""
+        if vocab_size(self._fitted) != vocab_size(model):
+            self._fitted = fitted(self.draft, model)
+        return self._fitted
+
     def _require_fits(
         self, model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> None:
-        if not fit_vocabulary(self.draft, model):
-            raise ValueError(
-                f"The draft must have the vocabulary of the model that generates, of {vocab_size(model)} tokens, got "
-                f"{vocab_size(self.draft)}. Choose one of the same family."
-            )
+        self._draft_for(model)
         _require_branches(model, "model that generates")
         if ids.shape[0] > 1 or config.num_beams > 1:
             raise ValueError(
@@ -165,6 +183,11 @@ class TreeDecoding:
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(config, name):
                 raise ValueError(f"`{name}` cannot be returned with trees of drafts. Leave it out.")
+        if waits_for_peers():
+            raise ValueError(
+                "`synced_gpus` must be False with trees of drafts, got True: peers would wait for forwards that never "
+                "come. Call generate(assistant_model=load_assistant(...))."
+            )
         if not model_kwargs.get("use_cache", True):
             raise ValueError("`use_cache` must be True with trees of drafts. Leave it out.")
         refused = ["inputs_embeds"]
@@ -274,14 +297,11 @@ def _extend(model_kwargs: dict[str, Any], positions: torch.Tensor, count: int) -
 
 def _without_state(processors: LogitsProcessorList) -> LogitsProcessorList:
     """The processors without state, which may be called with drafts; a user's own might count its calls."""
-    return LogitsProcessorList(
-        each
-        for each in processors
-        if type(each).__module__ == logits_process.__name__ and not isinstance(each, _WITH_STATE)
-    )
+    return LogitsProcessorList(each for each in processors if not may_keep_state(each))
 
 
 def _require_branches(model: PreTrainedModel, role: str) -> None:
+    require_generates(model)
     reason = branch_reason(model)
     if reason is not None:
         raise ValueError(

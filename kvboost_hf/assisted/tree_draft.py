@@ -8,6 +8,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
 from kvboost_hf.assisted.branches import Branches
 from kvboost_hf.assisted.growth import Growth
+from kvboost_hf.assisted.pauses import Pauses, learned_positions
 from kvboost_hf.assisted.tree import ROOT, Tree
 from kvboost_hf.compat import CACHE, input_device
 from kvboost_hf.config import DraftTreeConfig
@@ -35,6 +36,7 @@ class TreeDraft:
         self.passes = 0  # of the draft, for the last tree
         self._draft, self._growth, self._ends = draft, growth, ends
         self._processors: Any = processors
+        self._pauses = Pauses(learned_positions(draft))
         self._width, self._branching = (1, 1) if config.policy == "chain" else (config.width, config.branching)
         self._cache: Any = DynamicCache(config=draft.config.get_text_config(decoder=True))
         self._branches: Branches | None = None
@@ -42,8 +44,15 @@ class TreeDraft:
 
     @torch.no_grad()
     def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
-        """Grow a tree, or a `chain`, behind `ids` [1, tokens], of at most `room` levels."""
+        """Grow a tree, or a `chain`, behind `ids` [1, tokens], of at most `room` levels.
+
+        Behind more tokens than the draft has positions it stays empty.
+        """
         model: Any = self._draft
+        room = self._pauses.room(ids.shape[1], room)
+        if room < 1:
+            self.passes = 0
+            return Tree()
         ids = ids.to(input_device(model))
         held = self._cache.get_seq_length()
         given = {"input_ids": ids[:, held:], CACHE: self._cache}

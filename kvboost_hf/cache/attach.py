@@ -14,6 +14,8 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Static
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.configuration_utils import GenerationMode
 
+from kvboost_hf import forks
+from kvboost_hf.cache.codecs import LiveQuant, live_config
 from kvboost_hf.cache.forward.running import CacheParts
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.identity.model_state import ModelState
@@ -72,7 +74,7 @@ class _Attachment:
         self._max_cache_len = max_cache_len
         self._of_thread = _OfThread()
         self._latest: ChunkReuseCache | None = None
-        self._storing = threading.Lock()  # tails are on their way to the store
+        self._storing = forks.lock()  # tails are on their way to the store
 
     def cache_for(
         self, model: PreTrainedModel, config: GenerationConfig, given: Kwargs, mode: GenerationMode
@@ -355,7 +357,7 @@ def attach(
     policy: ReusePolicy | None = None,
     salt: Salt | Callable[[], Salt] = None,
     *,
-    live_quant: KVQuantConfig | None = None,
+    live_quant: LiveQuant = None,
     max_cache_len: MaxCacheLen = AUTO,
 ) -> PreTrainedModel:
     """Give every later `generate()` call on `model` that passes no cache a `ChunkReuseCache`.
@@ -391,7 +393,7 @@ def attach(
         >>> model, tokenizer = load_embedded()
         >>> pipe = pipeline("text-generation", model=attach(model), tokenizer=tokenizer)
     """
-    inner = unwrapped(model)
+    inner, live_quant = unwrapped(model), live_config(live_quant)
     known = None if callable(salt) else salt
     # Refuses now, not at the first call.
     ChunkReuseCache(inner, store, policy, known, max_cache_len=max_cache_len, live_quant=live_quant)

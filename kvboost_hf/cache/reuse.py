@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from kvboost_hf.cache.codecs import LiveQuant, live_config
 from kvboost_hf.cache.forward import lend
 from kvboost_hf.cache.forward.flow import next_forward
 from kvboost_hf.cache.forward.moved_forward import movable_spans
@@ -44,7 +45,7 @@ from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import read_pads
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
 from kvboost_hf.compat import hook_hidden_states, unwrapped
-from kvboost_hf.config import KVQuantConfig, ReusePolicy
+from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 
 _UNUSED = "the model has made no use of the cache"
@@ -69,8 +70,9 @@ class ChunkReuseCache(DynamicCache):
             decoding: it does so by itself on a GPU, and elsewhere where its `compile_config` asks for it. `"auto"`
             takes such buffers, as long as a call needs them, for calls of which a compilation is worth its time, or
             that have a `compile_config`; on a CPU it grows otherwise. None always grows.
-        live_quant: Hold K/V of full attention as codes while it is used, but for the first and last tokens and layers.
-            The output may differ. What is stored of it is found by caches with the same `live_quant` only.
+        live_quant: Hold K/V of full attention as codes while it is used, but for the first and last tokens and layers:
+            a `KVQuantConfig`, the text of a codec such as `"int8"` or `"turboquant:3.5"`, or bits from 1 to 4. The
+            output may differ. What is stored of it is found by caches with the same `live_quant` only.
 
     Raises:
         ValueError: for a model that cannot be served, or not with `max_cache_len`; a store that was made for another
@@ -104,9 +106,9 @@ class ChunkReuseCache(DynamicCache):
         salt: str | bytes | None = None,
         *,
         max_cache_len: MaxCacheLen = AUTO,
-        live_quant: KVQuantConfig | None = None,
+        live_quant: LiveQuant = None,
     ) -> None:
-        model = unwrapped(model)
+        model, live_quant = unwrapped(model), live_config(live_quant)
         named = max_cache_len if max_cache_len != AUTO else None
         binding = Binding.checked(model, store, policy, salt, live_quant, named)
         static = StaticDecoding(model, named) if named is not None else None
@@ -539,9 +541,10 @@ class ChunkReuseCache(DynamicCache):
         return self._writer.offer_content(store, start, pinned=pinned)
 
     def store_tails(self) -> None:
-        """Offer the tokens that fill no chunk to the store, before the cache lets go of them."""
-        self._settle_last()
-        self._writer.offer_tails()
+        """Offer the tokens that fill no chunk to the store, before the cache lets go of them; not within a forward."""
+        if not self._use.is_in_forward(self):
+            self._settle_last()
+            self._writer.offer_tails()
 
     def fork(self) -> "ChunkReuseCache":
         """A cache that holds the same, at no cost: whichever of the two is written to first copies its buffers.

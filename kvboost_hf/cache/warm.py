@@ -1,6 +1,6 @@
 """Computing K/V ahead of the first request: of the start of prompts, and of documents that may stand anywhere."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,10 @@ from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.live.ledger import offer_content
 from kvboost_hf.cache.planning.repair import Measure
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
+from kvboost_hf.cache.prompt.chats import ChatTemplate, is_chat, text_tokenizer, why_not_stored
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
-from kvboost_hf.cache.store.warming import Texts, WarmSettings, register_warmer
+from kvboost_hf.cache.store.warming import Starts, Texts, WarmSettings, register_warmer
 from kvboost_hf.compat import cache_argument, input_device, known_reason, probe_reason, rope_regime
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import StoreFullError
@@ -29,14 +30,21 @@ _TOKENS_PER_FORWARD = 2048  # bounds the activations of a long text
 def _warm(
     model: PreTrainedModel,
     store: ChunkStore,
-    text_or_ids: Texts | None,
+    text_or_ids: Starts | None,
     documents: Sequence[Texts] | None,
-    prefix: Texts | None,
+    prefix: Starts | None,
     settings: WarmSettings,
 ) -> ReuseReport:
     """See `ChunkStore.warm`."""
     if (text_or_ids is None) == (documents is None) or (prefix is not None and documents is None):
         raise ValueError("`warm` takes either `text_or_ids`, or `documents` and perhaps the `prefix` before them.")
+    start = prefix if text_or_ids is None else text_or_ids
+    given = [name for name in ("tools", "chat_template_kwargs") if getattr(settings, name)]
+    if given and not is_chat(start):
+        raise ValueError(
+            f"`{given[0]}` needs messages, beside which the chat template puts it, got {type(start).__name__}. Pass "
+            "[{'role': 'system', 'content': text}]."
+        )
     if documents is None:
         assert text_or_ids is not None
         return _warm_text(model, store, text_or_ids, settings)
@@ -54,10 +62,10 @@ register_warmer(_warm)
 def _warm_text(
     model: PreTrainedModel,
     store: ChunkStore,
-    text_or_ids: Texts,
+    text_or_ids: Starts,
     settings: WarmSettings,
 ) -> ReuseReport:
-    ids = _as_ids(text_or_ids, settings.tokenizer)
+    ids, reason = _as_start(text_or_ids, settings)
     cache = ChunkReuseCache(model, store, _exact(settings.policy), settings.salt, live_quant=settings.live_quant)
     done = _Done(settings.progress, ids.shape[1])
     # A text that is longer than what its rotary frequencies were trained for has others from its first token on.
@@ -66,14 +74,14 @@ def _warm_text(
     _require_room(
         store, cache.store_all(pinned=settings.pin), settings.pin, pinned_before, f"A text of {ids.shape[1]} tokens"
     )
-    return cache.report
+    return replace(cache.report, start_reason=reason)
 
 
 def _warm_documents(
     model: PreTrainedModel,
     store: ChunkStore,
     documents: Sequence[Texts],
-    prefix: Texts | None,
+    prefix: Starts | None,
     settings: WarmSettings,
 ) -> ReuseReport:
     policy, tokenizer, pin, salt = _exact(settings.policy), settings.tokenizer, settings.pin, settings.salt
@@ -87,11 +95,16 @@ def _warm_documents(
         )
     if isinstance(documents, str):
         raise ValueError("`documents` must be a sequence of texts or ids, got one text. Pass [text].")
+    if is_chat(documents) or any(map(is_chat, documents)):
+        raise ValueError(
+            "`documents` must be texts or ids, which may stand anywhere in prompts, got messages. Pass their "
+            "contents; messages that prompts start with are `text_or_ids` or `prefix`."
+        )
     rows = [_as_ids(document, tokenizer, add_special_tokens=False) for document in documents]
     pinned_before = store.pinned_keys()
     before = ChunkReuseCache(model, store, policy, salt)
     start, tally = 0, Tally()
-    opening = _as_ids(prefix, tokenizer) if prefix is not None else None
+    opening, reason = _as_start(prefix, settings) if prefix is not None else (None, None)
     done = _Done(settings.progress, sum(ids.shape[1] for ids in [*rows, *([opening] if opening is not None else [])]))
     if opening is not None:
         ids = opening
@@ -117,7 +130,7 @@ def _warm_documents(
         results = cache.store_content(store, start, pinned=pin)
         _require_room(store, results, pin, pinned_before, f"Document {n} of {row.shape[1]} tokens")
         _count(tally, cache.report)
-    return tally.report()
+    return replace(tally.report(), start_reason=reason)
 
 
 def _exact(policy: ReusePolicy | None) -> ReusePolicy:
@@ -165,15 +178,38 @@ def _require_room(store: ChunkStore, results: Iterable[Put], pin: bool, pinned_b
         )
 
 
-def _as_ids(
-    text_or_ids: str | Sequence[int] | torch.Tensor, tokenizer: Any, *, add_special_tokens: bool = True
-) -> torch.Tensor:
+def _as_start(start: Starts, settings: WarmSettings) -> tuple[torch.Tensor, str | None]:
+    """Ids [1, n] of what prompts start with, and why chats never begin with it, or not always."""
+    tokenizer, arguments = settings.tokenizer, settings.chat_template_kwargs
+    if is_chat(start):
+        _require_tokenizer(tokenizer, "messages")
+        found = ChatTemplate(tokenizer, tools=settings.tools, arguments=arguments).start(start)  # type: ignore[arg-type]
+        ids, reason = _as_ids(found.ids.tolist(), None), found.reason
+    else:
+        ids = _as_ids(start, tokenizer)  # type: ignore[arg-type]
+        reason = ChatTemplate(tokenizer).why_never(ids[0].tolist()) if tokenizer is not None else None
+    return ids, why_not_stored(ids.shape[1]) or reason
+
+
+def _require_tokenizer(tokenizer: Any, name: str) -> None:
+    if tokenizer is None:
+        what = "a text" if name == "text" else name
+        raise ValueError(
+            f"Warming {what} needs `tokenizer`: store.warm({name}, tokenizer=tokenizer), or pass its ids."
+        )
+
+
+def _as_ids(text_or_ids: Texts, tokenizer: Any, *, add_special_tokens: bool = True) -> torch.Tensor:
     if isinstance(text_or_ids, str):
-        if tokenizer is None:
-            raise ValueError(
-                "Warming a text needs `tokenizer`: store.warm(text, tokenizer=tokenizer), or pass its ids."
-            )
-        text_or_ids = tokenizer(text_or_ids, add_special_tokens=add_special_tokens)["input_ids"]
+        _require_tokenizer(tokenizer, "text")
+        encode = text_tokenizer(tokenizer)
+        text_or_ids = encode(text_or_ids, add_special_tokens=add_special_tokens)["input_ids"]
+    are_texts = isinstance(text_or_ids, Sequence) and any(isinstance(each, str) for each in text_or_ids[:1])
+    if isinstance(text_or_ids, Mapping) or are_texts:
+        told = "['input_ids'] of it" if isinstance(text_or_ids, Mapping) else "one text after the other"
+        raise ValueError(
+            f"`text_or_ids` must be a text, ids or a list of messages, got {type(text_or_ids).__name__}. Pass {told}."
+        )
     ids = torch.as_tensor(text_or_ids, dtype=torch.long)
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from kvboost_hf import __version__
-from kvboost_hf.cli import bench, check, demo, doctor, fits, inspect, serving, verify, warm
+from kvboost_hf.cli import bench, check, demo, doctor, fits, inspect, prune, serving, verify, warm
 from kvboost_hf.cli.arguments import refuse_unknown
 from kvboost_hf.cli.config_file import apply_config
 from kvboost_hf.cli.models import require_device
@@ -61,7 +61,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvboost-hf", description="K/V reuse for Hugging Face transformers.")
     parser.add_argument("--version", action="version", version=f"kvboost_hf {__version__}")
     commands = parser.add_subparsers(required=True)
-    for command in (demo, bench, doctor, check, verify, fits, warm, serving, inspect):
+    for command in (demo, bench, doctor, check, verify, fits, warm, serving, inspect, prune):
         command.add(commands)
     for one in commands.choices.values():
         one.set_defaults(parser=one)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -78,8 +79,17 @@ def _tokenizer(name: str | None) -> Any:
 def _as_it_is(address: str) -> str | Tier:
     """A tier that is there already, opened without a limit that would evict from it."""
     spec = parse_tier(address)
-    if spec.kind != "disk":
+    if spec.kind in ("ram", "device"):
         return address
-    if not Path(spec.location).expanduser().is_dir():
+    if spec.kind != "disk":
+        return open_tier(replace(spec, max_bytes=None))
+    folder = Path(spec.location).expanduser()
+    if not os.path.isdir(folder):
         raise ValueError(f"`--tiers` must name what is there, but there is no folder {spec.location!r}.")
+    from kvboost_hf.cache.tiers.disk import holds_blobs
+
+    if not holds_blobs(folder):
+        raise ValueError(
+            f"`--tiers` must name what is there, but no K/V was ever stored in the folder {spec.location!r}."
+        )
     return open_tier(replace(spec, max_bytes=sys.maxsize))

@@ -277,7 +277,16 @@ def _add_reuse(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="compute this beginning of prompts before the server listens, and never evict it; repeatable",
+        help="compute this beginning of prompts before the server listens, and never evict it; for completions, since "
+        "the chat template writes something before the texts of chats; repeatable",
+    )
+    group.add_argument(
+        "--warm-chat",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="the same for chats that begin with these messages and tools: JSON, as /v1/warm takes it; repeatable",
     )
 
 

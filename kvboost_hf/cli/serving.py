@@ -32,6 +32,7 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal ends the process."""
     with needs_extra("server", "serve"):
+        from kvboost_hf.server.apis.kvboost.schema import read_chat
         from kvboost_hf.server.http.listen import require_free
         from kvboost_hf.server.serve import serve
         from kvboost_hf.server.startup import Startup, write_log
@@ -43,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
         tracer_provider = otlp_provider()
     add_secrets(options, os.environ)
     kept, trees = engine_settings(options), draft_trees(options)
+    chats = [read_chat(path) for path in options.warm_chat]
     # All of it refuses now, not when the model is there.
     if (tls := server_settings(options, "model", None).tls) is not None:
         tls.context()
@@ -62,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
         draft_trees=trees,
         attn_implementation=options.attn_implementation,
         warm=options.warm,
+        warm_chats=chats,
         startup=startup,
         tracer_provider=tracer_provider,
     )

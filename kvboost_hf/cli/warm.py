@@ -22,7 +22,7 @@ from kvboost_hf.server.generation.sharing import choose_attention
 from kvboost_hf.server.http.keys import prompt_salt
 
 _SECRET = ("api_key", "salt")
-_OWN = ("help", "config", "documents", "system", "prefix")  # flags that `serve` does not have, or not as these
+_OWN = ("help", "config", "documents", "system", "chat", "prefix")  # flags that `serve` does not have, or not as these
 _Warmed = list[tuple[str, ReuseReport]]  # each with a name to show
 
 
@@ -35,6 +35,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--documents", action="store_true", help="they may stand anywhere in prompts (mode 'blend')")
     text = "each is the system message of chats, put into the chat template, as a server does with it"
     parser.add_argument("--system", action="store_true", help=text)
+    text = "each is JSON with the first messages of chats, and perhaps tools, as the server's /v1/warm takes them"
+    parser.add_argument("--chat", action="store_true", help=text)
     parser.add_argument("--prefix", type=Path, metavar="FILE", help="with --documents: a text that stands before each")
     finding = parser.add_argument_group(
         "what a server must have alike to find it, by the same flags with the same defaults"
@@ -50,8 +52,11 @@ def run(options: argparse.Namespace) -> int:
     with needs_extra("demo", "warm"):
         from rich.console import Console
 
-    if options.system and options.documents:
-        raise ValueError("`--system` must be left out with `--documents`, which stand anywhere in prompts.")
+    if sum(map(bool, (options.system, options.chat, options.documents))) > 1:
+        raise ValueError(
+            "One of `--system`, `--chat` and `--documents` may be given: files are the system messages of chats, "
+            "their first messages, or texts that stand anywhere in prompts."
+        )
     if options.prefix is not None and not options.documents:
         raise ValueError("`--prefix` needs `--documents`: what prompts start with has nothing before it.")
     if options.disk_cache_dir is None:
@@ -59,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
     flags = _shared_flags(options)
     add_secrets(options, os.environ, ["api_key"])
     kept = kept_settings(options)
-    texts = [read_text(path) for path in options.files]
+    texts = [] if options.chat else [read_text(path) for path in options.files]
+    chats = _chats(options, texts)
     prefix = read_text(options.prefix) if options.prefix is not None else None
     console = Console()
     with Progress() as shown:
@@ -71,13 +77,15 @@ def run(options: argparse.Namespace) -> int:
         if options.documents:
             reports = _warm_documents(store, options, texts, prefix, given, shown)
         else:
-            reports = _warm_starts(store, options, texts, given, shown)
+            reports = _warm_starts(store, options, chats or [{"text_or_ids": text} for text in texts], given, shown)
         shown.show("writing to tiers")
         store.flush()
         written = store.stats()["tiers"]
         store.close()
     for warmed, report in reports:
         say(console, f"{warmed}: {report}")
+    if not chats and any(report.start_reason for _, report in reports):
+        say(console, "With `--system`, a file is the system message of chats; with `--chat`, it has their messages.")
     tiers = {tier: stats for tier, stats in written.items() if tier not in ("ram", "device")}
     for tier, stats in tiers.items():
         console.print(f"{name} in {tier}: {stats['chunks']} chunks, {stats['bytes']:,} bytes", highlight=False)
@@ -128,24 +136,32 @@ def _warm_documents(
 def _warm_starts(
     store: ChunkStore,
     options: argparse.Namespace,
-    texts: list[str],
+    starts: list[dict[str, Any]],
     given: dict[str, Any],
     shown: Progress,
 ) -> _Warmed:
     reports: _Warmed = []
     for salt in _salts(options):
-        for path, text in zip(options.files, texts, strict=True):
+        for path, start in zip(options.files, starts, strict=True):
             progress = partial(shown.show, f"computing tokens of {path.name}")
             progress()
-            start = _system_message(given["tokenizer"], text) if options.system else text
-            reports.append((path.name, store.warm(start, salt=salt, progress=progress, **given)))
+            reports.append((path.name, store.warm(**start, salt=salt, progress=progress, **given)))
     return reports
 
 
-def _system_message(tokenizer: Any, text: str) -> list[int]:
-    """The ids that chats with this system message begin with."""
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            "`--system` needs a model with a chat template. Leave it out, and warm what prompts start with."
-        )
-    return list(tokenizer.apply_chat_template([{"role": "system", "content": text}], return_dict=False))
+def _chats(options: argparse.Namespace, texts: list[str]) -> list[dict[str, Any]]:
+    """The arguments of `ChunkStore.warm` for the messages that files have; none where files are texts."""
+    if options.system:
+        return [{"text_or_ids": [{"role": "system", "content": text}]} for text in texts]
+    if not options.chat:
+        return []
+    with needs_extra("server", "warm --chat"):  # messages and tools are read as a server reads them
+        from kvboost_hf.server.apis.kvboost.schema import read_chat
+    return [
+        {
+            "text_or_ids": [message.body for message in chat.messages or ()],
+            "tools": [tool.body for tool in chat.tools or ()],
+            "chat_template_kwargs": chat.template_arguments,
+        }
+        for chat in map(read_chat, options.files)
+    ]

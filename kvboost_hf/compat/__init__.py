@@ -4,7 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.compat.attention import attention_function, attn_implementation, mask_form
 from kvboost_hf.compat.cache_names import CACHE, cache_argument, cache_in, take_newest_name, with_cache_by
-from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate, running_streamer
+from kvboost_hf.compat.calls import (
+    MAX_DEPTH,
+    AssistedCall,
+    assisted_call,
+    generate_frame,
+    give_back_tokenizer,
+    is_generate,
+    running_streamer,
+    waits_for_peers,
+)
+from kvboost_hf.compat.forwards import forward_arguments, forward_of
+from kvboost_hf.compat.generating import loader_of, loader_of_pair, require_generates
 from kvboost_hf.compat.hooks import hook_hidden_states, hook_layers, own_hook, own_hooks
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
@@ -49,11 +60,13 @@ __all__ = [
     "CACHE",
     "MAX_DEPTH",
     "SERVED_LAYERS",
+    "AssistedCall",
     "KeptOnModel",
     "KeyRotation",
     "LayerRotation",
     "PrivateCache",
     "Shifts",
+    "assisted_call",
     "attempt",
     "attention_function",
     "attn_implementation",
@@ -65,8 +78,11 @@ __all__ = [
     "checkpointing_reason",
     "decoder_layers",
     "difference",
+    "forward_arguments",
+    "forward_of",
     "frequencies_vary",
     "generate_frame",
+    "give_back_tokenizer",
     "has_own_cache",
     "head_widths",
     "hidden_states_reason",
@@ -80,6 +96,8 @@ __all__ = [
     "kv_bytes_per_token",
     "kv_sources",
     "layer_configs",
+    "loader_of",
+    "loader_of_pair",
     "mask_form",
     "note_changes",
     "own_hook",
@@ -91,6 +109,7 @@ __all__ = [
     "recall",
     "remember",
     "require_cache",
+    "require_generates",
     "require_reusable_model",
     "rope_regime",
     "running_streamer",
@@ -100,6 +119,7 @@ __all__ = [
     "tolerance",
     "training_reason",
     "unwrapped",
+    "waits_for_peers",
     "weights_come_and_go",
     "with_cache_by",
 ]

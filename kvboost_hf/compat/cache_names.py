@@ -5,7 +5,6 @@ before it by themselves, with a `FutureWarning`.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.utils import ALL_CACHE_NAMES
 
+from kvboost_hf.compat.forwards import forward_arguments
 from kvboost_hf.compat.memo import remember
 
 # What generate() and the outputs of models call it with the installed release.
@@ -28,7 +28,7 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 def _cache_argument(model: PreTrainedModel) -> str:
-    arguments = inspect.signature(type(model).forward).parameters
+    arguments = forward_arguments(model)
     return next((name for name in _NAMES if name in arguments), "")
 
 

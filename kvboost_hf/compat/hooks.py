@@ -1,7 +1,6 @@
 """Hooks on parts of a model: on its decoder layers, and behind the last one. They are counted as this package's."""
 
 import itertools
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from kvboost_hf import forks
 from kvboost_hf.compat.cache_names import cache_in
 from kvboost_hf.compat.models import decoder_layers, text_model
 
@@ -52,7 +52,7 @@ def hook_hidden_states(model: PreTrainedModel) -> None:
             own_hook(inner.register_forward_hook(_HiddenHook().after, with_kwargs=True))
 
 
-_hooking = threading.Lock()
+_hooking = forks.lock()
 _own = itertools.count()
 _registered = 0
 

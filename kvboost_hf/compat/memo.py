@@ -1,11 +1,12 @@
 """State and findings about one model, kept on the model itself."""
 
-import threading
 from collections.abc import Callable, Hashable
 from typing import Any, Self, TypeVar
 
 import torch
 from transformers import PreTrainedModel
+
+from kvboost_hf import forks
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class KeptOnModel:
 
 class _Findings(KeptOnModel):
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = forks.rlock()
         self.known: dict[Hashable, Any] = {}
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.compat.cache_names import cache_argument
+from kvboost_hf.compat.generating import require_generates
 
 # Cache layers of transformers that `cache/layers/choose.py` can replace; stateful ones keep a sum of what they saw.
 STATEFUL_LAYERS = frozenset(
@@ -46,10 +47,11 @@ def require_reusable_model(model: PreTrainedModel) -> None:
     """Refuse models that K/V reuse cannot support.
 
     Raises:
-        ValueError: for anything but a `PreTrainedModel` decoder whose weights are loaded.
+        ValueError: for anything but a `PreTrainedModel` decoder that generates text and whose weights are loaded.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(_not_a_model(model))
+    require_generates(model)
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder; K/V reuse is for decoder-only models. Use it without a "

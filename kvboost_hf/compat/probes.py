@@ -4,7 +4,6 @@ Tables of architectures go stale. Most properties show in the cache that transfo
 logits; only the others are in a table.
 """
 
-import inspect
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from kvboost_hf.compat.attention import attention_function
 from kvboost_hf.compat.cache_names import cache_argument
+from kvboost_hf.compat.forwards import forward_arguments
 from kvboost_hf.compat.hooks import hook_hidden_states
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
@@ -127,7 +127,7 @@ def _static_reason(model: PreTrainedModel) -> str | None:
     unknown = ", ".join(sorted(types - SERVED_LAYERS)) or ("" if types else "none at all")
     if unknown:
         return f"its cache has layers of a kind that cannot be served ({unknown})"
-    if "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
+    if "logits_to_keep" not in forward_arguments(model):
         return "its forward takes no logits_to_keep, so it cannot be known which logits a caller needs"
     return None
 
@@ -203,7 +203,7 @@ def _probe_padding(model: PreTrainedModel) -> str | None:
     # A second row without padding: some models look at the mask of batches only.
     padded, mask = torch.cat([padded, padded]), torch.cat([mask, torch.ones_like(mask)])
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    takes_positions = "position_ids" in forward_arguments(model)
 
     def run(start: int, stop: int, cache: PrivateCache) -> torch.Tensor:
         given = {"position_ids": positions[:, start:stop]} if takes_positions else {}
@@ -281,7 +281,7 @@ def _multimodal_arguments(model: PreTrainedModel, ids: torch.Tensor, cache: Cach
 
     Without positions, some models count on from their last prompt.
     """
-    accepted = inspect.signature(type(model).forward).parameters
+    accepted = forward_arguments(model).defaults
     held = cache.get_seq_length()
     given = {"position_ids": torch.arange(held, held + ids.shape[1], device=ids.device)[None].expand_as(ids)}
     given |= {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids")}

@@ -4,7 +4,6 @@ Only a model's code says how it arranges pairs of dimensions, and which frequenc
 same: since rotary attention is relative, the same tokens at later positions give the same keys, rotated.
 """
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.compat.forwards import forward_arguments
 from kvboost_hf.compat.memo import attempt, remember
 from kvboost_hf.compat.models import cache_layers
 from kvboost_hf.compat.private import PrivateCache
@@ -42,7 +42,7 @@ def _static_reason(model: PreTrainedModel) -> str | None:
     kinds = {type(layer).__name__ for layer in cache_layers(model)}
     if other := kinds - {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}:
         return f"only keys and values can be moved, and it keeps something else ({', '.join(sorted(other))})"
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+    if "position_ids" not in forward_arguments(model):
         return "its forward takes no position_ids"
     if getattr(config, "alibi", False) or not _frequencies(model):
         return "its positions are not rotary"

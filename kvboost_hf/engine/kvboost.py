@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 from kvboost_hf.assisted.load import load_assistant, speculation_stats
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
+from kvboost_hf.cache.prompt.chats import Message
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import available_device
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.config import ReusePolicy, StreamingConfig
 from kvboost_hf.engine.call import call_options
-from kvboost_hf.engine.encode import Message, Prompt, PromptEncoder
+from kvboost_hf.engine.encode import Prompt, PromptEncoder
 from kvboost_hf.engine.grouping import group_by_prefix
 from kvboost_hf.engine.load import load
 from kvboost_hf.engine.prompts import CHECK_PROMPTS
@@ -332,17 +333,25 @@ class KVBoost:
 
     # The store
 
-    def warm(self, text: Prompt, position_offset: int = 0, *, pin: bool = False) -> WarmResult:
+    def warm(
+        self,
+        text: Prompt,
+        position_offset: int = 0,
+        *,
+        tools: Sequence[Any] | None = None,
+        pin: bool = False,
+    ) -> WarmResult:
         """Compute and store the K/V of a text that prompts will begin with.
 
         Args:
             text: The beginning of texts for `generate`; or the first messages of chats, such as a system message. The
                 chat template is applied to it as to those.
             position_offset: Must be 0: stored K/V is moved when a prompt needs it elsewhere.
+            tools: Tools of the chats, as `tokenizer.apply_chat_template()` takes them.
             pin: Never evict it.
 
         Raises:
-            ValueError: The text is empty, or the offset is not 0.
+            ValueError: The text is empty, the offset is not 0, or the chat template refuses the messages.
             StoreFullError: The text is to be pinned and does not fit into the store's budget.
         """
         if position_offset != 0:
@@ -352,7 +361,9 @@ class KVBoost:
             )
         with self._runner.lock:
             live = self.settings.live_config
-            return warm(self.store, self.policy, self._prompts.encode_start(text), pin=pin, live_quant=live)
+            return warm(
+                self.store, self.policy, self._prompts.encode_start(text, tools=tools), pin=pin, live_quant=live
+            )
 
     def cache_stats(self) -> dict[str, Any]:
         """The figures of the store, as `ChunkStore.stats` returns them."""

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from kvboost_hf.compat import available_device
+from kvboost_hf.compat import available_device, loader_of
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.build import default_device
@@ -82,7 +82,7 @@ def load(
         return load_streamed(str(name), streaming, device=device, **options), tokenizer
     try:
         with naming(name, (OSError,)):  # a ValueError may be about the options
-            return AutoModelForCausalLM.from_pretrained(name, **{"device_map": {"": where}, **options}), tokenizer
+            return _loader(name, options).from_pretrained(name, **{"device_map": {"": where}, **options}), tokenizer
     except ImportError as error:
         with naming(name, (ImportError,)):
             if not _is_packed(name, options):
@@ -99,9 +99,23 @@ def load(
         raise
 
 
+def _loader(name: str | PathLike[str], options: dict[str, Any]) -> Any:
+    """The class that loads a checkpoint as a decoder of text."""
+    return AutoModelForCausalLM if "gguf_file" in options else loader_of(_config(name, options))
+
+
+def _config(name: str | PathLike[str], options: dict[str, Any]) -> Any:
+    given = options.get("config")
+    if given is not None and not isinstance(given, str | PathLike):
+        return given
+    return AutoConfig.from_pretrained(
+        name if given is None else given, **{key: options[key] for key in _OF_TOKENIZER if key in options}
+    )
+
+
 def _is_packed(name: str | PathLike[str], options: dict[str, Any]) -> bool:
     """Whether layer streaming reads the 4-bit weights of a checkpoint."""
-    config = AutoConfig.from_pretrained(name, **{key: options[key] for key in _OF_TOKENIZER if key in options})
+    config = _config(name, options)
     found = getattr(config, "quantization_config", None)
     try:
         return found is not None and bool(PackedFormat.of(found))

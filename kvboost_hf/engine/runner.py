@@ -1,7 +1,7 @@
 """`CallRunner`: runs the generate() calls of a `KVBoost`, one after the other, with a cache for each mode."""
 
 import logging
-import threading
+import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, TextIteratorStreamer
 
+from kvboost_hf import forks
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.report import ReuseReport
@@ -51,7 +52,7 @@ class CallRunner:
         settings: EngineSettings,
         assistant: PreTrainedModel | TreeDecoding | None,
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock, self._pid = forks.rlock(), os.getpid()
         self._model, self._tokenizer, self._assistant = model, tokenizer, assistant
         self._prefill_chunk_size = settings.prefill_chunk_size
         exact = ChunkReuseCache(model, store, replace(policy, mode="exact"), live_quant=settings.live_config)
@@ -80,6 +81,7 @@ class CallRunner:
             given["tokenizer"] = self._tokenizer
         cache = self._caches.get(mode)
         with self.lock:
+            self._start_over_after_fork()
             if cache is None:
                 require_plain(self._model)
             else:
@@ -89,6 +91,13 @@ class CallRunner:
                 return answers, cache.report
         tokens = sum(len(row) for row in rows)
         return answers, ReuseReport(prompt_tokens=tokens, forwarded_tokens=tokens)
+
+    def _start_over_after_fork(self) -> None:
+        """Another thread may have been in the middle of a call when this process was forked."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            for cache in {id(cache): cache for cache in self._caches.values()}.values():
+                cache.reset()
 
     def stream(self, row: Tokens, mode: GenerationMode, options: dict[str, Any]) -> Iterator[str]:
         """Call generate() for a prompt; yields the text as it comes. Closing the iterator ends the call."""

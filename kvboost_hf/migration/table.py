@@ -295,7 +295,7 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
         ),
         _works("--speculative-gamma", "The most tokens of a chain; without a policy it asks for chains."),
         _works("--batch-window-ms, --max-batch-size, --max-queue-size", "A full queue is told with status 429."),
-        _works("--warm"),
+        _works("--warm", "Of completions; chats begin with messages: `--warm-chat FILE`."),
         _works("--oom-planning, --no-oom-planning, --planner-safety-margin", "Requests without room get status 413."),
         _works("--auto-truncate"),
         _works("--max-tokens", "Of a chat that gives no length; `--max-model-len` limits prompt and answer together."),

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
-from uuid import uuid4
 
 import torch
 from accelerate.hooks import add_hook_to_module, remove_hook_from_module
@@ -20,13 +19,13 @@ from kvboost_hf.offload.awq.linear import AwqLinear
 from kvboost_hf.offload.awq.swap import lay_out
 from kvboost_hf.offload.backends.choice import free_bytes, is_overridden, make_backend, make_mapping
 from kvboost_hf.offload.backends.cuda import BUFFER_BYTES
-from kvboost_hf.offload.disk import FileSource, LayerFolder
+from kvboost_hf.offload.disk import FileSource, LayerFolder, Origin, require_open_files
 from kvboost_hf.offload.flat import FlatLayout
 from kvboost_hf.offload.hook import LayerStreamingHook
 from kvboost_hf.offload.host import HostMemory, HostSource, cuda_pinning
 from kvboost_hf.offload.plan import ResidencyPlan, plan_residency
 from kvboost_hf.offload.sizes import sizes_of
-from kvboost_hf.offload.sources import Source, in_memory
+from kvboost_hf.offload.sources import LayerSource, in_memory
 from kvboost_hf.offload.stats import StreamingStats
 from kvboost_hf.offload.stream import LayerStream
 from kvboost_hf.offload.units import Holder, Unit, find_units, input_embeddings, is_made, parts_of, rebuilt
@@ -41,14 +40,14 @@ class StreamBuilder:
         model: Its tensors may be on the meta device.
         config: The streaming settings.
         device: The device that computes.
-        identity: Names the weights, so that files can be used again; None if they cannot.
+        origin: Where the weights come from, so that files are found before they are loaded; None if not known.
 
     Raises:
         ValueError: as `find_units` and `plan_residency` do.
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: StreamingConfig, device: torch.device, identity: str | None = None
+        self, model: PreTrainedModel, config: StreamingConfig, device: torch.device, origin: Origin | None = None
     ) -> None:
         self.layers = decoder_layers(model)
         if not self.layers:
@@ -85,8 +84,10 @@ class StreamBuilder:
         self._folder = None
         if self.plan.on_disk:
             assert config.disk_folder is not None
-            self._folder = LayerFolder(config.disk_folder, identity or uuid4().hex)
-        self._sources: dict[int, Source] = {}
+            require_open_files(len(self.plan.on_disk))
+            self._folder = LayerFolder(config.disk_folder, origin)
+        self._found: dict[int, FileSource] = {}  # in files, and not taken yet
+        self._sources: dict[int, LayerSource] = {}
 
     def is_streamed(self, number: int) -> bool:
         """Whether a layer is streamed, not resident on the device."""
@@ -94,13 +95,18 @@ class StreamBuilder:
 
     def has_file(self, number: int) -> bool:
         """Whether a file has the bytes of a layer already, so that they need not be loaded."""
-        return number in self.plan.on_disk and self._file(number) is not None
+        if self._folder is None or number not in self.plan.on_disk:
+            return False
+        source = self._folder.find(number, self.layouts[number])
+        if source is not None:
+            self._found[number] = source  # which nobody removes from now on
+        return source is not None
 
     def take(self, number: int) -> None:
         """Move the bytes of a streamed layer, whose tensors have been loaded, to host memory or a file."""
         unit, layout = self.units[number], self.layouts[number]
         if number in self.plan.on_disk:
-            source = self._file(number)
+            source = self._found.pop(number, None)
             if source is None:
                 assert self._folder is not None
                 flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
@@ -139,13 +145,12 @@ class StreamBuilder:
             if source.host is None:
                 self.units[number].put(self.layouts[number].views(in_memory(source)))
 
-    def _file(self, number: int) -> FileSource | None:
-        return None if self._folder is None else self._folder.find(number, self.layouts[number])
-
     def finish(self) -> LayerStream | None:
         """Install the hooks; returns None if no layer is streamed."""
         numbers = sorted(self._sources)
         self._memory.close()
+        if self._folder is not None:
+            self._folder.finish()
         if not numbers:
             return None
         if self.waiting_embeddings is not None:

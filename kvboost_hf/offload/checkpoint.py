@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
+from kvboost_hf.offload.disk import Origin
 from kvboost_hf.offload.units import Holder, persistent_holders, shared_tensors
 
 
@@ -77,13 +77,14 @@ class Checkpoint:
         renamed = {module: self._rename(f"{module}.weight", names, merged=False) for module in shapes}
         return {renamed[module].removesuffix(".weight"): found for module, found in shapes.items()}
 
-    def identity(self, order: str | None = None) -> str:
-        """A hash that changes with the files, the dtype they are loaded as, and the order of 4-bit codes on a CPU."""
-        digest = blake2b(f"{self._dtype}{order or ''}".encode(), digest_size=20)
-        for path in sorted({os.path.realpath(path) for path in self._files.values()}):
-            found = os.stat(path)
-            digest.update(f"{path} {found.st_size} {found.st_mtime_ns};".encode())
-        return digest.hexdigest()
+    def origin(self, order: str | None = None) -> Origin:
+        """What the layers of the model come from: the files, and the dtype they are loaded as.
+
+        Args:
+            order: Of 4-bit codes, on a CPU.
+        """
+        paths = sorted({os.path.realpath(path) for path in self._files.values()})
+        return Origin(str(self._model.name_or_path), tuple(paths), f"{self._dtype}{order or ''}")
 
     def take_out(self, layers: Sequence[nn.Module]) -> None:
         """Remove the tensors of all layers from the model, so that transformers does not load them with the rest."""

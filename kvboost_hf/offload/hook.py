@@ -6,6 +6,7 @@ import torch
 from accelerate.hooks import ModelHook
 from torch import nn
 
+from kvboost_hf.checksum import Content
 from kvboost_hf.errors import StreamingError
 from kvboost_hf.offload.stream import LayerStream
 
@@ -50,14 +51,9 @@ class LayerStreamingHook(ModelHook):  # type: ignore[misc]
         return module
 
     @property
-    def weights_at_rest(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+    def weights_at_rest(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | Content]]:
         """See `LayerStream.weights_at_rest`."""
         return self.stream.weights_at_rest(self.number)
-
-    @property
-    def files_at_rest(self) -> tuple[str, ...]:
-        """See `LayerStream.files_at_rest`."""
-        return self.stream.files_at_rest(self.number)
 
 
 def _refuse_gradient(_: torch.Tensor) -> NoReturn:

@@ -169,8 +169,12 @@ class HostSource:
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.nbytes = flat.numel()
-        self.host, self.path = flat, None
+        self.host: torch.Tensor = flat
+        self.contents = None
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
         """See `Source.read_into`."""
         target.copy_(self.host[start : start + target.numel()])
+
+    def close(self) -> None:
+        """See `Source.close`: the memory lasts as long as a view of it."""

@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from kvboost_hf.compat import available_device
+from kvboost_hf.compat import available_device, loader_of
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.quantizer import with_streaming
 
@@ -34,8 +34,8 @@ def load_streamed(
         A model that works with `generate()`, pipelines, `ChunkReuseCache`, `kvboost_fa2` and assistants as any other.
 
     Raises:
-        ValueError: the checkpoint is quantized in another way, has other files or is incomplete, not even two slots
-            fit into the budget, or the device does not exist.
+        ValueError: the model is no decoder of text, the checkpoint is quantized in another way, has other files or is
+            incomplete, not even two slots fit into the budget, or the device does not exist.
 
     Example:
         >>> from kvboost_hf import StreamingConfig, load_streamed
@@ -61,6 +61,6 @@ def load_streamed(
         kwargs["device_map"] = {"": available_device(device)}
     of_config = {key: kwargs[key] for key in _OF_CONFIG if key in kwargs}
     config = with_streaming(kwargs.pop("config", None) or name, streaming or StreamingConfig(), **of_config)
-    model = AutoModelForCausalLM.from_pretrained(name, config=config, **kwargs)
+    model = loader_of(config).from_pretrained(name, config=config, **kwargs)
     assert isinstance(model, PreTrainedModel)
     return model

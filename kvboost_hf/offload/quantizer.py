@@ -126,8 +126,8 @@ class LayerStreamingQuantizer(HfQuantizer):
             swap_linears(model, packed, self._checkpoint.quantized(packed.words), self._streaming.quant_kernel)
             lay_out(model, self._device)
         on_cpu = packed is not None and self._device.type == "cpu"
-        identity = self._checkpoint.identity(order_name() if on_cpu else None)
-        self._builder = StreamBuilder(model, self._streaming, self._device, identity)
+        origin = self._checkpoint.origin(order_name() if on_cpu else None)
+        self._builder = StreamBuilder(model, self._streaming, self._device, origin)
         if packed is not None:
             expect_stored(model)
         # Embeddings that stay in host memory are loaded after the layers: the device may have no room for them.

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvboost_hf.compat import decoder_layers, kv_bytes_per_token
+from kvboost_hf.compat import decoder_layers, kv_bytes_per_token, loader_of
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.awq.cpu import scratch_bytes
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts, are_stacked
@@ -40,7 +40,8 @@ def activation_bytes(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) 
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     widest = intermediate if isinstance(intermediate, int) else max(intermediate)  # of each layer, in Gemma 3n
     of_tokens = tokens * (4 * text.hidden_size + 3 * widest) * dtype.itemsize
-    return int(of_tokens + SAMPLING_COPIES * text.vocab_size * torch.float32.itemsize)
+    vocab_size = getattr(text, "vocab_size", 0)  # models of images have none
+    return int(of_tokens + SAMPLING_COPIES * vocab_size * torch.float32.itemsize)
 
 
 def workspace_bytes(model: nn.Module, dtype: torch.dtype, tokens: int, *, triton: bool = True) -> int:
@@ -127,8 +128,8 @@ def estimate_sizes(
         dtype: Of weights that are not quantized, of K/V and of activations.
 
     Raises:
-        ValueError: other bits, 4 for a model without weights that can be packed, a checkpoint that is quantized in
-            another way, or as `find_units` does.
+        ValueError: no decoder of text, other bits, 4 for a model without weights that can be packed, a checkpoint that
+            is quantized in another way, or as `find_units` does.
     """
     stored: Any = getattr(config, "quantization_config", None)
     packed = PackedFormat.of(stored) if bits is None and stored is not None else None
@@ -137,7 +138,7 @@ def estimate_sizes(
         packed = PackedFormat.awq(group_size or 128)
     if bits not in (4, 16):
         raise ValueError(f"`bits` must be 4 or 16, got {bits!r}.")
-    build: Any = AutoModelForCausalLM.from_config
+    build = loader_of(config).from_config
     with torch.device("meta"):
         model: PreTrainedModel = build(config, dtype=dtype)
     layers = decoder_layers(model)

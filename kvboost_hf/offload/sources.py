@@ -1,18 +1,17 @@
 """The interface of the places that keep the bytes of a streamed layer: host memory and files."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
+
+from kvboost_hf.checksum import Content
 
 
 class Source(Protocol):
     """The bytes of one streamed layer."""
 
     nbytes: int
-
-    @property
-    def path(self) -> str | None:
-        """The file with the bytes; None if they are in host memory."""
 
     @property
     def host(self) -> torch.Tensor | None:
@@ -22,8 +21,19 @@ class Source(Protocol):
         """Fill `target`, uint8 in host memory, with the bytes from `start` on. Any thread may call it.
 
         Raises:
-            OSError: the file is gone, or shorter than it was.
+            OSError: the file was changed, or cannot be read.
         """
+
+
+class LayerSource(Source, Protocol):
+    """The bytes of a layer for as long as it is streamed."""
+
+    @property
+    def contents(self) -> Mapping[str, Content] | None:
+        """The contents of the layer's tensors, by name and in order, if they are in a file."""
+
+    def close(self) -> None:
+        """Let go of the bytes, which nobody reads any more."""
 
 
 def in_memory(source: Source) -> torch.Tensor:

@@ -1,19 +1,21 @@
 """`LayerStream` copies the weights of streamed layers into slots on the device as the layers run."""
 
 import functools
-import threading
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from kvboost_hf import forks
+from kvboost_hf.checksum import Content
 from kvboost_hf.errors import StreamingError
 from kvboost_hf.offload.backends.base import Backend
 from kvboost_hf.offload.flat import FlatLayout
 from kvboost_hf.offload.plan import ResidencyPlan
 from kvboost_hf.offload.schedule import Ring
-from kvboost_hf.offload.sources import Source, in_memory
+from kvboost_hf.offload.sources import LayerSource, in_memory
 from kvboost_hf.offload.stats import StreamingStats
 from kvboost_hf.offload.units import Holder, Unit, is_made
 
@@ -36,7 +38,7 @@ class LayerStream:
         plan: ResidencyPlan,
         units: Sequence[Unit],
         layouts: Sequence[FlatLayout],
-        sources: Sequence[Source],
+        sources: Sequence[LayerSource],
         n_slots: int,
         backend: Backend,
         owner: nn.Module,
@@ -48,10 +50,10 @@ class LayerStream:
         self._bound: dict[int, list[tuple[dict[str, Any], str, int]]] = {}  # of each unit: dict, name, address
         self._made: dict[int, list[tuple[Holder, Any]]] = {}  # of each unit: tensors that are made of others
         self._handles: dict[int, list[Any]] = {}
-        self._resting: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        self._resting: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor | Content]]] = {}
         self._calls = self._hits = 0
         self._closed = False
-        self._lock = threading.RLock()
+        self._lock, self._pid = forks.rlock(), os.getpid()
         self._forwards = 0  # of the owner that are under way, each but the first within another one
         self._running: int | None = None  # the unit between enter() and leave(), in the innermost forward
         self._owner, self._replaced = owner, vars(owner).get("forward")
@@ -97,6 +99,8 @@ class LayerStream:
                 if self._replaced is not None:
                     self._owner.forward = self._replaced
             self.backend.close()
+            for source in self._sources:
+                source.close()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, number: int) -> None:
@@ -177,6 +181,7 @@ class LayerStream:
                     "model without a graph, or call stop_streaming(model) first."
                 )
             with self._lock:
+                self._start_over_after_fork()
                 outer, self._running = (self._running if self._forwards else None), None
                 self._forwards += 1
                 try:
@@ -191,6 +196,13 @@ class LayerStream:
         found: Callable[..., Any] = torch.compiler.disable(locked, recursive=False)  # type: ignore[no-untyped-call]
         return found
 
+    def _start_over_after_fork(self) -> None:
+        """What was on its way into the slots does not arrive in a forked process, nor do forwards end there."""
+        if self._pid != os.getpid():
+            self._pid, self._forwards, self._running = os.getpid(), 0, None
+            for number in range(len(self._units)):
+                self._ring.forget(number)
+
     def _at_rest(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of a unit in host memory, or read from its file."""
         return self._layouts[number].views(in_memory(self._sources[number]))
@@ -203,8 +215,9 @@ class LayerStream:
         self._bound[number] = [_address(holder) for holder in holders if not is_made(holder.get())]
         self._made[number] = [(holder, made) for holder in holders if is_made(made := holder.get())]
         in_slot = unit.tensors().values()
-        kept = [None] * len(in_slot) if self._sources[number].host is None else self._at_rest(number).values()
-        self._resting[number] = {id(tensor): (tensor, rest) for tensor, rest in zip(in_slot, kept, strict=True)}
+        kept: Mapping[str, torch.Tensor | Content] = self._sources[number].contents or self._at_rest(number)
+        pairs = zip(in_slot, kept.values(), strict=True)
+        self._resting[number] = {id(tensor): (tensor, rest) for tensor, rest in pairs}
 
     def _point_to_rest(self, number: int, *_: Any) -> None:
         """Give a unit its tensors in host memory until `_put_right`."""
@@ -226,14 +239,9 @@ class LayerStream:
             if key.startswith(prefix) and 0 <= offset < at_rest.numel():
                 state[key] = at_rest[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
 
-    def weights_at_rest(self, number: int) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
-        """By the id of each tensor of a unit: the tensor, and its values in host memory; None for values in a file."""
+    def weights_at_rest(self, number: int) -> dict[int, tuple[torch.Tensor, torch.Tensor | Content]]:
+        """By the id of each tensor of a unit: the tensor, and its values in host memory or content in a file."""
         return self._resting[number]
-
-    def files_at_rest(self, number: int) -> tuple[str, ...]:
-        """The file of a unit, if its source is one."""
-        path = self._sources[number].path
-        return () if path is None else (path,)
 
 
 def _address(holder: Holder) -> tuple[dict[str, Any], str, int]:

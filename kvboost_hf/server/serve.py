@@ -3,7 +3,7 @@
 import logging
 import queue
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -11,10 +11,14 @@ from typing import Any
 from fastapi import FastAPI
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.prompt.chats import ChatTemplate, Start, why_not_stored
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.config import DraftTreeConfig
 from kvboost_hf.engine.settings import EngineSettings
+from kvboost_hf.server.apis.context import RouteContext, as_templates_have_them
+from kvboost_hf.server.apis.kvboost.schema import WarmRequest
 from kvboost_hf.server.app import make_app
+from kvboost_hf.server.chats.rendering import Rendering
 from kvboost_hf.server.engine.memory import tokens_that_fit
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.generation.sharing import choose_attention
@@ -41,6 +45,7 @@ def serve(
     draft_trees: DraftTreeConfig | None = None,
     attn_implementation: str | None = None,
     warm: Iterable[str] = (),
+    warm_chats: Iterable[WarmRequest] = (),
     startup: Startup | None = None,
     tracer_provider: Any = None,
 ) -> None:
@@ -56,6 +61,7 @@ def serve(
         attn_implementation: The attention of the model; None for what `choose_attention` chooses.
         warm: Texts that prompts begin with; they are computed for each API key before the server listens, and pinned
             in host memory.
+        warm_chats: The first messages of chats, likewise, as `/v1/warm` takes them.
         startup: Reports stages and what was chosen; None for a new one.
         tracer_provider: OpenTelemetry's, for spans of requests; it is shut down at the end. None for no traces.
     """
@@ -71,11 +77,11 @@ def serve(
         in_tiers = InTiers.of(model, engine.store, kept.live_config, salts)
         if (warning := unfound(model, engine.store, kept.live_config, salts, in_tiers)) is not None:
             _log.warning("%s", warning)
-        if texts := [tokenizer.encode(text) for text in warm]:
-            _warm_all(engine, texts, salts, startup)
+        app = front(engine, settings, tracer_provider)
+        if starts := list(_starts(app.state.context, warm, warm_chats)):
+            _warm_all(engine, starts, salts, startup)
         drafts = (draft_trees or DraftTreeConfig()).policy if draft is not None else None
         chosen = Chosen.of(engine, settings, kept, attention_reason=reason, in_tiers=in_tiers, drafts=drafts)
-        app = front(engine, settings, tracer_provider)
         FrontServer(app, engine, settings, partial(startup.ended, chosen)).run()
     finally:
         if tracer_provider is not None:
@@ -150,6 +156,20 @@ def _live_tokens(
         return settings.max_live_tokens
     reserved = store.max_bytes - int(store.stats()["bytes"])
     return tokens_that_fit(model, draft, reserved=reserved, safety_margin=settings.safety_margin)
+
+
+def _starts(context: RouteContext, texts: Iterable[str], chats: Iterable[WarmRequest]) -> Iterator[list[int]]:
+    """Ids of what prompts begin with; says in the log where chats cannot begin so, or not always."""
+    template = ChatTemplate(context.tokenizer)
+    found = [Start(ids, template.why_never(ids)) for ids in map(context.tokenizer.encode, texts)]
+    for chat in chats:
+        messages, tools = as_templates_have_them(chat.messages or (), chat.tools or ())
+        rendering = Rendering(arguments=chat.template_arguments)
+        found.append(context.encoder.start_of(messages, tools, (b"", b""), rendering))
+    for number, (ids, reason) in enumerate(found, 1):
+        if (told := why_not_stored(len(ids)) or reason) is not None:
+            _log.warning("warm start %d of %d: %s", number, len(found), told)
+        yield [int(token) for token in ids]
 
 
 def _warm_all(engine: ModelEngine, texts: Sequence[list[int]], salts: Sequence[bytes], startup: Startup) -> None:

@@ -82,8 +82,8 @@ def unfound(
     own, found = kept.own, kept.found
     if not own:
         return (
-            f"The tiers hold {len(kept.held)} chunks, but none of this model: they are of others, or of this one with "
-            "another `--dtype`, or another name or path in `--model`, which is to be the same."
+            f"The tiers hold {len(kept.held)} chunks, but none of this model: they are of others, of this one with "
+            "another `--dtype`, or of an earlier release of kvboost_hf."
         )
     others = {entry.root for entry in own} - kept.roots
     told = (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal, get_args
 
-from kvboost_hf.cache.codecs import Codec, make_codec
+from kvboost_hf.cache.codecs import Codec, LiveQuant, live_config, make_codec
 from kvboost_hf.config import KVQuantConfig, Repair, ReusePolicy
 
 RATIOS = (0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
@@ -83,9 +83,7 @@ FULL, EXACT = Arm(None), Arm(ReusePolicy())
 NAIVE = Arm(ReusePolicy(mode="blend", repair="none", progressive=False))
 
 
-def coded_arms(
-    codecs: Sequence[str | KVQuantConfig], live_quants: Sequence[KVQuantConfig], own: Codec
-) -> tuple[Arm, ...]:
+def coded_arms(codecs: Sequence[str | KVQuantConfig], live_quants: Sequence[LiveQuant], own: Codec) -> tuple[Arm, ...]:
     """Arms for each codec of stored K/V, each of live K/V, and each pair of the two.
 
     Args:
@@ -104,9 +102,12 @@ def coded_arms(
             )
         stored.setdefault(codec.name, Coding(_short(codec), codec, None))
     live: dict[str, Coding] = {}
-    for config in live_quants:
-        if not isinstance(config, KVQuantConfig):
-            raise ValueError(f"`live_quants` must be KVQuantConfig objects, got {config!r}.")
+    for each in live_quants:
+        config = live_config(each)
+        if config is None:
+            raise ValueError(
+                f"`live_quants` must be lossy, got {each!r}. Leave it out: K/V as it is is always measured."
+            )
         live.setdefault(repr(config), Coding(f"live {_short(make_codec(config))}", None, config))
     both = [Coding(f"{a.name}, {b.name}", a.codec, b.live_quant) for a, b in product(stored.values(), live.values())]
     return tuple(Arm(ReusePolicy(), coding=coding) for coding in (*stored.values(), *live.values(), *both))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.codecs import make_codec
+from kvboost_hf.cache.codecs import LiveQuant, make_codec
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
@@ -37,7 +37,7 @@ def verify_correctness(
     documents: Sequence[Prompt] | None = None,
     policies: Sequence[ReusePolicy] | None = None,
     codecs: Sequence[str | KVQuantConfig] = (),
-    live_quants: Sequence[KVQuantConfig] = (),
+    live_quants: Sequence[LiveQuant] = (),
     max_new_tokens: int = 32,
     max_kl: float = 0.01,
     min_agreement: float = 0.99,

@@ -43,7 +43,7 @@ SHOWN = {
     "Stored K/V compressed": "unit/test_codecs.py property/test_codecs.py",
     "Live quantization": "parity/test_live_quant.py property/test_live_quant_state.py",
     '`attn_implementation="kvboost_fa2"`': "parity/test_kvboost_fa2.py parity/test_attention_cpu.py",
-    "`kvboost-hf warm`": "unit/test_cli_tiers.py",
+    "`kvboost-hf warm`": "unit/test_cli_tiers.py parity/test_content_names.py::test_prune",
     "Models larger than the GPU's memory": "parity/test_streaming.py parity/test_streaming_awq.py "
     "parity/test_streaming_formats.py",
     "Drafts for": "parity/test_assistants.py parity/test_lookup_assistant.py parity/test_speculation_combinations.py",

@@ -54,7 +54,7 @@ def pinned(contents: list[torch.Tensor]) -> list[Source]:
 
 
 def in_files(contents: list[torch.Tensor], folder: Path) -> list[Source]:
-    files = LayerFolder(folder, "a checkpoint")
+    files = LayerFolder(folder)
     return [files.write(n, content, FlatLayout({"weight": content})) for n, content in enumerate(contents)]
 
 

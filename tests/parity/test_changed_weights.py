@@ -15,10 +15,11 @@ from torch.nn.utils import parametrize, prune
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
+from kvboost_hf import checksum as checksums
 from kvboost_hf.cache.identity.aliases import Memories, _memory
-from kvboost_hf.cache.identity.checksum import checksum
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
 from kvboost_hf.cache.identity.weights import WeightsWatch, _SampleInPlace, _window
+from kvboost_hf.checksum import checksum
 from kvboost_hf.config import WeightsCheck
 from tests.conftest import make_model, random_ids
 from tests.parity.compare import same_as_plain
@@ -259,6 +260,18 @@ class TestFullCheck:
             changed[at * dtype.itemsize] ^= 1
             assert checksum([changed.view(dtype)]) != before
         assert checksum([octets.clone().view(dtype)]) == before
+
+    @pytest.mark.parametrize("threads", [1, 3])
+    def test_sums_are_those_of_any_device(self, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """NumPy computes them on a CPU, and PyTorch elsewhere."""
+        monkeypatch.setattr(checksums, "_ROWS_OF_A_THREAD", 1)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        row, rows = checksums._ROW, 5
+        words = torch.randint(-(2**31), 2**31, (rows * row + 7,), dtype=torch.int32)
+        factors = checksums._coefficients(words.device)
+        whole = (words[: rows * row].view(rows, row) * factors).sum(dim=1)
+        rest = (words[rows * row :] * factors[:7]).sum(dim=0, keepdim=True)
+        assert torch.equal(torch.cat(list(checksums._row_sums(words))), torch.cat([whole, rest]))
 
     def test_checksum_sees_order_shape_and_views(self) -> None:
         a, b = torch.randn(8, 6), torch.randn(8, 6)

@@ -1,7 +1,6 @@
 """What a review by a sceptic found: each of these once gave wrong tokens, lost reuse, or crashed."""
 
 import gc
-import pickle
 import weakref
 from typing import Any
 
@@ -347,10 +346,6 @@ class TestLifetimes:
         assert layer() is None
         del weight
         cache.reset()
-
-    def test_pickling_says_what_to_do(self, llama: PreTrainedModel) -> None:
-        with pytest.raises(TypeError, match="Make a new one"):
-            pickle.dumps(ChunkReuseCache(llama))
 
 
 def test_positions_that_a_model_counts_otherwise_than_generate() -> None:

@@ -107,6 +107,30 @@ def test_a_call_within_a_call_within_a_call() -> None:
     assert store.check_integrity().wrong == 0
 
 
+@pytest.mark.parametrize(("name", "kind"), [("llama", "growing"), ("llama", "fixed"), ("qwen3_next", "growing")])
+@pytest.mark.parametrize("where", ["model.layers.1", ""])
+def test_a_call_within_a_forward(name: str, kind: str, where: str) -> None:
+    """A hook that calls generate(), within the forward of another call, also where a state is saved on the way."""
+    model, store, generate = attached(name, kind)
+    found: list[torch.Tensor] = []
+    under_way: list[None] = []
+
+    def hook(*_: Any) -> None:
+        if not under_way:
+            under_way.append(None)
+            found.append(generate(SECOND, max_new_tokens=3))
+            under_way.clear()
+
+    handle = model.get_submodule(where).register_forward_pre_hook(hook)
+    for ids in (FIRST, SECOND, FIRST):
+        assert torch.equal(generate(ids, max_new_tokens=3), plain(name, ids, max_new_tokens=3))
+    handle.remove()
+    expected = plain(name, SECOND, max_new_tokens=3)
+    assert found
+    assert all(torch.equal(each, expected) for each in found)
+    assert store.check_integrity().wrong == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_so_far_in_a_call_within_a_call(kind: str) -> None:
     _, store, generate = attached("llama", kind)

@@ -265,9 +265,10 @@ def test_gptq_without_an_index_of_groups(copied: Path) -> None:
     torch.testing.assert_close(logits(load(copied)), of_tool("gptq"), atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("copied", ["gptq"], indirect=True)
-def test_a_head_in_4_bits(copied: Path) -> None:
-    """`lm_head: true`: it is outside of the layers, and stays on the device."""
+def test_a_head_in_4_bits(copied: Path, tied: bool) -> None:
+    """`lm_head: true`: it is outside of the layers, and stays on the device; whatever the configuration ties it to."""
     weight = random_weight(64, 64, 32, seed=3)
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
@@ -276,6 +277,8 @@ def test_a_head_in_4_bits(copied: Path) -> None:
 
     edit_tensors(copied, change)
     edit_config(copied, lm_head=True)
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
     found = load(copied)
     assert isinstance(found.lm_head, AwqLinear)
     hidden = torch.randn(3, 64)

@@ -248,7 +248,7 @@ def test_bad_input(llama: PreTrainedModel) -> None:
         ({"policies": [ReusePolicy()]}, "mode 'blend', got ReusePolicy"),
         ({"codecs": ["raw"]}, "`codecs` must be lossy, got 'raw'"),
         ({"codecs": ["int3"]}, "A codec must be .* got 'int3'"),
-        ({"live_quants": [4]}, "`live_quants` must be KVQuantConfig objects, got 4"),
+        ({"live_quants": ["raw"]}, "`live_quants` must be lossy, got 'raw'"),
     ):
         with pytest.raises(ValueError, match=message):
             verify_correctness(llama, ids, **bad_arguments)

@@ -53,7 +53,7 @@ def layers() -> Iterator[list[Layer]]:
     generator = torch.Generator().manual_seed(0)
     made: list[Layer] = []
     with tempfile.TemporaryDirectory() as folder:
-        files = LayerFolder(folder, "a checkpoint")
+        files = LayerFolder(folder)
         for number, nbytes in enumerate((SLOT_BYTES, 256, 768, SLOT_BYTES, 256, 768)):
             content = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
             layout = FlatLayout({"weight": content})

@@ -136,8 +136,7 @@ class TieredMachine(RuleBasedStateMachine):
         lower = self.store.records.lower.tiers
         with lower._lock:
             lower._closed = True
-        if lower._executor is not None:
-            lower._executor.shutdown(wait=True, cancel_futures=True)
+        lower._worker.shutdown(wait=True, cancel_futures=True)
         self.store._close_tiers.detach()
         lower._close_opened()
         self.waiting.clear()

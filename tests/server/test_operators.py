@@ -110,19 +110,23 @@ def test_figures(serve: Serve) -> None:
 
 
 def test_warming_computes_prompts_and_says_nothing(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
-    found = at.http.post("/v1/warm", json={"texts": ["Anna lives in Oslo.", "Tom."]}).json()
+    texts = ["Anna lives in Oslo. She plays the piano.", "Tom has two goats and a lamp."]
+    found = at.http.post("/v1/warm", json={"texts": texts}).json()
     assert [ticket.job.options.max_tokens for ticket in engine.tickets] == [0, 0]
     lengths = [len(ticket.job.ids) for ticket in engine.tickets]
     cached = sum(n // 2 for n in lengths)
+    assert "'<|im_start|>system\\n' before it" in found.pop("start_reason")  # no chat begins with them
     assert found == {"object": "warm", "prompt_tokens": sum(lengths), "cached_tokens": cached, "pinned": False}
     assert {ticket.job.keep for ticket in engine.tickets} == {(Keep(share=0.5),)}
     at.http.post("/v1/warm", json={"messages": ASK, "prompt_cache_key": "tenant"})
-    assert list(engine.job.ids) == tokenizer.apply_chat_template(ASK, return_dict=False)
+    said = tokenizer.apply_chat_template(ASK, return_dict=False, tokenize=False).removesuffix("<|im_end|>\n")
+    assert list(engine.job.ids) == tokenizer.encode(said)  # what the user says may go on
     salt = engine.job.salt
     at.openai.chat.completions.create(model="reader", messages=ASK, prompt_cache_key="tenant")
     assert engine.job.salt == salt != b""
+    told: dict[str, Any] = {"texts": ["a"]}
     body: dict[str, Any]
-    for body in ({}, {"texts": ["a"], "messages": ASK}, {"texts": []}, {"texts": [""]}):
+    for body in ({}, told | {"messages": ASK}, {"texts": []}, {"texts": [""]}, told | {"think": True}):
         assert at.http.post("/v1/warm", json=body).status_code == 400
 
 

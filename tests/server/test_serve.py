@@ -41,10 +41,11 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     options = f"--port {port} --chunk-size 16 --device cpu --speculative-draft-model {EMBEDDED_DRAFT_DIR}".split()
     options += ["--disk-cache-dir", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "KVBOOST_HF_API_KEY": "key"}
+    chat = tmp_path_factory.mktemp("chat") / "chat.json"
+    chat.write_text(json.dumps({"messages": _ASK[:1]}))
+    options += ["--warm", _ASK[0]["content"], "--warm-chat", str(chat)]
     with log.open("w") as stderr:
-        server = subprocess.Popen(
-            [*command, *options, "--warm", _ASK[0]["content"]], stderr=stderr, text=True, env=environment
-        )
+        server = subprocess.Popen([*command, *options], stderr=stderr, text=True, env=environment)
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="key", max_retries=60) as client:
         client.models.list()  # retried until it listens
         yield server, client
@@ -60,6 +61,8 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     assert {"/v1/models", "/v1/chat/completions"} <= {line.get("path") for line in lines}
     assert "piano" not in Path(log).read_text()
     assert "stored with `--attn-implementation sdpa`" in Path(log).read_text()
+    assert "warm start 1 of 2: no chat begins with this text" in Path(log).read_text()
+    assert "warm start 2 of 2" not in Path(log).read_text()
 
 
 def test_it_answers_as_generate_does(process: tuple[Any, openai.OpenAI]) -> None:
@@ -76,7 +79,7 @@ def test_it_answers_as_generate_does(process: tuple[Any, openai.OpenAI]) -> None
         assert answer.usage.completion_tokens == len(ids)
         assert answer.usage.prompt_tokens_details is not None
         cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
-    assert cached[1] > cached[0]
+    assert cached[1] > cached[0] >= 16  # what `--warm-chat` has computed
     assert cached[1] > len(inputs["input_ids"][0]) // 2  # type: ignore[call-overload, index]
 
 

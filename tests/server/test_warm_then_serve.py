@@ -1,18 +1,23 @@
 """`kvboost-hf warm`, and then a server that has the same flags: it finds what was warmed, or says why not."""
 
 import argparse
+import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.cache.costs.compute_pace import ComputePace
+from kvboost_hf.cache.prompt.chats import ChatTemplate
 from kvboost_hf.cli import command_line, main
 from kvboost_hf.cli.server_settings import add_secrets, engine_settings, server_settings
+from kvboost_hf.cli.warm import _chats
 from kvboost_hf.engine import EngineSettings
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.engine.worker import ModelEngine
@@ -21,7 +26,8 @@ from kvboost_hf.server.jobs import Finished, Job, SamplingOptions
 from kvboost_hf.server.serve import start_engine
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.tier_check import unfound
-from tests.server.conftest import listening
+from tests.server.conftest import SETTINGS, listening
+from tests.server.fake_engine import FakeEngine
 from tests.server.test_worker import Told
 
 TEXT = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 12
@@ -93,6 +99,14 @@ def test_what_is_warmed_is_found(flags: str, file: str, tmp_path: Path) -> None:
     assert said is None
 
 
+def test_a_model_is_found_under_another_path(file: str, tmp_path: Path) -> None:
+    tier = ["--disk-cache-dir", str(tmp_path / "tier")]
+    warm(file, ["--model", os.path.relpath(EMBEDDED_MODEL_DIR), *tier])
+    end, said = start(tier)
+    assert end.tiers["disk"] > 0.9 * end.prompt_tokens
+    assert said is None
+
+
 @pytest.mark.parametrize(
     ("warmed", "served", "says"),
     [
@@ -103,7 +117,6 @@ def test_what_is_warmed_is_found(flags: str, file: str, tmp_path: Path) -> None:
         ("--api-key one", "", ["a `prompt_cache_key`", "an API key or a `--salt` that it does not have"]),
         ("--chunk-size 64 --chunk-boundary-window 0", "", ["cut after 64 tokens", "--chunk-boundary-window"]),
         ("--dtype float16", "", ["another `--dtype`"]),
-        (f"--model {os.path.relpath(EMBEDDED_MODEL_DIR)}", "", ["another name or path in `--model`"]),
     ],
 )
 def test_what_cannot_be_found_is_told(warmed: str, served: str, says: list[str], file: str, tmp_path: Path) -> None:
@@ -138,6 +151,60 @@ def test_a_system_message_is_found_by_chats(file: str, tmp_path: Path) -> None:
         assert answer.usage.prompt_tokens_details is not None
         assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= len(engine.tokenizer.encode(TEXT))
     assert main(["warm", file, "--system", "--documents", *flags]) == 2
+
+
+def test_messages_and_tools_are_found_by_chats(tmp_path: Path, tokenizer: Any) -> None:
+    """Whichever way keys are ordered: what a file has is read as a request is."""
+    flags, chat = ["--disk-cache-dir", str(tmp_path / "tier")], tmp_path / "chat.json"
+    tools = [{"function": {"parameters": {"type": "object"}, "name": "look"}, "type": "function"}]
+    messages = [{"role": "developer", "content": [{"type": "text", "text": TEXT}]}]
+    chat.write_text(json.dumps({"messages": messages, "tools": tools}))
+    warm(str(chat), ["--chat", *flags])
+    ask = [*messages, {"role": "user", "content": "Where does Anna live?"}]
+    with served(flags) as (engine, settings, _), listening(make_app(engine, engine.tokenizer, settings)) as at:
+        body = {"messages": ask, "max_tokens": 1}
+        usage = at.http.post("/v1/chat/completions", json=body).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= len(engine.tokenizer.encode(TEXT))
+    # The embedded model's template has no place for tools; with one, both ends write them alike.
+    [arguments] = _chats(argparse.Namespace(system=False, chat=True, files=[chat]), [])
+    start = ChatTemplate(tokenizer, tools=arguments["tools"]).start(arguments["text_or_ids"]).ids.tolist()
+    fake = FakeEngine("Anna.")
+    with listening(make_app(fake, tokenizer, SETTINGS)) as at:
+        at.http.post("/v1/chat/completions", json=body | {"tools": tools})
+        asked = fake.job.ids
+        warmed = at.http.post("/v1/warm", json={"messages": messages, "tools": tools}).json()
+    assert asked[: len(start)] == start == fake.job.ids
+    assert len(start) > len(tokenizer.encode(TEXT)) + len(tokenizer.encode(json.dumps(tools)))
+    assert (warmed["start_reason"], warmed["prompt_tokens"]) == (None, len(start))
+
+
+@pytest.mark.parametrize("given", ["[]", "{", '{"texts": ["a"]}', '[{"role": "chief", "content": "a"}]', '"a"'])
+def test_a_file_without_messages_is_refused(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (chat := tmp_path / "chat.json").write_text(given)
+    for command in (["warm", str(chat), "--chat", "--tiers", f"disk:{tmp_path}"], ["serve", "--warm-chat", str(chat)]):
+        assert main(command) == 2
+        assert f"{chat} must be JSON with the first messages of chats" in capsys.readouterr().err
+
+
+def test_a_text_that_no_chat_finds_is_told(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warm(file, ["--disk-cache-dir", str(tmp_path / "tier")])
+    assert "With `--system`, a file is the system message of chats" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", ["", "--attn-implementation sdpa --chunk-boundary-window 0"])
+def test_a_program_finds_it_with_the_same_attention_and_cuts(flags: str, file: str, tmp_path: Path) -> None:
+    """By default a program has other ones than a server: the second flags are for it."""
+    tiers = [f"disk:{tmp_path / 'tier'}"]
+    warm(file, [*flags.split(), "--tiers", *tiers])
+    model, tokenizer = load_embedded()
+    if not flags:
+        model.set_attn_implementation("kvboost_fa2")
+    chunker = None if flags else ContentChunker.for_tokenizer(tokenizer)
+    with ChunkStore(model, chunker=chunker, tiers=tiers) as store:
+        cache = ChunkReuseCache(model, store)
+        model.generate(**tokenizer(TEXT + "Who?", return_tensors="pt"), cache=cache, max_new_tokens=1)
+        assert cache.report.reuse_ratio > 0.9
+    model.set_attn_implementation("sdpa")
 
 
 def test_the_two_commands_have_the_same_flags_and_defaults() -> None:

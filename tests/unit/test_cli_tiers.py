@@ -89,6 +89,27 @@ def test_bad_addresses(tiers: list[str], files: list[str], capsys: pytest.Captur
         assert capsys.readouterr().err.splitlines()[-1].startswith("kvboost-hf: ")
 
 
+@pytest.mark.parametrize("scheme", ["disk:", "file://"])
+def test_the_size_of_an_address_is_a_limit(
+    scheme: str, tmp_path: Path, files: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the folder is named from the current one; `inspect` gives nothing up for it."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["warm", *files, "--tiers", f"{scheme}kv:1M", "--chunk-size", "16"]) == 0
+    found = listed(f"{scheme}kv:1K", tmp_path, capsys)
+    assert 500_000 < sum(int(str(line["nbytes"])) for line in found) <= 1_000_000
+    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "b.txt", "kv", "found.json"}
+
+
+def test_inspect_makes_nothing_in_a_folder_that_is_no_tier(
+    tmp_path: Path, files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["inspect", "--tiers", f"disk:{tmp_path}"]) == 2
+    assert f"no K/V was ever stored in the folder '{tmp_path}'" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_folder_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "missing"
     assert main(["inspect", "--tiers", f"disk:{missing}"]) == 2

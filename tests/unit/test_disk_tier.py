@@ -653,7 +653,7 @@ def test_a_folder_that_cannot_be_written_to_is_read(
     tier = opened()
     put(tier, 1)
     tier.close()
-    monkeypatch.setattr(os, "access", lambda *args: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     reader = opened()
     assert "it is only read" in caplog.text
     before = reader.stats()
@@ -667,6 +667,26 @@ def test_a_folder_that_cannot_be_written_to_is_read(
     assert reader.stats() == before
     with pytest.raises(ValueError, match=r"`path` must be a folder that can be written to.*Pass another one"):
         DiskTier(folder / "other", 1000)
+
+
+@pytest.mark.parametrize("part", ["", "index.sqlite3", "blobs"])
+def test_what_cannot_be_read_is_refused(
+    opened: Open, folder: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = opened()
+    put(tier, 1)
+    tier.close()
+    hidden = str(folder / part)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != hidden)
+    with pytest.raises(ValueError, match=rf"'{hidden}' cannot be read\. Pass another one, or change who may read it"):
+        opened()
+
+
+def test_no_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"Pass '\.' for the current folder"):
+        DiskTier("", 1000)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -3,16 +3,17 @@
 import ctypes
 import errno
 import gc
-import json
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvboost_hf.checksum import contents
 from kvboost_hf.offload import disk
 from kvboost_hf.offload.backends import mapped
 from kvboost_hf.offload.backends.base import Backend
@@ -28,9 +30,10 @@ from kvboost_hf.offload.backends.cuda import CudaBackend
 from kvboost_hf.offload.backends.runtime import CudaRuntime
 from kvboost_hf.offload.backends.threaded import ThreadedBackend
 from kvboost_hf.offload.backends.timings import Timings
-from kvboost_hf.offload.disk import FileSource, LayerFolder
+from kvboost_hf.offload.disk import FileSource, LayerFolder, Origin
 from kvboost_hf.offload.flat import FlatLayout
 from kvboost_hf.offload.host import HostMemory, HostSource, Pinning, cuda_pinning
+from kvboost_hf.offload.prune import former_files, prune_layers
 from tests.offload.poisoning import PoisoningBackend
 from tests.offload.simulated_cuda import BYTES_PER_MS, SimulatedGpu
 
@@ -217,25 +220,44 @@ def test_the_address_of_the_device_is_asked_for(system: str, monkeypatch: pytest
         mapped._device_address(flat)
 
 
-def test_a_layer_is_found_again_and_read_in_any_parts(tmp_path: Path) -> None:
-    LayerFolder(tmp_path / "new", "a").write(3, content(), LAYOUT)
-    source = LayerFolder(tmp_path / "new", "a").find(3, LAYOUT)
+@pytest.fixture
+def origin(tmp_path: Path) -> Origin:
+    """A checkpoint of one file, outside of the folder of layers."""
+    path = tmp_path.with_name(f"{tmp_path.name}-checkpoint.safetensors")
+    path.write_bytes(content(7, 300_000).numpy().tobytes())
+    return Origin("m", (str(path),), "torch.float32")
+
+
+def layer_file(folder: Path) -> Path:
+    (path,) = folder.glob("layer-*.bin")
+    return path
+
+
+def test_a_layer_is_found_again_and_read_in_any_parts(tmp_path: Path, origin: Origin) -> None:
+    folder = LayerFolder(tmp_path / "new", origin)
+    folder.write(3, content(), LAYOUT)
+    assert LayerFolder(tmp_path / "new", origin).find(3, LAYOUT) is None  # it may not have been loaded to the end
+    folder.finish()
+    source = LayerFolder(tmp_path / "new", origin).find(3, LAYOUT)
     assert source is not None
     assert source.host is None
+    assert source.contents == dict(zip(["weight"], contents([content()]), strict=True))
     assert torch.equal(read(source), content())
     for start, end in ((0, 1), (4095, 4097), (300, NBYTES), (NBYTES, NBYTES)):
         target = torch.zeros(end - start, dtype=torch.uint8)
         source.read_into(target, start)
         assert torch.equal(target, content()[start:end])
-    assert _names(tmp_path / "new") == {"layer-00003.bin", "streamed-layers.json"}
+    assert sorted(name.partition("-")[0] for name in _names(tmp_path / "new")) == ["checkpoint", "layer"]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in (tmp_path / "new").iterdir())
 
 
-def test_a_layer_that_is_there_is_not_written_again(tmp_path: Path) -> None:
-    folder = LayerFolder(tmp_path, "a")
-    folder.write(0, content(), LAYOUT)
-    before = (tmp_path / "layer-00000.bin").stat()
-    folder.write(0, content(), LAYOUT)
-    after = (tmp_path / "layer-00000.bin").stat()
+def test_a_layer_that_is_there_is_not_written_again(tmp_path: Path, origin: Origin) -> None:
+    """Whoever has written it: a checkpoint, another one with the same layer, or a model that was in memory."""
+    LayerFolder(tmp_path, origin).write(0, content(), LAYOUT)
+    before = layer_file(tmp_path).stat()
+    for other in (origin, None):
+        assert torch.equal(read(LayerFolder(tmp_path, other).write(5, content(), LAYOUT)), content())
+    after = layer_file(tmp_path).stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
 
@@ -253,21 +275,24 @@ def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
     calls = {"read": 0, "write": 0}
 
     class Short(FileIO):
-        def readinto(self, buffer: Any, /) -> int:
-            calls["read"] += 1
-            return super().readinto(buffer[:1000]) or 0
-
         def write(self, data: Any, /) -> int:
             calls["write"] += 1
             return super().write(data[:1000]) or 0
 
+    def short(file: int, buffers: list[memoryview], offset: int) -> int:
+        calls["read"] += 1
+        return preadv(file, [buffers[0][:1000]], offset)
+
+    preadv = os.preadv
     _open_as(Short, monkeypatch)
-    assert torch.equal(read(LayerFolder(tmp_path, "a").write(0, content(), LAYOUT)), content())
-    assert calls == {"read": 6, "write": 7}  # and one for the index
+    source = LayerFolder(tmp_path).write(0, content(), LAYOUT)
+    monkeypatch.setattr(os, "preadv", short)
+    assert torch.equal(read(source), content())
+    assert calls == {"read": 6, "write": 6}
 
 
-def test_layers_of_another_layout_or_index_are_not_found(tmp_path: Path) -> None:
-    folder = LayerFolder(tmp_path, "a")
+def test_layers_of_another_layout_or_index_are_not_found(tmp_path: Path, origin: Origin) -> None:
+    folder = LayerFolder(tmp_path, origin)
     folder.write(0, content(), LAYOUT)
     assert folder.find(0, FlatLayout({"weight": torch.empty(NBYTES // 2, dtype=torch.float16)})) is None
     assert folder.find(0, FlatLayout({"other": torch.empty(NBYTES, dtype=torch.uint8)})) is None
@@ -275,37 +300,103 @@ def test_layers_of_another_layout_or_index_are_not_found(tmp_path: Path) -> None
     assert folder.find(0, LAYOUT) is not None
 
 
-def test_layers_of_another_checkpoint_make_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    theirs = tmp_path / "layer-of-somebody.bin"
-    theirs.touch()
-    for number in range(2):
-        LayerFolder(tmp_path, "a").write(number, content(), LAYOUT)
-    assert not caplog.records
-    folder = LayerFolder(tmp_path, "b")
-    assert "another checkpoint" in caplog.text
-    assert folder.find(0, LAYOUT) is None
-    assert _names(tmp_path) == {theirs.name}
-    folder.write(0, content(1), LAYOUT)
-    found = LayerFolder(tmp_path, "b").find(0, LAYOUT)
-    assert found is not None
-    assert torch.equal(read(found), content(1))
+def test_layers_of_other_checkpoints_stay(tmp_path: Path, origin: Origin) -> None:
+    (tmp_path / "layer-of-somebody.bin").touch()
+    origins = [origin, replace(origin, settings="torch.bfloat16"), replace(origin, paths=(__file__,))]
+    for number, each in enumerate(origins):
+        folder = LayerFolder(tmp_path, each)
+        assert folder.find(0, LAYOUT) is None
+        folder.write(0, content(number), LAYOUT)
+        folder.finish()
+    for number, each in enumerate(origins):
+        found = LayerFolder(tmp_path, each).find(0, LAYOUT)
+        assert found is not None
+        assert torch.equal(read(found), content(number))
 
 
-@pytest.mark.parametrize("index", ["", "{", "[]", '{"version": 0, "identity": "a", "layers": {}}'])
-def test_a_folder_whose_index_cannot_be_read_is_written_anew(tmp_path: Path, index: str) -> None:
-    LayerFolder(tmp_path, "a").write(0, content(), LAYOUT)
-    (tmp_path / "streamed-layers.json").write_text(index)
-    folder = LayerFolder(tmp_path, "a")
-    assert folder.find(0, LAYOUT) is None
-    assert torch.equal(read(folder.write(0, content(), LAYOUT)), content())
-    assert json.loads((tmp_path / "streamed-layers.json").read_text())["identity"] == "a"
+RECORDS = (
+    *("", "{", "[]", '{"version": 1, "identity": "a", "layers": {}}', '{"version": 2}'),
+    *(
+        f'{{"version": 2, "model": "m", "files": {{}}, "layers": {{"0": {entry}}}}}'
+        for entry in ("1", '["../x", [], {}]')
+    ),
+)
 
 
-def test_what_happens_to_a_file_is_told(tmp_path: Path) -> None:
-    folder = LayerFolder(tmp_path, "a")
-    path = tmp_path / "layer-00000.bin"
+@pytest.mark.parametrize("record", [*RECORDS, None])
+def test_a_record_that_cannot_be_read_is_written_anew(tmp_path: Path, origin: Origin, record: str | None) -> None:
+    for _ in range(2):
+        folder = LayerFolder(tmp_path, origin)
+        assert folder.find(0, LAYOUT) is None
+        assert torch.equal(read(folder.write(0, content(), LAYOUT)), content())
+        folder.finish()
+        assert LayerFolder(tmp_path, origin).find(0, LAYOUT) is not None
+        (path,) = tmp_path.glob("checkpoint-*.json")
+        if record is None:
+            path.unlink()
+            path.symlink_to(tmp_path / "nothing")
+        else:
+            path.write_text(record)
+
+
+@pytest.mark.parametrize("same_file", [False, True])
+def test_a_checkpoint_of_other_content_is_noticed_whatever_its_times(
+    tmp_path: Path, origin: Origin, same_file: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that was only copied has its layers read, not written: their content is what they are named by."""
+    folder = LayerFolder(tmp_path, origin)
+    folder.write(0, content(), LAYOUT)
+    folder.finish()
+    path = Path(origin.paths[0])
+    before = path.stat()
+    other = path.with_suffix(".new")
+    other.write_bytes(content(8, 300_000).numpy().tobytes())
+    if same_file:  # nor is there another inode, or a time that users cannot set
+        path.write_bytes(other.read_bytes())
+        real = os.fstat
+
+        def without_ctime(file: int) -> Any:
+            found = real(file)
+            names = ("st_size", "st_mtime_ns", "st_ino", "st_mode")
+            return SimpleNamespace(st_ctime_ns=0, **{name: getattr(found, name) for name in names})
+
+        monkeypatch.setattr(os, "fstat", without_ctime)
+    else:
+        os.replace(other, path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    assert LayerFolder(tmp_path, origin).find(0, LAYOUT) is None
+
+
+def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_noted(
+    tmp_path: Path, origin: Origin, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = LayerFolder(tmp_path, origin)
+    folder.write(0, content(), LAYOUT)
+    Path(origin.paths[0]).write_bytes(b"another")
+    folder.finish()
+    assert "were changed while it was loaded" in caplog.text
+    assert LayerFolder(tmp_path, origin).find(0, LAYOUT) is None
+
+
+def test_a_copied_folder_is_read_once_and_used(tmp_path: Path, origin: Origin) -> None:
+    folder = LayerFolder(tmp_path / "a", origin)
+    folder.write(0, content(), LAYOUT)
+    folder.finish()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    copied = LayerFolder(tmp_path / "b", origin)
+    assert copied.find(0, LAYOUT) is not None
+    before = [path.read_text() for path in (tmp_path / "b").glob("*.json")]
+    copied.finish()
+    assert [path.read_text() for path in (tmp_path / "b").glob("*.json")] != before  # with the marks of the copies
+
+
+def test_what_happens_to_a_file(tmp_path: Path, origin: Origin) -> None:
+    """It lasts as long as somebody streams it; damage is told, and mended by whoever loads the model next."""
+    folder = LayerFolder(tmp_path, origin)
 
     source = folder.write(0, content(), LAYOUT)
+    path = layer_file(tmp_path)
     os.truncate(path, 3000)
     with pytest.raises(OSError, match=rf"{path} must have {NBYTES} bytes, has 3000\. Load the model again"):
         read(source)
@@ -319,17 +410,106 @@ def test_what_happens_to_a_file_is_told(tmp_path: Path) -> None:
     assert folder.find(0, LAYOUT) is None
 
     source = folder.write(0, content(), LAYOUT)
-    path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"is gone\. Load the model again"):
+    shutil.rmtree(tmp_path)
+    assert torch.equal(read(source), content())
+    source.close()
+    with pytest.raises(ValueError, match="closed"):
         read(source)
-    assert folder.find(0, LAYOUT) is None
 
-    assert torch.equal(read(folder.write(0, content(), LAYOUT)), content())
+
+@pytest.mark.skipif(sys.platform == "win32", reason="others may not open it there")
+def test_a_layer_with_the_times_of_another_is_not_taken_for_it(tmp_path: Path, origin: Origin) -> None:
+    folder = LayerFolder(tmp_path, origin)
+    folder.write(0, content(), LAYOUT)
+    folder.finish()
+    path = layer_file(tmp_path)
+    before = path.stat()
+    path.write_bytes(content(1).numpy().tobytes())
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    again = LayerFolder(tmp_path, origin)
+    assert again.find(0, LAYOUT) is None
+    assert torch.equal(read(again.write(0, content(), LAYOUT)), content())
+
+
+def test_a_forked_child_reads_beside_its_parent(tmp_path: Path) -> None:
+    """They share the position in the file, which is not used."""
+    if not hasattr(os, "fork"):
+        pytest.skip("there are no forks")
+    source = LayerFolder(tmp_path).write(0, content(), LAYOUT)
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(tell, bytes([all(bool(torch.equal(read(source), content())) for _ in range(300))]))
+        finally:
+            os._exit(0)
+    assert all(torch.equal(read(source), content()) for _ in range(300))
+    os.waitpid(child, 0)
+    assert os.read(told, 1) == b"\1"
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file"])
+def test_what_is_no_folder_is_refused(tmp_path: Path, place: str) -> None:
+    (tmp_path / "a file").touch()
+    with pytest.raises(OSError, match="`disk_folder` must be a folder"):
+        LayerFolder(tmp_path / "a file" / ("" if place == "a file" else "x"))
+
+
+def test_a_folder_stays_itself_when_the_process_goes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    folder = LayerFolder("layers")
+    sources = [folder.write(0, content(), LAYOUT)]
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    sources.append(folder.write(1, content(1), LAYOUT))
+    assert [torch.equal(read(source), content(n)) for n, source in enumerate(sources)] == [True, True]
+    assert len(list((tmp_path / "layers").iterdir())) == 2 + len(LOCKS)
+
+
+def test_prune_removes_what_nobody_uses(tmp_path: Path, origin: Origin) -> None:
+    folder = LayerFolder(tmp_path, origin)
+    used, unused = folder.write(0, content(), LAYOUT), folder.write(1, content(1), LAYOUT)
+    folder.finish()
+    in_memory = LayerFolder(tmp_path).write(0, content(2), LAYOUT)
+    (tmp_path / f"layer-{'0' * 32}.tmp").touch()  # of a process that was killed
+    (tmp_path / "layer-00000.bin").touch()  # of a release without locks
+    for source in (unused, in_memory):
+        source.close()
+    for dry_run in (True, False):
+        found = prune_layers(tmp_path, dry_run=dry_run)
+        assert {(each.models, each.in_use): each.nbytes for each in found} == {
+            (("m",), True): NBYTES,
+            (("m",), False): NBYTES,
+            ((), False): NBYTES,
+        }
+        assert len(list(tmp_path.glob("layer-*"))) == (5 if dry_run else 2)
+    assert [path.name for path in former_files(tmp_path)] == ["layer-00000.bin"]
+    again = LayerFolder(tmp_path, origin)
+    assert again.find(1, LAYOUT) is None
+    assert again.find(0, LAYOUT) is not None
+    used.close()
+    del again
+    gc.collect()
+    assert [each.in_use for each in prune_layers(tmp_path)] == [False]
+    assert _names(tmp_path) == {"layer-00000.bin"}
+
+
+def test_prune_refuses_other_folders(tmp_path: Path) -> None:
+    assert prune_layers(tmp_path) == []
+    (tmp_path / "layer-of-somebody.bin").touch()
+    with pytest.raises(ValueError, match="holds no streamed layers"):
+        prune_layers(tmp_path)
+    with pytest.raises(ValueError, match="There is no folder"):
+        prune_layers(tmp_path / "missing")
+    assert _names(tmp_path) == {"layer-of-somebody.bin"}
 
 
 def test_a_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = LayerFolder(tmp_path, "a")
+    folder = LayerFolder(tmp_path)
     folder.write(0, content(), LAYOUT)
+    before = _names(tmp_path)
     room = 3000
 
     class UntilFull(FileIO):
@@ -347,10 +527,8 @@ def test_a_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.Mon
     ) as found:
         folder.write(1, content(1), LAYOUT)
     assert found.value.errno == errno.ENOSPC
-    assert _names(tmp_path) == {"layer-00000.bin", "streamed-layers.json"}
+    assert _names(tmp_path) == before
     monkeypatch.undo()
-    assert folder.find(1, LAYOUT) is None
-    assert folder.find(0, LAYOUT) is not None
     assert torch.equal(read(folder.write(1, content(1), LAYOUT)), content(1))
 
 
@@ -378,9 +556,9 @@ def fetched(backend: Backend, slot: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_error_of_the_reader_is_raised_by_wait_and_the_backend_goes_on(backend: Backend, tmp_path: Path) -> None:
-    source = LayerFolder(tmp_path, "a").write(0, content(), LAYOUT)
+    source = LayerFolder(tmp_path).write(0, content(), LAYOUT)
     slots = backend.allocate(NBYTES, 2)
-    os.truncate(tmp_path / "layer-00000.bin", 3000)
+    os.truncate(layer_file(tmp_path), 3000)
     backend.issue(0, source)
     backend.issue(1, HostSource(content(1)))
     for _ in range(2):
@@ -389,7 +567,7 @@ def test_an_error_of_the_reader_is_raised_by_wait_and_the_backend_goes_on(backen
     backend.wait(1)
     assert torch.equal(fetched(backend, slots[1]), content(1))
     backend.release(1)
-    backend.issue(0, LayerFolder(tmp_path, "a").write(0, content(), LAYOUT))
+    backend.issue(0, LayerFolder(tmp_path).write(0, content(), LAYOUT))
     backend.wait(0)
     assert torch.equal(fetched(backend, slots[0]), content())
     backend.release(0)

@@ -11,6 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 
+from kvboost_hf.cache.tiers.addresses import open_tier, parse_tier
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier
 from kvboost_hf.cache.tiers.guard import Guard
@@ -454,6 +455,23 @@ def test_a_wrong_url_is_refused_without_its_password(url):
         ValkeyTier(url)
     assert "hush" not in str(caught.value)
     assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("address", ["disk:kv:1MB", "file://kv:1MB", "local://kv"])
+def test_a_relative_folder_stays_where_it_was_opened(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tier = open_tier(parse_tier(address))
+    monkeypatch.chdir("elsewhere")
+    entry = make_entry(1)
+    write(tier, entry)
+    assert keys(tier.entries()) == [entry.key]
+    assert tier.read(entry.key) is not None
+    tier.close()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert (tmp_path / "kv").is_dir()
 
 
 @pytest.mark.parametrize("option", [{"ttl_s": 0}, {"timeout_s": -1}, {"max_bytes": 0}, {"cooldown_s": 0}])

@@ -16,7 +16,13 @@ from kvboost_hf.config import StreamingConfig, parse_size
         ("500 MB", 500 * 10**6),
         ("2kib", 2048),
         ("7B", 7),
-        *((text, None) for text in ("", "8", "GB", "-8GB", "0GB", "8XB", "8 G B", "nanGB")),
+        ("8G", 8 * 10**9),
+        ("1.5g", 15 * 10**8),
+        ("512M", 512 * 10**6),
+        ("100 k", 10**5),
+        ("2T", 2 * 10**12),
+        ("8Gi", 2**33),
+        *((text, None) for text in ("", "8", "GB", "G", "-8GB", "0GB", "0G", "8XB", "8 G B", "8i", "nanGB")),
     ],
 )
 def test_sizes_as_text(text: str, nbytes: int | None) -> None:
@@ -68,6 +74,7 @@ def test_takes(arguments: dict[str, Any]) -> None:
         ({"vram_budget": "8GB", "keep_last_k": 4}, "which chooses the layers that stay, got 4. Pass one of the two."),
         ({"residency_mode": "full_stream", "keep_first_k": 1}, "`keep_first_k` must be None with residency_mode"),
         ({"residency_mode": "full_resident", "keep_last_k": 1}, "Pass 'partial_resident' to choose layers."),
+        *(({"disk_folder": empty}, "`disk_folder` must name a folder") for empty in ("", " ", 5)),
         ({"host_budget": "8GB"}, "`host_budget` must be None without a `disk_folder`"),
     ],
 )

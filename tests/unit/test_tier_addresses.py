@@ -29,6 +29,27 @@ from kvboost_hf.cache.tiers.valkey import ValkeyTier
         ("unix:///run/valkey.sock", "valkey", "unix:///run/valkey.sock", None),
         ("s3://bucket/kv", "filesystem", "s3://bucket/kv", None),
         ("memory://kv", "filesystem", "memory://kv", None),
+        # A size may follow any address, and is taken for nothing else.
+        ("ram:8G", "ram", "", 8 * 10**9),
+        ("disk:/kv:512M", "disk", "/kv", 512 * 10**6),
+        ("disk:/kv:8Gi", "disk", "/kv", 2**33),
+        ("file:///kv:100KB", "filesystem", "file:///kv", 10**5),
+        ("file://kv:1.5GiB", "filesystem", "file://kv", 3 * 2**29),
+        ("s3://bucket/kv:1TB", "filesystem", "s3://bucket/kv", 10**12),
+        ("s3://bucket:1T", "filesystem", "s3://bucket", 10**12),
+        ("memory://kv:1g", "filesystem", "memory://kv", 10**9),
+        ("sftp://host:22/kv:5GB", "filesystem", "sftp://host:22/kv", 5 * 10**9),
+        ("redis://host:6379/0:2GB", "valkey", "redis://host:6379/0", 2 * 10**9),
+        ("redis://u:p@host:6379:2GB", "valkey", "redis://u:p@host:6379", 2 * 10**9),
+        ("rediss://host:2GB", "valkey", "rediss://host", 2 * 10**9),
+        ("unix:///run/valkey.sock:1G", "valkey", "unix:///run/valkey.sock", 10**9),
+        # These only look like one.
+        ("redis://host:6379", "valkey", "redis://host:6379", None),
+        ("redis://[::1]:6379", "valkey", "redis://[::1]:6379", None),
+        ("valkey://host?password=a:12", "valkey", "valkey://host?password=a:12", None),
+        ("s3://bucket/run:2026-11-27", "filesystem", "s3://bucket/run:2026-11-27", None),
+        ("sftp://host:22/kv", "filesystem", "sftp://host:22/kv", None),
+        ("file:///C:/kv", "filesystem", "file:///C:/kv", None),
     ],
 )
 def test_parses(text, kind, location, max_bytes):
@@ -49,6 +70,15 @@ def test_parses(text, kind, location, max_bytes):
             "tape:/kv",
             "redis://",
             "://host",
+            *(
+                "file:///kv:100",
+                "file:///kv:100XB",
+                "file://kv:5",
+                "s3://b/kv:0GB",
+                "redis://host/0:5",
+                "memory://:1GB",
+            ),
+            *("unix:///a.sock:7", "s3://b/kv:50 zB"),
         ),
     ],
 )
@@ -78,8 +108,14 @@ def test_memory_is_no_place_to_open():
 
 
 def test_opens_what_the_address_names():
-    assert isinstance(open_tier(parse_tier("memory://kv")), FilesystemTier)
+    opened = open_tier(parse_tier("memory://kv:3MB"))
+    assert (type(opened), opened.stats()["max_bytes"]) == (FilesystemTier, 3_000_000)
+    for empty in ("file://", "memory://", ""):
+        with pytest.raises(ValueError, match="`url` must be a scheme and a place"):
+            FilesystemTier(empty)
     pytest.importorskip("valkey")
+    limited = open_tier(parse_tier("redis://127.0.0.1:1/0:3MB"))
+    assert (limited.location, limited.stats()["max_bytes"]) == ("redis://127.0.0.1:1/0", 3_000_000)
     tier = open_tier(parse_tier("redis://:hush@127.0.0.1:1/0"))  # nobody is there
     assert (type(tier), tier.location) == (ValkeyTier, "redis://127.0.0.1:1/0")
 

@@ -305,7 +305,7 @@ def test_the_thread_may_be_the_last_to_hold_a_store(folder: Path, caplog: pytest
         lower = store.records.lower.tiers
         lower.run(lambda store=store: None)
         lower.touch([b"something"])  # and one that does not
-        executor = lower._executor
+        executor = lower._worker._executor
         assert executor is not None
         (thread,) = executor._threads
         del store

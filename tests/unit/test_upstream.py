@@ -207,7 +207,10 @@ def test_the_variables_of_what_runs_forwards_mean_what_is_read(llama: LlamaForCa
     with llama.register_forward_pre_hook(look, with_kwargs=True):
         for way in ways:
             call(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False, **way)
-    assert {name for name, _, _ in seen} == upstream.LOCALS.keys() - {"generate"}
+    assert {name for name, _, _ in seen} == upstream.LOCALS.keys() - {
+        "generate",
+        "_extract_generation_mode_kwargs",
+    }
     for name, variables, forward in seen:
         assert variables["self"] is llama
         assert variables["model_inputs"]["input_ids"] is forward["input_ids"], name
@@ -216,6 +219,32 @@ def test_the_variables_of_what_runs_forwards_mean_what_is_read(llama: LlamaForCa
     assert [piece["input_chunk"] is piece["input_chunks"][-1] for piece in pieces] == [False, True]
     drafting = [variables["candidate_generator"] for name, variables, _ in seen if name == "_assisted_decoding"]
     assert drafting[0].num_output_tokens == 3
+    rounds = [variables for name, variables, _ in seen if name == "_assisted_decoding"]
+    assert rounds[0]["input_ids"].equal(prompt)
+    assert rounds[0]["stopping_criteria"][0].max_length == 28
+    assert list(rounds[0]["logits_processor"]) == []
+
+
+def test_a_loop_of_ones_own_is_asked_for_its_arguments_when_the_tokenizer_was_taken(llama: LlamaForCausalLM) -> None:
+    seen: list[Any] = []
+
+    class Loop:
+        @property
+        def __signature__(self) -> inspect.Signature:
+            seen.append(sys._getframe(1))
+            return inspect.signature(lambda model, tokenizer=None, **kwargs: None)
+
+        def __call__(self, model: Any, input_ids: Any, **kwargs: Any) -> Any:
+            return input_ids
+
+    tokenizer = object()
+    call: Any = llama.generate
+    call(random_ids(4), custom_generate=Loop(), tokenizer=tokenizer, max_new_tokens=1)
+    frame = seen[0]
+    while frame.f_code.co_name != "_extract_generation_mode_kwargs":
+        frame = frame.f_back
+    assert "tokenizer" not in frame.f_locals["kwargs"]
+    assert frame.f_locals["generation_mode_kwargs"] == {}  # what the loop takes by other names
 
 
 def test_a_cache_is_marked_before_it_is_asked_for_its_length(llama: LlamaForCausalLM) -> None:

@@ -16,6 +16,9 @@ _SPECS = (
 )
 
 
+LiveQuant = str | float | KVQuantConfig | None  # as `live_config` takes it
+
+
 def make_codec(spec: str | KVQuantConfig | Codec | None) -> Codec:
     """The codec that is meant.
 
@@ -56,7 +59,7 @@ def config_of(spec: str | KVQuantConfig | None) -> KVQuantConfig | None:
     return KVQuantConfig(key_bits=key_bits, value_bits=float(bits[2] or key_bits))
 
 
-def live_config(spec: str | float | KVQuantConfig | None) -> KVQuantConfig | None:
+def live_config(spec: LiveQuant) -> KVQuantConfig | None:
     """Settings for K/V of a live cache, for `ChunkReuseCache(live_quant=...)`.
 
     Args:

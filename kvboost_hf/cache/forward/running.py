@@ -7,6 +7,7 @@ with; `record` and `settle` follow when the model has returned; `abandon` follow
 import _thread
 import contextlib
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -19,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvboost_hf import forks
 from kvboost_hf.cache.live.binding import Binding
 from kvboost_hf.cache.live.decoding_form import DecodingForm
 from kvboost_hf.cache.live.live_kv import LiveKV
@@ -153,8 +155,8 @@ class SettledLater:
 
     def __init__(self, forward: Forward, config: Any) -> None:
         self._forward: Forward | None = forward
-        self._thread, self._ended = threading.get_ident(), False
-        self._lock = threading.RLock()  # whoever comes second waits until it is settled
+        self._thread, self._ended, self._pid = threading.get_ident(), False, os.getpid()
+        self._lock = forks.rlock()  # whoever comes second waits until it is settled
         self._begun = threading.Event()
         ledger, beginning = forward.parts.live.ledger, forward.beginning
         self._root = ledger.root if ledger is not None else None
@@ -173,8 +175,15 @@ class SettledLater:
 
     def settle_here(self) -> None:
         """Settle it, unless another thread may still be running the call."""
-        if self._ended or self._thread == threading.get_ident():
+        if self._ended or self._is_own:
             self.settle()
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether this thread runs the call; a forked process may have other threads by the same numbers."""
+        if self._pid != os.getpid() and threading.current_thread() is not threading.main_thread():
+            return False
+        return self._thread == threading.get_ident()
 
     def wait_for(self, root: bytes, ids: Tokens) -> None:
         """Wait until it is settled, if a prompt with columns `ids` [batch, columns] begins as it does.
@@ -182,7 +191,7 @@ class SettledLater:
         The call's thread settles it when it goes on to the next token. That may be kept from it, by a reader of its
         stream: it is not waited for longer than a moment.
         """
-        if self._thread == threading.get_ident() or self._root != root:
+        if self._is_own or self._pid != os.getpid() or self._root != root:
             return
         if self._beginnings.isdisjoint(_beginnings(ids)) or not self._begun.wait(_MOMENT_S):
             return

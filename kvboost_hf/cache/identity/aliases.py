@@ -8,7 +8,6 @@ again, until the model alone refers to it.
 
 import ctypes
 import logging
-import threading
 from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any
@@ -20,7 +19,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from kvboost_hf.cache.identity.checksum import checksum
+from kvboost_hf import forks
+from kvboost_hf.checksum import checksum
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -28,7 +28,7 @@ _MANY_BYTES = 2**26  # of weights that somebody else holds, too: to read them ta
 _READ_IN_PLACE = "cpu"  # device whose memory is read without PyTorch, which may be tracing or counting
 _DATA: Any = torch.Tensor.data
 _uses: Any = torch._C._storage_Use_Count  # 0 when the memory is gone
-_lock = threading.RLock()  # between handing memory out and finding that nobody holds it
+_lock = forks.rlock()  # between handing memory out and finding that nobody holds it
 
 
 class Memory:

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 _PACKAGES = frozenset(("accelerate", "bitsandbytes", "peft", "torch", "transformers"))  # named by their versions
+_OF_CHECKPOINTS = "transformers_modules."  # code that comes with a checkpoint
 
 
 def library_versions() -> tuple[str, ...]:
@@ -44,7 +45,10 @@ def durable_name(code: Any) -> str | None:
     if "<lambda>" in name or ("<locals>" in name and not is_of_package(code)):
         return None
     version = _version(code.__module__)
-    return f"{version} {code.__module__}.{name}" if version is not None else None
+    module = code.__module__
+    if module.startswith(_OF_CHECKPOINTS):  # in a package that is named by the folder of the checkpoint
+        module = module.rpartition(".")[2]
+    return f"{version} {module}.{name}" if version is not None else None
 
 
 def is_written_where_it_says(code: Any) -> bool:

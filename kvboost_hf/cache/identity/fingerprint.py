@@ -7,20 +7,22 @@ changing (adapters, forward hooks, scalar attributes) are read from the modules;
 fingerprint again.
 """
 
-import threading
 from collections.abc import Hashable, Iterable
 from hashlib import blake2b
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.identity.checksum import checksum
+from kvboost_hf import forks
 from kvboost_hf.cache.identity.durable_names import durable_name, library_versions
 from kvboost_hf.cache.identity.hooks import ForwardWatch, HookWatch
-from kvboost_hf.cache.identity.settings import config_scalars
+from kvboost_hf.cache.identity.offloaded import FileWeight
+from kvboost_hf.cache.identity.settings import config_scalars, written_config
 from kvboost_hf.cache.identity.walk import Found, ModelWalk
 from kvboost_hf.cache.identity.weights import WeightsWatch, lack_memory
+from kvboost_hf.checksum import Content, checksum
 from kvboost_hf.compat import note_changes, training_reason
 
 
@@ -28,7 +30,7 @@ class ModelFingerprint:
     """Follows one model; `current()` changes whenever its K/V may have changed."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock(torn=self._forget)
         self.bumps = 0  # how often `bump` was called
         self._weights = WeightsWatch()
         self._walk = ModelWalk()
@@ -38,6 +40,7 @@ class ModelFingerprint:
         self._settings: tuple[Hashable, bytes] | None = None  # of a model in training mode, and their hash
         self.watched: list[HookWatch | ForwardWatch] = []  # others' hooks, as they were when this was last asked
         self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
+        self._in_files: dict[Hashable, Content] = {}  # of weights that accelerate reads
 
     def look(self, model: nn.Module) -> None:
         """Detect what others have changed in `model`, so that it is probed again after a change."""
@@ -54,7 +57,8 @@ class ModelFingerprint:
         """
         with self._lock:
             found, serials = self._look(model)
-            switches = (*found.switches, *sorted(found.files), *serials)
+            in_files = [(before, each.digest) for before, each in found.in_files if isinstance(each, Content)]
+            switches = (*found.switches, *sorted(found.files), *in_files, *serials)
             weights = self._weights_of(found, full=full)
             full = isinstance(weights, bytes)
             state = (switches, weights, self.bumps)
@@ -82,13 +86,14 @@ class ModelFingerprint:
                 if name is None:
                     return f"{getattr(part, '__qualname__', type(part).__qualname__)} cannot be told apart from others"
                 codes.add(name)
-            switches = (*found.switches, *sorted(found.files), *sorted(codes))
+            switches = (*found.switches, *(() if found.are_all_placed else sorted(found.files)), *sorted(codes))
             weights = self._weights_of(found, full=full)
             if isinstance(weights, int) and (full or self._weights.without_memory):
                 return "weights whose memory is taken from them between forwards cannot be told apart from others"
-            state = (switches, full, weights, self.bumps)
+            in_files = tuple(each.digest for _, each in found.in_files if isinstance(each, Content))
+            state = (switches, full, weights, in_files, frozenset(found.files), self.bumps)
             if self._durable is None or self._durable[0] != state:
-                read = checksum(found.tensors, found.used_on)
+                read = self._checksum(found)
                 self._durable = state, self._digest(model, (switches, full, library_versions()), read)
             return self._durable[1]
 
@@ -112,6 +117,12 @@ class ModelFingerprint:
         with self._lock:
             self.bumps += 1
 
+    def _forget(self) -> None:
+        """After a fork in the middle of a look at the model: begin anew, under another fingerprint."""
+        self._weights, self._walk, self._parts = WeightsWatch(), ModelWalk(), {}
+        self._digests, self._settings, self._durable = {}, None, None
+        self.bumps += 1
+
     def _look(self, model: nn.Module) -> tuple[Found, list[int]]:
         """Walk through the model; returns what was found, and the serials of its parts."""
         found = self._walk.look(model)
@@ -131,6 +142,17 @@ class ModelFingerprint:
         if full and not lack_memory(found.tensors):
             return checksum(found.tensors, found.used_on)
         return self._weights.epoch(found.tensors)
+
+    def _checksum(self, found: Found) -> bytes:
+        """A checksum of all weights, those in files included."""
+        used_on = dict(found.used_on)
+        weights: list[torch.Tensor | Content] = []
+        for weight in found.weights:
+            if isinstance(weight, FileWeight):
+                device, weight = used_on[id(weight)], weight.read(self._in_files)
+                used_on[id(weight)] = device
+            weights.append(weight)
+        return checksum(weights, used_on)
 
     def _serials(self, parts: Iterable[Any]) -> list[int]:
         """A number for each part: the same as long as it stays in place, never used again."""
@@ -165,7 +187,7 @@ def model_name(model: nn.Module) -> bytes:
 def _digest_shapes(digest: Any, model: nn.Module) -> None:
     config = getattr(model, "config", None)
     try:
-        shown = str(config.to_json_string(use_diff=False) if config is not None else type(model))
+        shown = written_config(config) if config is not None else str(type(model))
     except Exception:  # somebody has put something into it that cannot be written
         shown = repr(config_scalars(config))
     digest.update(shown.encode())

@@ -1,5 +1,6 @@
 """Settings that K/V depends on besides weights: configurations, autocast, PEFT's adapters, and what rounds."""
 
+import json
 import platform
 from collections.abc import Hashable
 from functools import cache
@@ -10,6 +11,12 @@ import torch
 from transformers import PreTrainedConfig
 
 SCALARS = frozenset((float, bool, str, int))
+# Where a model comes from, and who wrote its configuration: the same content elsewhere is the same model.
+_ORIGIN = frozenset(
+    ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map")
+)
+_UNREAD = _ORIGIN | {"dtype", "model_type"}  # of the weights and the class: not all configurations have them
+NAME = "name_or_path"  # of a model, as an attribute
 
 
 def adapter_switches(layer: Any) -> list[Hashable]:
@@ -24,7 +31,9 @@ def config_scalars(config: Any) -> list[Hashable]:
     if config is None:
         return []
     found: list[Hashable] = []
-    for value in config.__dict__.values():
+    held = config.__dict__
+    for name in sorted(held.keys() - _UNREAD):
+        value = held[name]
         kind = type(value)
         if kind in SCALARS:
             found.append(value)
@@ -33,6 +42,17 @@ def config_scalars(config: Any) -> list[Hashable]:
         elif isinstance(value, PreTrainedConfig):  # of a text model or a vision tower
             found += config_scalars(value)
     return found
+
+
+def written_config(config: Any) -> str:
+    """A configuration as text, without what it says of where it comes from."""
+    written: dict[str, Any] = config.to_dict()
+    return json.dumps(_without_origin(written), indent=2, sort_keys=True)
+
+
+def _without_origin(written: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in written.items() if name not in _ORIGIN}
+    return {name: _without_origin(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 def _shown(value: Any) -> str:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
-from kvboost_hf.cache.identity.checksum import checksum
 from kvboost_hf.cache.identity.durable_names import is_of_package, is_written_where_it_says
 from kvboost_hf.cache.identity.foreign import foreign_functions, is_own
 from kvboost_hf.cache.identity.hooks import (
@@ -30,17 +29,27 @@ from kvboost_hf.cache.identity.hooks import (
     watch_hooks,
 )
 from kvboost_hf.cache.identity.offloaded import (
+    AtRest,
     FileMark,
-    files_at_rest,
+    FileWeight,
     offloaded_files,
     offloaded_tensors,
+    only_moves,
     weight_maps,
     weights_at_rest,
 )
 from kvboost_hf.cache.identity.reachable import OF_TORCH, Reached, Reader
-from kvboost_hf.cache.identity.settings import SCALARS, adapter_switches, autocast, config_scalars, ids_of_configs
+from kvboost_hf.cache.identity.settings import (
+    NAME,
+    SCALARS,
+    adapter_switches,
+    autocast,
+    config_scalars,
+    ids_of_configs,
+)
 from kvboost_hf.cache.identity.weights import plain_tensors
-from kvboost_hf.compat import KeptOnModel, frequencies_vary
+from kvboost_hf.checksum import Content, checksum
+from kvboost_hf.compat import KeptOnModel, forward_of, frequencies_vary
 
 # Attributes that are read elsewhere, or by generate(), or that are our own.
 _PASSED_OVER = (PreTrainedConfig, GenerationConfig, KeptOnModel, type(None))
@@ -55,8 +64,9 @@ PREPARE_CACHE = "_prepare_cache_for_generation"
 COMPILED_CALL = "get_compiled_call"
 _NOTES = frozenset(
     (
-        *(PREPARE_CACHE, "rope_deltas", "_output_capturing_hooks_installed", "_previous_max_cache_length", "_cache"),
-        *("_compiled_call", "_last_compile_config", "_compiled_call_impl", COMPILED_CALL),
+        *(NAME, PREPARE_CACHE, COMPILED_CALL, "rope_deltas", "_previous_max_cache_length", "_cache", "_use_kernels"),
+        *("to", "cuda", "npu", "xpu", "mlu", "musa", "sdaa"),  # accelerate's, which refuse to move what it moves
+        *("_output_capturing_hooks_installed", "_compiled_call", "_last_compile_config", "_compiled_call_impl"),
     )
 )
 # What transformers says of a class, not of how it computes.
@@ -81,15 +91,28 @@ class Found:
     """The tensors, settings, functions and files that K/V of a model may depend on."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)
+    # Weights in files, each with the number of tensors before it.
+    in_files: list[tuple[int, Content | FileWeight]] = field(default_factory=list)
     switches: list[Hashable] = field(default_factory=list)  # settings that can change without a tensor changing
     own_configs: list[Hashable] = field(default_factory=list)  # scalars of configurations that are not the model's own
     parts: list[Any] = field(default_factory=list)  # hooks and functions, compared by identity
     foreign: slice = field(default_factory=lambda: slice(0))  # of the parts: functions of others
-    files: set[FileMark] = field(default_factory=set)
-    used_on: dict[int, torch.device] = field(default_factory=dict)  # by id, of tensors that are kept elsewhere
+    files: set[FileMark] = field(default_factory=set)  # of weights that accelerate reads
+    are_all_placed: bool = True  # the weights in files are all among the other ones
+    used_on: dict[int, torch.device] = field(default_factory=dict)  # by id, of weights that are kept elsewhere
     in_training: bool = False
     # Hooks, and a function in place of the forward, that may turn out to change what is computed.
     watched: list[HookWatch | ForwardWatch] = field(default_factory=list)
+
+    @property
+    def weights(self) -> list[AtRest]:
+        """All weights, in the order in which the modules have them."""
+        found: list[AtRest] = []
+        taken = 0
+        for before, content in self.in_files:
+            found += [*self.tensors[taken:before], content]
+            taken = before
+        return [*found, *self.tensors[taken:]]
 
 
 class ModelWalk:
@@ -125,7 +148,7 @@ class _Walk:
         self.others_at: list[tuple[int, str]] = []  # number of a module, and an attribute of it
         self.configs_at: list[tuple[int, str]] = []
         self._maps: dict[int, Any] = {}
-        self._at_rest: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # of streamed layers
+        self._at_rest: dict[int, tuple[torch.device, AtRest]] = {}  # of tensors by id
         seen: set[int] = set()  # ids of modules
         todo = [model] if model is not None else []  # model.modules() takes three times as long
         while todo:
@@ -153,7 +176,7 @@ class _Walk:
         self.found.in_training |= module.training and not _is_the_same_in_training(module)
         self.found.switches.append(type(module).__qualname__)
         if (hook := attributes.get("_hf_hook")) is not None:
-            self._add_accelerate_hook(hook)
+            self._add_accelerate_hook(hook, module)
         for group in (attributes["_parameters"], attributes["_buffers"]):
             for tensor in group.values() if group else ():
                 self._add_tensor(tensor)
@@ -161,6 +184,8 @@ class _Walk:
         replaced = attributes.get("forward")  # on the object; accelerate puts the own one there when a hook goes
         if replaced is not None:
             self.is_ordinary = False
+            if hook is not None and only_moves(hook, replaced):
+                replaced = attributes.get("_old_forward")
             if not any(getattr(by, "leaves_kv_alone", False) for by in (hook, replaced)):
                 if replaced != type(module).forward.__get__(module):
                     self._add_replaced(module, replaced, whole=not number)
@@ -182,12 +207,11 @@ class _Walk:
             self.found.parts.append(watch.code)
             self.found.watched.append(watch)
 
-    def _add_accelerate_hook(self, hook: Any) -> None:
+    def _add_accelerate_hook(self, hook: Any, module: nn.Module) -> None:
         self.is_ordinary = False
         if not is_of_package(type(hook)):
             self.others.append(hook)
-        self._at_rest |= weights_at_rest(hook)
-        self.found.files |= files_at_rest(hook)
+        self._at_rest |= weights_at_rest(hook, module)
         self._maps |= {id(weights): weights for weights in weight_maps(hook)}
 
     def _add_tensor(self, tensor: torch.Tensor | None) -> None:
@@ -199,6 +223,7 @@ class _Walk:
             self.found.tensors.append(tensor)
         elif tensor is not None:
             self.is_ordinary = False
+            self.found.are_all_placed &= not tensor.is_meta
             if type(tensor) not in _PLAIN:
                 for part in plain_tensors(tensor):
                     if id(part) in self._at_rest:
@@ -207,10 +232,14 @@ class _Walk:
                         self.found.tensors.append(part)
 
     def _add_at_rest(self, tensor: torch.Tensor) -> None:
-        kept = self._at_rest[id(tensor)][1]
-        if kept is not None:
-            self.found.used_on[id(kept)] = tensor.device
-            self.found.tensors.append(kept)
+        device, kept = self._at_rest[id(tensor)]
+        if not isinstance(kept, torch.Tensor):
+            self.found.used_on[id(kept)] = device
+            self.found.in_files.append((len(self.found.tensors), kept))
+            return
+        for part in plain_tensors(kept):
+            self.found.used_on[id(part)] = device
+            self.found.tensors.append(part)
 
     def _add_attributes(self, number: int, attributes: dict[str, Any]) -> None:
         """Add the attributes of module `number` that `nn.Module` does not define."""
@@ -247,7 +276,7 @@ class _Walk:
                 found.own_configs += config_scalars(own)
         for module in self.hooked:
             _add_hooks(found, module)
-        found.parts += [getattr(kind, "forward", None) for kind in self.classes]
+        found.parts += [forward_of(kind) for kind in self.classes]
         foreign = foreign_functions(model, self.classes)
         found.foreign = slice(len(found.parts), len(found.parts) + len(foreign))
         found.parts += foreign
@@ -255,13 +284,14 @@ class _Walk:
         everywhere = [hook for hooks in hooks_of_all_modules() for hook in hooks.values() if not only_looks(hook)]
         found.parts += everywhere
         reach = [*self.others, *everywhere]
-        reach += [forward for kind in self.classes if not is_own(forward := getattr(kind, "forward", None))]
+        reach += [forward for kind in self.classes if not is_own(forward := forward_of(kind))]
         reach += _values_of_classes(self.classes)
         if reach or foreign:
             _read_values(found, [*reach, *foreign], set(map(id, self.modules)))
         for weights in self._maps.values():
-            for tensor in offloaded_tensors(weights):
-                found.tensors += plain_tensors(tensor)
+            if not found.are_all_placed:
+                for tensor in offloaded_tensors(weights):
+                    found.tensors += plain_tensors(tensor)
             found.files |= offloaded_files(weights)
         return found
 

@@ -1,11 +1,11 @@
 """Copies between the memory of a device and host memory that nobody waits for."""
 
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 
 import torch
 
+from kvboost_hf import forks
 from kvboost_hf.cache.codecs.base import Planes
 from kvboost_hf.cache.kv import transfer
 
@@ -30,7 +30,7 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, transfer.link.stream("staging", device)
         self._thread = ThreadPoolExecutor(1, "kvboost-staging")
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._waiting = self._room = 0  # bytes
 
     def submit(self, planes: Planes) -> Future[None]:

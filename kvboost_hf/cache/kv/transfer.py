@@ -4,7 +4,6 @@ Tests put another object in the place of `link`, which counts, and for which a p
 """
 
 import logging
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Protocol, cast
 
 import torch
 
+from kvboost_hf import forks
 from kvboost_hf.triton_support import triton_runs
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Kept:
     """Keeps tensors up to an event: PyTorch knows which copies read pinned memory, but not which kernels do."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._until: list[tuple[Event, Sequence[torch.Tensor]]] = []
 
     def add(self, tensors: Sequence[torch.Tensor], event: Event) -> None:

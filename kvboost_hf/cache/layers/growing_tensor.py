@@ -11,8 +11,8 @@ from math import gcd, prod
 
 import torch
 
-from kvboost_hf.cache.identity.checksum import checksum
 from kvboost_hf.cache.layers.base import Piece
+from kvboost_hf.checksum import checksum
 
 # Room beyond what is needed at a (re)allocation: an eighth, at least this many columns.
 _MIN_SLACK = 128

@@ -61,10 +61,13 @@ class Binding:
 
         Raises:
             ValueError: for arguments that do not fit each other.
+            StoreClosedError: for a store that was closed.
         """
         require_cache(model)
         if store is not None and not isinstance(store, ChunkStore):
             raise ValueError(f"`store` must be a ChunkStore, got {store!r}. Pass ChunkStore(model).")
+        if store is not None:
+            store.records.require_open()
         if policy is not None and not isinstance(policy, ReusePolicy):
             raise ValueError(f"`policy` must be a ReusePolicy, got {policy!r}. Pass ReusePolicy(mode='blend').")
         if store is not None and not store.serves(model):

@@ -21,9 +21,8 @@ from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.prompt.generate_call import GenerateCall
-from kvboost_hf.cache.prompt.inputs import accepts_position_ids
 from kvboost_hf.cache.prompt.step_log import StepLog, Windows, is_of_all_columns, seen_columns
-from kvboost_hf.compat import cache_layers, known_reason, rope_regime
+from kvboost_hf.compat import cache_layers, forward_arguments, known_reason, rope_regime
 from kvboost_hf.handles import ATTENTION
 
 _ATTENTION = ("sdpa", "eager", ATTENTION)  # others want other masks than [batch, 1, m, columns]
@@ -214,7 +213,7 @@ def static_reason(model: PreTrainedModel, max_cache_len: int) -> str | None:
         return f"its rotary frequencies depend on the length within {max_cache_len} tokens"
     if not model._can_compile_fullgraph:
         return "transformers cannot compile its forward as one graph"
-    if not accepts_position_ids(type(model).forward):
+    if "position_ids" not in forward_arguments(model):
         return "it takes its positions from the attention mask, whose shape would have to change"
     attention = model.config._attn_implementation
     if attention not in _ATTENTION:

@@ -9,6 +9,7 @@ import threading
 import weakref
 from typing import Any
 
+from kvboost_hf import forks
 from kvboost_hf.cache.prompt.generate_call import GenerateCall, is_in_forward, is_under_way
 from kvboost_hf.errors import CacheInUseError
 
@@ -22,7 +23,7 @@ class CacheUse:
     """The generate() call and the forward that use a `ChunkReuseCache`; all others are refused meanwhile."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._config: weakref.ref[Any] | None = None  # of the call
         self._thread, self._name = 0, ""  # that the call runs in
         self._ran = False  # a forward of the call has begun
@@ -51,11 +52,15 @@ class CacheUse:
         with self._lock:
             if self._thread != thread and self._config is not None:
                 self._require_free(None)
-            if self._inside not in (0, thread) and is_in_forward(cache, self._inside):
+            if self._inside != thread and self.is_in_forward(cache):
                 raise CacheInUseError(
                     f"This ChunkReuseCache is in use: thread {self._inside} runs a forward with it. {_REMEDY}"
                 )
             self._inside, self._ran = thread, True
+
+    def is_in_forward(self, cache: Any) -> bool:
+        """Whether a forward with the cache is under way, and not one that has raised."""
+        return self._inside != 0 and is_in_forward(cache, self._inside)
 
     def end_forward(self) -> None:
         """The forward has returned."""

@@ -61,6 +61,7 @@ class ReuseReport:
             becomes that of a plain forward (`ReusePolicy.progressive`).
         eager_reason: Why the last generate() call decodes without a graph, or None: it decodes in one, or there was no
             such call.
+        start_reason: Of `ChunkStore.warm`: why chats never begin with what was warmed, or not always, or None.
     """
 
     prompt_tokens: int = 0
@@ -81,6 +82,7 @@ class ReuseReport:
     repaired_tokens: int = 0
     moved_by: Mapping[int, int] = field(default_factory=dict)
     eager_reason: str | None = None
+    start_reason: str | None = None
 
     @property
     def reused_tokens(self) -> int:
@@ -104,7 +106,8 @@ class ReuseReport:
         tiers = ", ".join(f"{count} {tier}" for tier, count in self.tier_tokens.items() if count)
         if tiers:
             text += f" [{tiers}]"
-        return f"{text}; bypassed: {self.bypass_reason}" if self.bypass_reason else text
+        text = f"{text}; bypassed: {self.bypass_reason}" if self.bypass_reason else text
+        return f"{text}; but {self.start_reason}" if self.start_reason else text
 
     def explain(self, tokenizer: Detokenizer | None = None) -> str:
         """Explain in words where reuse ended and why.

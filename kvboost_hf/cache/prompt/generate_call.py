@@ -118,9 +118,13 @@ def is_under_way(config: Any, thread: int) -> bool:
 
 def is_in_forward(cache: Any, thread: int) -> bool:
     """Whether `thread` runs a forward with `cache`."""
-    frames = _frames_from(sys._current_frames().get(thread))
-    calls = (frame.f_locals.get("kwargs") for frame in frames if frame.f_code is torch.nn.Module._call_impl.__code__)
-    return any(cache is value for kwargs in calls if isinstance(kwargs, dict) for value in kwargs.values())
+    for frame in _frames_from(sys._current_frames().get(thread)):
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
+            if any(cache is value for value in frame.f_locals.get("kwargs", {}).values()):
+                return True
+        elif frame.f_code is type(cache).before_forward.__code__ and frame.f_locals.get("self") is cache:
+            return True
+    return False
 
 
 def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:

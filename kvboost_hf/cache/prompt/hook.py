@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.identity.hooks import note_call
 from kvboost_hf.cache.identity.model_state import ModelState
-from kvboost_hf.compat import cache_argument, cache_in, own_hook, take_newest_name, with_cache_by
+from kvboost_hf.compat import cache_argument, cache_in, forward_arguments, own_hook, take_newest_name, with_cache_by
 
 Kwargs = dict[str, Any]
 Changed = tuple[tuple[Any, ...], Kwargs] | None  # arguments in place of the caller's
@@ -141,6 +141,7 @@ def _by_name(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Kwargs) -> K
     if not args:
         return with_cache_by(cache_argument(model), dict(kwargs))
     parameters = inspect.signature(model.forward).parameters
+    names = tuple(parameters)
     if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values()):  # it passes all of them on
-        parameters = inspect.signature(type(model).forward.__get__(model)).parameters
-    return with_cache_by(cache_argument(model), {**dict(zip(parameters, args, strict=False)), **kwargs})
+        names = forward_arguments(model).positional
+    return with_cache_by(cache_argument(model), {**dict(zip(names, args, strict=False)), **kwargs})

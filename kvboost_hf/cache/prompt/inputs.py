@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,14 @@ from kvboost_hf.cache.prompt.generate_call import in_generate, outputs_read, rea
 from kvboost_hf.cache.prompt.hook import others_see_output
 from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
 from kvboost_hf.cache.prompt.positions import computed_positions, keeps_positions
-from kvboost_hf.compat import KeyRotation, attn_implementation, cache_in, checkpointing_reason, key_rotation
+from kvboost_hf.compat import (
+    KeyRotation,
+    attn_implementation,
+    cache_in,
+    checkpointing_reason,
+    forward_arguments,
+    key_rotation,
+)
 
 # Arguments by which a forward returns something of each token besides logits.
 _OF_EACH_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -136,14 +143,8 @@ def _are_positions_of(ids: torch.Tensor, positions: torch.Tensor, max_ndim: int)
 
 def _says_nothing(model: PreTrainedModel, name: str, value: Any) -> bool:
     if value is False:  # which says something where the default is True, as with `is_causal`
-        return name in _off_by_default(type(model).forward)
+        return forward_arguments(model).defaults.get(name) is False
     return value is None or (isinstance(value, dict) and not value)
-
-
-@cache
-def _off_by_default(forward: Callable[..., object]) -> frozenset[str]:
-    parameters = inspect.signature(forward).parameters.items()
-    return frozenset(name for name, parameter in parameters if parameter.default is False)
 
 
 def with_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -167,11 +168,11 @@ def _hidden_positions(model: PreTrainedModel, ids: torch.Tensor, mask: Any) -> t
 
     Rotary attention is the same with and without them, for only distances count.
     """
-    if "forward" not in model.__dict__ or not isinstance(mask, torch.Tensor) or mask.ndim != 2 or bool(mask.all()):
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or bool(mask.all()):
         return None
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    if "position_ids" in parameters or not takes_any or not accepts_position_ids(type(model).forward):
+    if "position_ids" in parameters or not takes_any or "position_ids" not in forward_arguments(model):
         return None
     if not in_generate() or not isinstance(key_rotation(model), KeyRotation):
         return None
@@ -236,15 +237,9 @@ def _adapters_by_row(model: PreTrainedModel) -> str | None:
     return next((name for name in names for hook in hooks if name in hook.keywords), None)
 
 
-@cache
-def accepts_position_ids(forward: Callable[..., object]) -> bool:
-    """Whether a model's forward takes position_ids."""
-    return "position_ids" in inspect.signature(forward).parameters
-
-
 def positions_follow_padding(model: PreTrainedModel, inputs: ForwardInputs) -> bool:
     """Whether the model counts positions from the first real token of each row, should there be padding."""
-    return inputs.position_ids is not None or not accepts_position_ids(type(model).forward)
+    return inputs.position_ids is not None or "position_ids" not in forward_arguments(model)
 
 
 def read_pads(mask: torch.Tensor | None, batch: int, columns: int) -> NDArray[np.int64] | None:

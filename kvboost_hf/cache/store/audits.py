@@ -1,6 +1,6 @@
 """Audits of reused prompts: when the next one is due, and how many there were."""
 
-import threading
+from kvboost_hf import forks
 
 
 class Audits:
@@ -8,7 +8,7 @@ class Audits:
 
     def __init__(self) -> None:
         self.count = self.divergences = 0
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._debt = 0.0
 
     def is_due(self, rate: float) -> bool:

@@ -1,7 +1,7 @@
 """`ChunkStore`: K/V of chunks that outlives any one cache or call."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.codecs import make_codec
+from kvboost_hf.cache.codecs import LiveQuant, live_config, make_codec
 from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cache.costs.prompt_costs import stored_per_computed, worth_loading
@@ -27,7 +27,7 @@ from kvboost_hf.cache.store.records.blob_reader import BlobReader
 from kvboost_hf.cache.store.records.tiered import TieredRecords
 from kvboost_hf.cache.store.roots import Roots
 from kvboost_hf.cache.store.settings import Uncut, checked_budget, checked_chunker, chunk_bytes, salt_bytes
-from kvboost_hf.cache.store.warming import Texts, WarmSettings, warmer
+from kvboost_hf.cache.store.warming import Starts, Texts, WarmSettings, warmer
 from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
@@ -221,26 +221,33 @@ class ChunkStore:
 
     def warm(
         self,
-        text_or_ids: Texts | None = None,
+        text_or_ids: Starts | None = None,
         *,
         documents: Sequence[Texts] | None = None,
-        prefix: Texts | None = None,
+        prefix: Starts | None = None,
         tokenizer: Any = None,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         pin: bool = True,
         policy: ReusePolicy | None = None,
         salt: str | bytes | None = None,
         progress: Callable[[int, int], None] | None = None,
-        live_quant: KVQuantConfig | None = None,
+        live_quant: LiveQuant = None,
     ) -> ReuseReport:
         """Compute and store K/V ahead of the first request: of the start of prompts, or of documents within them.
 
         Args:
-            text_or_ids: What prompts start with: text, or token ids ([n] or [1, n]). Any mode finds it.
+            text_or_ids: What prompts start with; any mode finds it. The first messages of chats: the longest prefix is
+                computed that all chats have in common that go on from there, as the chat template writes them; the
+                last message, if it is the user's, may go on itself. Or a text as it is, or token ids ([n] or [1, n]).
             documents: In place of it, texts or ids that may stand anywhere in prompts, each computed without the
                 others. Only mode `"blend"` finds them, and only parts of 16 tokens or more.
-            prefix: What each of the documents is computed behind, such as a system prompt; itself computed once, and
-                stored as `text_or_ids` is.
-            tokenizer: Tokenizes texts; `text_or_ids` and `prefix` with special tokens, as it would a prompt.
+            prefix: What each of the documents is computed behind, such as a system message in a list; itself computed
+                once, and stored as `text_or_ids` is.
+            tokenizer: The model's tokenizer or processor. It tokenizes `text_or_ids` and `prefix` with special tokens,
+                as it would a prompt, and has the chat template.
+            tools: With messages, the tools of the chats, as `apply_chat_template()` takes them.
+            chat_template_kwargs: With messages, other arguments that chats give the template.
             pin: Never evict it.
             policy: That of the caches that are to find it.
             salt: That of the caches that are to find it; None for the store's.
@@ -248,22 +255,34 @@ class ChunkStore:
             live_quant: That of the caches that are to find it. Not with `documents`, for codes cannot be moved.
 
         Returns:
-            What was already stored and what was computed, summed over the documents.
+            What was already stored and what was computed, summed over the documents. Its `start_reason` says why chats
+            never begin with what was warmed, or not always: most chat templates write something before a text.
 
         Raises:
-            ValueError: for both or neither of `text_or_ids` and `documents`, a text without a tokenizer, an empty one,
-                ids of a wrong shape, documents for a model whose K/V cannot be moved, or with `live_quant`.
+            ValueError: for both or neither of `text_or_ids` and `documents`, a text or messages without a tokenizer,
+                an empty text, ids of a wrong shape, messages that the chat template refuses, documents for a model
+                whose K/V cannot be moved, or with `live_quant`.
             StoreFullError: if what is to be pinned does not fit into the budget; nothing of it stays pinned.
             StoreClosedError: after `close()`.
+
+        Example:
+            >>> from kvboost_hf.assets import load_embedded
+            >>> model, tokenizer = load_embedded()
+            >>> store = ChunkStore(model)
+            >>> system = {"role": "system", "content": "You read documents and answer questions about them."}
+            >>> print(store.warm([system], tokenizer=tokenizer))
+            prompt 17 tokens, 0 reused (0%), 17 computed
         """
         self.records.require_open()
         settings = WarmSettings(
             tokenizer=tokenizer,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
             pin=pin,
             policy=policy,
             salt=self.salt if salt is None else salt_bytes(salt),
             progress=progress,
-            live_quant=live_quant,
+            live_quant=live_config(live_quant),
         )
         return warmer()(self._require_model(), self, text_or_ids, documents, prefix, settings)
 

@@ -1,9 +1,8 @@
 """The store of a model's caches that were given none."""
 
-import threading
-
 from transformers import PreTrainedModel
 
+from kvboost_hf import forks
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import KeptOnModel
 
@@ -12,7 +11,7 @@ class _DefaultStore(KeptOnModel):
     """The store of a model's caches that were given none."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = forks.lock()
         self.store: ChunkStore | None = None
 
 

@@ -1,6 +1,6 @@
 """The hook that `ChunkStore.warm` calls: computing K/V takes caches, which are built on the store."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 Texts = str | Sequence[int] | torch.Tensor  # a text, or its token ids
+Starts = Texts | Sequence[Mapping[str, Any]]  # or the first messages of chats
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,8 @@ class WarmSettings:
     """The keyword arguments of `ChunkStore.warm`."""
 
     tokenizer: Any
+    tools: Sequence[Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
     pin: bool
     policy: ReusePolicy | None
     salt: bytes

@@ -16,9 +16,9 @@ DEFAULT_RAM_BYTES = 4 * 2**30
 DEFAULT_DISK_BYTES = 10 * 10**9
 
 _SERVERS = ("redis", "rediss", "valkey", "valkeys", "unix")
-_EXAMPLES = (
-    "Examples: 'ram:4GB', 'device:2GiB', 'disk:~/.cache/kvboost_hf:50GB', 'redis://host:6379/0', 's3://bucket/path'."
-)
+_WITHOUT_HOST = ("file", "local", "memory", "unix")
+_EXAMPLES = "Examples: 'ram:4GB', 'device:2GiB', 'disk:~/.cache/kvboost_hf:50GB', 'redis://host:6379/0', 's3://bucket/path:1TB'."
+_LIKE_A_SIZE = re.compile(r"\d+(?:\.\d+)? ?[A-Za-z]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,9 @@ def parse_tier(text: str) -> TierSpec:
     """A parsed address of a tier.
 
     Args:
-        text: `ram:SIZE`, `device:SIZE`, `disk:PATH` or `disk:PATH:SIZE`, the URL of a Valkey or Redis server, or any
-            that fsspec knows. Sizes are numbers with a unit: 1 GB are 10^9 bytes, 1 GiB are 2^30.
+        text: `ram:SIZE`, `device:SIZE`, `disk:PATH`, the URL of a Valkey or Redis server, or any that fsspec knows.
+            Each place below memory may be followed by `:SIZE`, its budget. Sizes are numbers with a unit: 1 GB or 1 G
+            are 10^9 bytes, 1 GiB or 1 Gi are 2^30.
 
     Raises:
         ValueError: for anything else.
@@ -51,14 +52,15 @@ def parse_tier(text: str) -> TierSpec:
         4000000000
         >>> parse_tier("disk:/var/cache/kv:1GiB").location
         '/var/cache/kv'
-        >>> parse_tier("s3://bucket/kv").kind
-        'filesystem'
+        >>> parse_tier("s3://bucket/kv:1TB").max_bytes
+        1000000000000
     """
     scheme, found, rest = text.partition("://")
     if found and re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
-        if not rest:
+        location, max_bytes = _without_size(text)
+        if location.endswith("://"):
             raise _invalid(text, "there is nothing after the scheme")
-        return TierSpec("valkey" if scheme in _SERVERS else "filesystem", text, None)
+        return TierSpec("valkey" if scheme in _SERVERS else "filesystem", location, max_bytes)
     kind, _, rest = text.partition(":")
     if kind == "ram":
         return TierSpec("ram", "", _parse_size(text, rest))
@@ -176,6 +178,18 @@ def _checked(tier: object, least_bytes: int) -> TierSpec | Tier:
     if not isinstance(tier, Tier):
         raise ValueError(f"`tiers` must be addresses or `Tier` objects, got {tier!r}. {_EXAMPLES}")
     return tier
+
+
+def _without_size(url: str) -> tuple[str, int | None]:
+    """A URL without the size behind it, and that size; a number without a unit may be the port of a host."""
+    scheme, _, rest = url.partition("://")
+    place, colon, last = rest.rpartition(":")
+    if not colon or _LIKE_A_SIZE.fullmatch(last) is None:
+        return url, None
+    may_be_port = place and scheme not in _WITHOUT_HOST and ("/" not in place or "?" in place)
+    if last.isdecimal() and may_be_port:
+        return url, None
+    return f"{scheme}://{place}", _parse_size(url, last)
 
 
 def _parse_size(text: str, size: str) -> int:

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
 from kvboost_hf.cache.tiers.failures import Failures
@@ -129,9 +130,8 @@ class LowerTiers:
     def __init__(self, tiers: Sequence[Tier], opened: Sequence[Tier] = ()) -> None:
         self._opened = opened
         self.tiers = [MeasuredTier(tier) for tier in tiers]
-        self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
-        self._pid = os.getpid()
+        self._lock = forks.lock()
+        self._worker = forks.Worker("kvboost_hf-tiers", self._note_thread)
         self._thread: int | None = None
         self._waiting = 0
         self._last: Future[None] | None = None
@@ -233,15 +233,13 @@ class LowerTiers:
             if self._closed:
                 return
             self._start_over_after_fork()
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, "kvboost_hf-tiers", self._note_thread)
             with suppress(RuntimeError):  # at the end of the interpreter, no more is taken
-                self._last = self._executor.submit(_logged, job)
+                self._last = self._worker.submit(_logged, job)
 
     def _start_over_after_fork(self) -> None:
         """Threads do not live on in a forked process, nor what they were to do."""
-        if self._pid != os.getpid():
-            self._pid, self._executor, self._last, self._waiting = os.getpid(), None, None, 0
+        if self._worker.is_lost:
+            self._last, self._waiting = None, 0
 
     def flush(self) -> None:
         """Wait until all that was given to the thread is done."""
@@ -257,11 +255,9 @@ class LowerTiers:
         own = threading.get_ident() == self._thread  # a job was the last to hold on to the store
         with self._lock:
             self._closed = True
-            executor, self._executor = self._executor, None
-            if executor is not None and own:
-                executor.submit(self._close_opened)
-        if executor is not None:
-            executor.shutdown(wait=not own)
+            if own:
+                self._worker.submit(self._close_opened)
+        self._worker.shutdown(wait=not own)
         if not own:
             self._close_opened()
 

@@ -8,7 +8,6 @@
 A list may name what is gone. An object under a head is then dropped when it is met.
 """
 
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from kvboost_hf import forks
 from kvboost_hf.cache.tiers.base import Entry
 from kvboost_hf.cache.tiers.guard import without_secrets
 from kvboost_hf.cache.tiers.packing import pack_entry, unpack_entry
@@ -63,8 +63,8 @@ class FilesystemTier(RemoteTier):
         protocols = self._fs.protocol
         self._renames = not _RENAMED.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
         self._held: OrderedDict[bytes, _Listed] | None = None  # least recently used first; None until it is needed
-        self._lock = threading.Lock()  # of `_held`
-        self._changing = threading.Lock()  # while a chunk is written or given up: it is more than one file
+        self._lock = forks.lock()  # of `_held`
+        self._changing = forks.lock()  # while a chunk is written or given up: it is more than one file
 
     def close(self) -> None:
         """See `Tier.close`; fsspec closes its connections by itself."""
@@ -220,8 +220,10 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     import fsspec
 
     shown = without_secrets(url)
-    if "://" not in url or any(letter in shown for letter in "*?["):
-        raise ValueError(f"`url` must be an address without wildcards, got {shown!r}. Example: 's3://bucket/path'.")
+    if not url.partition("://")[2] or any(letter in shown for letter in "*?["):
+        raise ValueError(
+            f"`url` must be a scheme and a place, without wildcards, got {shown!r}. Example: 's3://bucket/path'."
+        )
     try:
         # What other processes write must be seen: no listing may be kept.
         found = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)

@@ -2,11 +2,12 @@
 
 import logging
 import re
-import threading
 from collections.abc import Callable, Collection
 from time import monotonic
 from typing import ParamSpec, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from kvboost_hf import forks
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class Guard:
         self._cooldown_s, self._max_cooldown_s = cooldown_s, max(cooldown_s, max_cooldown_s)
         self._pause_s = 0.0  # between the last failure and the next attempt; 0 while all is well
         self._failed_at = self._retry_at = float("-inf")
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     @property
     def state(self) -> str:

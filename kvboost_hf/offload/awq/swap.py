@@ -1,10 +1,11 @@
 """Replaces linear layers and experts of a model by those on 4-bit weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts, expert_rows
@@ -30,6 +31,7 @@ def swap_linears(model: nn.Module, packed: PackedFormat, quantized: Mapping[str,
             f"config.json says that the weights of the checkpoint are packed by {packed.method}, but "
             f"none of its tensors ends in {packed.words!r}. Its files are those of another checkpoint."
         )
+    _untie(model, quantized)
     modules = dict(model.named_modules())
     experts: dict[str, dict[str, list[Shapes]]] = {}
     for name in sorted(quantized):
@@ -52,6 +54,18 @@ def swap_linears(model: nn.Module, packed: PackedFormat, quantized: Mapping[str,
         sizes = zip(parts, expert_rows(modules[name]), strict=True)
         alike = {part: _alike(f"{name}.*.{part}", packed, rows, found.get(part, [])) for part, rows in sizes}
         setattr(modules[parent], attribute, AwqExperts(modules[name], alike, quant_kernel=kernel).eval())
+
+
+def _untie(model: nn.Module, quantized: Iterable[str]) -> None:
+    """Give packed linear layers weights of their own, such as a head, where the configuration ties them to others."""
+    for prefix, owner in model.named_modules():
+        ties: dict[str, str] = vars(owner).get("all_tied_weights_keys", {})
+        packed = {tied for tied in ties if f"{prefix}.{tied}".lstrip(".").removesuffix(".weight") in quantized}
+        for tied in packed:
+            del ties[tied]
+        if packed and isinstance(owner, PreTrainedModel):
+            for config in (owner.config, owner.config.get_text_config(decoder=True)):
+                config.tie_word_embeddings = False
 
 
 def expect_stored(model: nn.Module) -> None:

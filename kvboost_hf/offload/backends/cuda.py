@@ -1,12 +1,12 @@
 """The backend for CUDA devices: a stream of its own copies layers while the model computes."""
 
-import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
+from kvboost_hf import forks
 from kvboost_hf.offload.backends.runtime import CudaRuntime, Event, Runtime, Stream
 from kvboost_hf.offload.backends.timings import Timings
 from kvboost_hf.offload.sources import Source
@@ -143,7 +143,7 @@ class _Link:
 
     def __init__(self, runtime: Runtime, piece_bytes: int) -> None:
         self.stream = runtime.new_stream()
-        self.lock = threading.Lock()
+        self.lock = forks.lock()
         self.timings = Timings()
         self.buffers: deque[_Buffer] = deque()  # the next one first
         self._runtime, self._piece_bytes = runtime, piece_bytes

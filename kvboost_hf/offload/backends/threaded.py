@@ -1,11 +1,12 @@
 """The backend for CPUs and for devices without copy streams: a thread fills the slots."""
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import torch
 
+from kvboost_hf import forks
 from kvboost_hf.offload.sources import Source
 
 _PIECE_BYTES = 32 << 20  # of the buffer on the way to a device
@@ -25,7 +26,7 @@ class ThreadedBackend:
         self.stall_s = 0.0
         self._rate = _Rate()
         # Its thread ends with close(), or when this object is gone; so what it runs does not refer to this object.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvboost-layers")
+        self._thread = forks.Worker("kvboost-layers")
         self._slots: list[torch.Tensor] = []
         self._loads: dict[int, Future[None]] = {}
 
@@ -38,6 +39,8 @@ class ThreadedBackend:
     def issue(self, slot: int, source: Source) -> None:
         """See `Backend.issue`. One thread does all copies, so that earlier ones are done or cancelled."""
         assert source.nbytes <= self._slots[slot].numel(), "slots are as large as the largest layer"
+        if self._thread.is_lost:
+            self._loads.clear()
         if slot in self._loads:
             self._loads[slot].cancel()
         self.bytes_copied += source.nbytes

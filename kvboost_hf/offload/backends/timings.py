@@ -1,8 +1,8 @@
 """Measures times on a device without waiting for it."""
 
-import threading
 from collections import deque
 
+from kvboost_hf import forks
 from kvboost_hf.offload.backends.runtime import Event
 
 
@@ -10,7 +10,7 @@ class Timings:
     """Sums the time between pairs of events once they have happened. Any thread may read it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._seconds, self._nbytes = 0.0, 0
         self._pending: deque[tuple[Event, Event, int]] = deque()
 

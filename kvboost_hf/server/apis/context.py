@@ -8,6 +8,7 @@ from typing import Any, TypeVar, get_args
 
 from starlette.requests import Request
 
+from kvboost_hf.cache.prompt.chats import Start
 from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.chats.encoding import Encoder
 from kvboost_hf.server.chats.rendering import Rendering
@@ -138,10 +139,25 @@ class RouteContext:
         truncates: bool = False,
     ) -> list[int]:
         """Encode a chat, as `Encoder.chat` does, unless the client disconnects."""
-        told, shown = await self.read(request, lambda: _as_templates_have_them(messages, tools))
+        told, shown = await self.read(request, lambda: as_templates_have_them(messages, tools))
         owner = (client(request), salt)
         with self._refusals():
             work = self.encoder.chat(told, shown, owner, new=new, rendering=rendering, truncates=truncates)
+            return await unless_gone(request, None, work)
+
+    async def encode_start(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        request: Request,
+        *,
+        rendering: Rendering,
+        salt: bytes,
+    ) -> Start:
+        """Encode what chats begin with, as `Encoder.chat_start` does, unless the client disconnects."""
+        told, shown = await self.read(request, lambda: as_templates_have_them(messages, tools))
+        with self._refusals():
+            work = self.encoder.chat_start(told, shown, (client(request), salt), rendering=rendering)
             return await unless_gone(request, None, work)
 
     async def encode_asked(self, body: ChatRequest, request: Request, *, new: int = 1) -> list[int]:
@@ -343,31 +359,13 @@ def _reuse(request: Request) -> Any:
     return found
 
 
-def _as_templates_have_them(
+def as_templates_have_them(
     messages: Sequence[Message], tools: Sequence[Tool]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages and tools as chat templates take them; raises an `ApiError` for calls with large arguments."""
     try:
         calls = [call for message in messages for call in message.calls]
         require_few_parts([call.function.arguments.encode() for call in calls])
-        return [_as_template_has_it(message) for message in messages], [tool.body for tool in tools]
+        return [message.body for message in messages], [tool.body for tool in tools]
     except LargeJsonError as error:
         raise refused("messages", f"Arguments of calls: {error}") from error
-
-
-def _as_template_has_it(message: Message) -> dict[str, Any]:
-    """Contents as one text, and arguments of calls as the objects that chat templates expect."""
-    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    told: dict[str, Any] = {"role": role, "content": message.text}
-    if role == "assistant" and message.thoughts:
-        told["reasoning_content"] = message.thoughts
-    if message.calls:
-        told["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.parsed},
-            }
-            for call in message.calls
-        ]
-    told |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
-    return told

@@ -1,7 +1,7 @@
 """Encodes texts and chats in threads, each with a tokenizer of its own; clients take turns."""
 
 import copy
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,11 +9,12 @@ from typing import Any
 import anyio.lowlevel
 from jinja2 import TemplateError
 
+from kvboost_hf.cache.prompt.chats import ChatTemplate, Messages, Start, chat_start
 from kvboost_hf.server.chats.lengths import Reach, reach_of
 from kvboost_hf.server.chats.markers import CutText, ForgedMarkerError, Markers, forget_words, texts_in
 from kvboost_hf.server.chats.rendering import Rendering
 from kvboost_hf.server.chats.token_cache import Owner, TokenCache
-from kvboost_hf.server.http.errors import refused
+from kvboost_hf.server.http.errors import ApiError, refused
 from kvboost_hf.server.http.turns import Turns, in_thread
 from kvboost_hf.server.jobs import TooLongError
 
@@ -121,6 +122,44 @@ class Encoder:
         size = sum(map(len, texts_in(chat.given)))
         async with self._place(owner[0], size) as tokenizer:
             return await in_thread(lambda: self._chat(tokenizer, chat, owner, limit))
+
+    async def chat_start(self, messages: Told, tools: Told, owner: Owner, *, rendering: Rendering) -> Start:
+        """What all chats begin with that go on from these messages, encoded as `chat` encodes them; see `chat`.
+
+        Args:
+            messages: As the chat template takes them, one or more.
+            tools: Likewise.
+            owner: Who asks.
+            rendering: How the chat template writes such chats.
+        """
+        size = 2 * sum(map(len, texts_in([messages, tools])))
+        async with self._place(owner[0], size) as tokenizer:
+            return await in_thread(lambda: self.start_of(messages, tools, owner, rendering, tokenizer))
+
+    def start_of(
+        self, messages: Told, tools: Told, owner: Owner, rendering: Rendering, tokenizer: Any = None
+    ) -> Start:
+        """As `chat_start`, in this thread; without a tokenizer of its own only while nobody else encodes."""
+        tokenizer, limit = self._tokenizer if tokenizer is None else tokenizer, self._limit(0, False, True)
+
+        def encode(way: Messages, answer: bool) -> list[int]:
+            chat = _Chat([dict(message) for message in way], tools, replace(rendering, answer=answer))
+            return self._chat(tokenizer, chat, owner, limit)
+
+        template = ChatTemplate(tokenizer, tools=tools, arguments=rendering.arguments)
+        try:
+            ids = chat_start(messages, encode, ApiError)
+            return Start(ids, template.why_not_always(messages))
+        except TooLongError:
+            raise
+        except ValueError as error:
+            raise refused("messages", str(error)[:_ERROR_CHARS]) from error
+
+    async def why_never(self, rows: Sequence[Sequence[int]], client: bytes) -> str | None:
+        """Why no chat begins with the first of these texts, given as ids, that no chat begins with; None for none."""
+        async with self._place(client, 0) as tokenizer:
+            template = ChatTemplate(tokenizer)
+            return await in_thread(lambda: next(filter(None, map(template.why_never, rows)), None))
 
     def _limit(self, new: int, truncates: bool, whole: bool = False) -> "_Limit":
         return _Limit(self._context, self._reach, new, (self._truncates or truncates) and not whole, whole)

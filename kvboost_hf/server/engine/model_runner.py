@@ -1,6 +1,5 @@
 """`ModelRunner`: the model of an engine, and the caches that single rows are computed with."""
 
-import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import (
     cache_argument,
+    forward_arguments,
     has_own_cache,
     input_device,
     padding_reason,
@@ -65,7 +65,7 @@ class ModelRunner:
         self._caches: WeakSet[ChunkReuseCache] = WeakSet()  # those of tasks
         self.lending_reason = ChunkReuseCache(model, store, live_quant=live_quant).lending_reason
         ModelState.of(model).fingerprint.look(model)
-        self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+        self._takes_positions = "position_ids" in forward_arguments(model)
         self.in_pieces = (
             self.lending_reason is None  # such as states: of a prompt in pieces, fewer of them are of use to others
             and rope_regime(model, context) == b""  # a long row would change the frequencies of others and of itself

@@ -11,7 +11,7 @@ from kvboost_hf.assisted.branch_probe import branch_reason
 from kvboost_hf.assisted.rounds import Rounds
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.assisted.tree_draft import TreeDraft
-from kvboost_hf.assisted.vocabulary import fit_vocabulary, vocab_size
+from kvboost_hf.assisted.vocabulary import fitted
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.compat import input_device
 from kvboost_hf.config import DraftTreeConfig
@@ -35,11 +35,7 @@ class Drafts:
     """
 
     def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, config: DraftTreeConfig) -> None:
-        if not fit_vocabulary(draft, model):
-            raise ValueError(
-                f"`draft` must have the vocabulary of the model, of {vocab_size(model)} tokens, got "
-                f"{vocab_size(draft)}. Choose one of the same family."
-            )
+        draft = fitted(draft, model)
         if (reason := branch_reason(draft)) is not None:
             raise ValueError(
                 f"`draft` must be able to compute trees of tokens, got a {type(draft).__name__}: {reason}. Choose "

@@ -133,3 +133,26 @@ class Message(Body):
         """All calls, in whichever form."""
         older = [] if self.function_call is None else [MadeCall(function=self.function_call)]
         return [*(self.tool_calls or ()), *older]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As chat templates take it: the content as one text, and arguments of calls as objects.
+
+        Raises:
+            LargeJsonError: Arguments of calls have too many parts, or too deep ones.
+        """
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        told: dict[str, Any] = {"role": role, "content": self.text}
+        if role == "assistant" and self.thoughts:
+            told["reasoning_content"] = self.thoughts
+        if self.calls:
+            told["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.parsed},
+                }
+                for call in self.calls
+            ]
+        told |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        return told

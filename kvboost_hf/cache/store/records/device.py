@@ -1,8 +1,8 @@
 """The device tier: copies of the chunks that were used last, where the model computes."""
 
-import threading
 from collections import OrderedDict
 
+from kvboost_hf import forks
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 
 
@@ -17,7 +17,7 @@ class DeviceMemory:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._copies: OrderedDict[bytes, LayerKV] = OrderedDict()
         self._used = 0
 

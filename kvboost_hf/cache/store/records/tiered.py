@@ -1,7 +1,7 @@
 """Records of one store across its tiers: host memory, devices, and lower tiers."""
 
+import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from kvboost_hf import forks
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
 from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk, StoredStates, with_descendants
 from kvboost_hf.cache.planning.chunks import KEY_BYTES, Tokens, content_only_key, prefix_key, states_key
@@ -29,6 +30,8 @@ from kvboost_hf.cache.store.records.view import Row, TieredView
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.cache.tiers.record import DamagedBlobError
 from kvboost_hf.errors import StoreClosedError
+
+_log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Stored)
 
@@ -56,7 +59,7 @@ class TieredRecords:
         reader: BlobReader,
         pays_for: int | None,
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock = forks.rlock(torn=self._forget_after_fork)
         self.payback, self.history = Payback(pays_for), History()
         self.contents = ContentIndexes(self.lock)
         self.text = StoredText(self.history.salt_of)
@@ -306,6 +309,14 @@ class TieredRecords:
             self.lower.forget_all()
             self._insertion.offences.clear()
 
+    def _forget_after_fork(self) -> None:
+        """In a process that was forked in the middle of a change: keep nothing of what is in memory."""
+        try:
+            self.clear()
+        except Exception:  # whatever a half changed book leads to
+            _log.exception("A ChunkStore was forked in the middle of a change, and cannot be used in this process.")
+            self.is_open = False
+
     def close(self) -> None:
         """Forget all records, and take no more in."""
         with self.lock:
@@ -315,7 +326,10 @@ class TieredRecords:
     def require_open(self) -> None:
         """Raise StoreClosedError after `close`."""
         if not self.is_open:
-            raise StoreClosedError("This ChunkStore was closed. Make a new one: ChunkStore(model).")
+            raise StoreClosedError(
+                "This ChunkStore was closed. Make a new one and pass it: ChunkReuseCache(model, ChunkStore(model)) or "
+                "attach(model, ChunkStore(model)). To generate without reuse, call detach(model)."
+            )
 
     # Books
 

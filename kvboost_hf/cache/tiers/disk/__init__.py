@@ -8,6 +8,6 @@ if sys.platform == "win32":
         "the tier file:///C:/FOLDER, which keeps K/V in files, too."
     )
 
-from kvboost_hf.cache.tiers.disk.tier import DiskTier
+from kvboost_hf.cache.tiers.disk.tier import DiskTier, holds_blobs
 
-__all__ = ["DiskTier"]
+__all__ = ["DiskTier", "holds_blobs"]

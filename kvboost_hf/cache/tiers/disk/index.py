@@ -9,12 +9,11 @@ import fcntl
 import logging
 import os
 import sqlite3
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from weakref import WeakSet
 
+from kvboost_hf import forks
 from kvboost_hf.cache.tiers.disk.rows import SCHEMA, VERSION, damage
 
 _log = logging.getLogger(__name__)
@@ -34,11 +33,12 @@ class DiskIndex:
         self.read_only = read_only
         self._folder, self._path, self._refill = folder, folder / "index.sqlite3", refill
         self._closed = False
-        self._lock = threading.RLock()
+        # SQLite keeps book of its locks by process, so that a process that was forked beside an open connection could
+        # never lock that file again. It is closed before, between two transactions, and opened when it is needed.
+        self._lock = forks.rlock(before=self._disconnect)
         self._db: sqlite3.Connection | None = None
         self._file: tuple[int, int] | None = None  # what `_db` is connected to
         self._folder_lock: int | None = None
-        _all.add(self)
 
     @contextmanager
     def connected(self) -> Iterator[sqlite3.Connection]:
@@ -240,27 +240,3 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-
-# SQLite keeps book of its locks by process, so that a process that was forked beside an open connection could never
-# lock that file again. All are closed before, between two transactions, and opened again when they are needed.
-_all: WeakSet[DiskIndex] = WeakSet()
-_forking = threading.Lock()
-_held: list[DiskIndex] = []
-
-
-def _before_fork() -> None:
-    _forking.acquire()
-    for index in list(_all):
-        index._lock.acquire()
-        index._disconnect()
-        _held.append(index)
-
-
-def _after_fork() -> None:
-    while _held:
-        _held.pop()._lock.release()
-    _forking.release()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

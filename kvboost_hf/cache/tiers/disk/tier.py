@@ -27,6 +27,7 @@ from kvboost_hf.cache.tiers.record import read_entry
 _log = logging.getLogger(__name__)
 _AT_ONCE = 500  # keys in one query, rows in one page, files removed in one transaction
 _MAX_ALIKE = 256
+_INDEX, _BLOBS = "index.sqlite3", "blobs"
 
 
 class DiskTier:
@@ -41,9 +42,9 @@ class DiskTier:
         read_entry: Reads what a blob is found by, for blobs that are in the folder but not in the index.
 
     Raises:
-        ValueError: for a path that can be no folder, or one that cannot be written to and has nothing to be read, a
-            folder that everybody may write to or that belongs to another user (but root's, and for root any), or a
-            budget that is no positive int.
+        ValueError: for a path that can be no folder, one that cannot be read, or cannot be written to and has nothing
+            to be read, a folder that everybody may write to or that belongs to another user (but root's, and for root
+            any), or a budget that is no positive int.
     """
 
     name = "disk"
@@ -53,13 +54,15 @@ class DiskTier:
     ) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
             raise ValueError(f"`max_bytes` must be a positive int, got {max_bytes!r}.")
+        if not str(path):
+            raise ValueError("`path` must name a folder, got an empty text. Pass '.' for the current folder.")
         folder = Path(path).expanduser().absolute()
         self.location, self.max_bytes = str(folder), max_bytes
         read_only = not _is_writable(folder)
         self._read_entry = read_entry
         self._evictions = 0
         self._failures = Failures(_log, f"Disk tier {folder}", (OSError, sqlite3.Error))
-        self._files = BlobFiles(folder / "blobs")
+        self._files = BlobFiles(folder / _BLOBS)
         self._index = DiskIndex(folder, self._adopt_all, read_only=read_only)
         with self._failures.caught("open"):
             if read_only:
@@ -315,14 +318,28 @@ def _is_writable(folder: Path) -> bool:
             "Pass another one, or change who may write there."
         ) from error
     _require_own(folder)
-    if os.access(folder, os.W_OK | os.X_OK):
+    index, blobs = folder / _INDEX, folder / _BLOBS
+    for place, rights in ((folder, os.R_OK | os.X_OK), (blobs, os.R_OK | os.X_OK), (index, os.R_OK)):
+        if os.path.exists(place) and not os.access(place, rights):
+            raise ValueError(
+                f"`path` must be a folder whose files this user ({os.geteuid()}) can read, got {str(folder)!r}, where "
+                f"{str(place)!r} cannot be read. Pass another one, or change who may read it."
+            )
+    if os.access(folder, os.W_OK) and (not index.exists() or os.access(index, os.W_OK)):
         return True
-    if not (folder / "index.sqlite3").is_file():
+    if not index.is_file():
         raise ValueError(
             f"`path` must be a folder that can be written to, or one that holds blobs, got {str(folder)!r}. "
             "Pass another one, or change who may write there."
         )
     return False
+
+
+def holds_blobs(folder: str | os.PathLike[str]) -> bool:
+    """Whether a disk tier was ever in a folder, as far as this user can tell."""
+    return any(os.path.lexists(os.path.join(folder, name)) for name in (_INDEX, _BLOBS)) or not os.access(
+        folder, os.X_OK
+    )
 
 
 def _require_own(folder: Path) -> None:

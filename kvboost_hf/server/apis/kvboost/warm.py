@@ -7,7 +7,8 @@ from typing import Any
 import anyio
 from fastapi import APIRouter, Request
 
-from kvboost_hf.server.apis.context import RouteContext
+from kvboost_hf.cache.prompt.chats import why_not_stored
+from kvboost_hf.server.apis.context import RouteContext, client
 from kvboost_hf.server.apis.kvboost.schema import WarmRequest
 from kvboost_hf.server.apis.posted import PostedRoute
 from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
@@ -23,11 +24,14 @@ def warm_routes(context: RouteContext) -> APIRouter:
     async def warm(body: WarmRequest, request: Request) -> dict[str, Any]:
         salt = context.salt(request, body.prompt_cache_key, body.cache_salt)
         if body.messages is not None:
-            rendering = Rendering(answer=False)
-            work = context.encode_chat(body.messages, body.tools or (), request, new=0, rendering=rendering, salt=salt)
-            prompts = [await work]
+            rendering = Rendering(arguments=body.template_arguments)
+            work = context.encode_start(body.messages, body.tools or (), request, rendering=rendering, salt=salt)
+            start, reason = await work
+            prompts = [start.tolist()]
         else:
             prompts = [await context.encode(text, request, new=0) for text in body.texts or ()]
+            reason = await context.encoder.why_never(prompts, client(request))
+        reason = next(filter(None, (why_not_stored(len(ids)) for ids in prompts)), reason)
         keep, name, options = (context.keep(None),), body.prompt_cache_key, SamplingOptions(max_tokens=0)
         jobs = [replace(context.job(ids, options, salt=salt), keep=keep, session=name) for ids in prompts]
 
@@ -38,6 +42,7 @@ def warm_routes(context: RouteContext) -> APIRouter:
                 "prompt_tokens": sum(event.prompt_tokens for event in found),
                 "cached_tokens": sum(event.cached_tokens for event in found),
                 "pinned": all(bool(event.pinned) for event in found),
+                "start_reason": reason,
             }
 
         return await unless_gone(request, None, finish())

@@ -1,0 +1,166 @@
+"""Locks and threads in a process that forks: a child has none of the threads, but all locks that they held.
+
+`os.fork()` copies a process while other threads are anywhere in their work. Locks that are made here are free in the
+child. Those that guard something that changes in several steps are acquired before, so that it is whole. A fork does
+not wait for long: where somebody keeps such a lock, its owner is told in the child.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+from weakref import WeakKeyDictionary, WeakMethod
+
+_PATIENCE_S = 5.0  # how long a fork waits until nobody is in the middle of a change
+_MOMENT_S = 0.01  # for one lock, before the others are released again: its owner may wait for one of them
+
+
+class _Owner:
+    """What else happens to a lock at a fork.
+
+    Args:
+        torn: See `lock`.
+        before: See `rlock`.
+    """
+
+    def __init__(self, torn: Callable[[], None] | None, before: Callable[[], None] | None) -> None:
+        self.torn = WeakMethod(torn) if torn is not None else None
+        self.before = WeakMethod(before) if before is not None else None
+
+
+_owners: WeakKeyDictionary[Any, _Owner] = WeakKeyDictionary()  # by lock
+_registering = threading.Lock()
+_held: list[Any] = []  # locks, during a fork
+_missed: list[Any] = []  # locks that somebody kept
+
+
+def lock(*, torn: Callable[[], None] | None = None) -> threading.Lock:
+    """A lock that is free in a forked child.
+
+    Args:
+        torn: A method that is called in a child where another thread held it; it is referred to weakly. Without one,
+            what it guards is whole at any time.
+    """
+    made = threading.Lock()
+    _register(made, _Owner(torn, None))
+    return made
+
+
+def rlock(*, torn: Callable[[], None] | None = None, before: Callable[[], None] | None = None) -> "threading.RLock":
+    """The same for a lock that a thread may acquire several times.
+
+    Args:
+        torn: See `lock`.
+        before: A method that is called before a fork, while the lock is held; it is referred to weakly.
+    """
+    made = threading.RLock()
+    _register(made, _Owner(torn, before))
+    return made
+
+
+class Worker:
+    """One thread that runs what it is given, one after the other; a forked child starts another one.
+
+    Args:
+        name: Of the thread.
+        begin: Called in the thread when it starts.
+    """
+
+    def __init__(self, name: str, begin: Callable[[], None] | None = None) -> None:
+        self._name, self._begin = name, begin
+        self._executor: ThreadPoolExecutor | None = None
+        self._pid = os.getpid()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether this process was forked from the one of the thread, so that nothing it was given will be done."""
+        return self._pid != os.getpid()
+
+    def submit(self, job: Callable[..., Any], *args: Any) -> "Future[Any]":
+        """Have something done, after all that was given before.
+
+        Raises:
+            RuntimeError: at the end of the interpreter.
+        """
+        if self.is_lost:
+            self._executor, self._pid = None, os.getpid()
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, self._name, self._begin)
+        return self._executor.submit(job, *args)
+
+    def shutdown(self, *, wait: bool = True, cancel_futures: bool = False) -> None:
+        """End the thread when it has done what it was given."""
+        executor, self._executor = self._executor, None
+        if executor is not None and not self.is_lost:
+            executor.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
+def _register(made: Any, owner: _Owner) -> None:
+    with _registering:
+        _owners[made] = owner
+
+
+def _before_fork() -> None:
+    _registering.acquire()
+    _held.clear()
+    _missed.clear()
+    whole = []
+    for made, owner in list(_owners.items()):
+        if owner.before is not None:
+            made.acquire()
+            _held.append(made)
+            _call(owner.before)
+        elif owner.torn is not None:
+            whole.append(made)
+    _hold(whole)
+
+
+def _hold(locks: list[Any]) -> None:
+    """Acquire locks, all or none, for others may have one and wait for another; after a while, those that are free."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        got: list[Any] = []
+        for made in locks:
+            if not made.acquire(timeout=_MOMENT_S):
+                break
+            got.append(made)
+        if len(got) == len(locks):
+            _held.extend(got)
+            return
+        for made in got:
+            made.release()
+        if time.monotonic() > until:
+            break
+        time.sleep(_MOMENT_S)
+    for made in locks:
+        (_held if made.acquire(blocking=False) else _missed).append(made)
+
+
+def _after_fork_in_parent() -> None:
+    while _held:
+        _held.pop().release()
+    _registering.release()
+
+
+def _after_fork_in_child() -> None:
+    held = set(map(id, _held))
+    while _held:
+        _held.pop().release()
+    for made, _ in _owners.items():
+        # One that this thread has stays: it will be released where it was acquired.
+        if id(made) not in held and not (hasattr(made, "_is_owned") and made._is_owned()):
+            made._at_fork_reinit()
+    for made in _missed:
+        _call(_owners[made].torn)
+    _missed.clear()
+    _registering.release()
+
+
+def _call(method: "WeakMethod[Callable[[], None]] | None") -> None:
+    if method is not None and (call := method()) is not None:
+        call()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -1,0 +1,76 @@
+"""Attached models whose store was closed, and copies of attached models: nothing ends in silence."""
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, StoreClosedError, attach, detach, last_cache
+from tests.conftest import as_inputs, make_model, pickles_models, random_ids
+
+PROMPT = as_inputs(random_ids(40))
+SETTINGS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+
+
+@pytest.mark.parametrize("kind", [{}, {"max_cache_len": 64}], ids=["growing", "of a fixed size"])
+def test_a_store_that_is_closed_later(kind: Any) -> None:
+    model = make_model("llama")
+    expected = model.generate(**PROMPT, **SETTINGS)
+    with ChunkStore(model, chunk_size=16) as store:
+        attach(model, store, **kind)
+        assert model.generate(**PROMPT, **SETTINGS).equal(expected)
+    for _ in range(2):
+        with pytest.raises(StoreClosedError, match=r"attach\(model, ChunkStore\(model\)\).*detach\(model\)"):
+            model.generate(**PROMPT, **SETTINGS)
+    with pytest.raises(StoreClosedError, match="detach"), torch.no_grad():
+        model(**PROMPT, logits_to_keep=1)
+    attach(model, ChunkStore(model, chunk_size=16), **kind)
+    for _ in range(2):
+        assert model.generate(**PROMPT, **SETTINGS).equal(expected)
+    found = last_cache(model)
+    assert found is not None
+    assert found.report.exact_tokens > 0
+    found.store.close()
+    detach(model)
+    assert model.generate(**PROMPT, **SETTINGS).equal(expected)
+
+
+def test_a_store_that_is_closed_already() -> None:
+    model = make_model("llama")
+    store = ChunkStore(model)
+    store.close()
+    for use in (attach, ChunkReuseCache):
+        with pytest.raises(StoreClosedError, match="Make a new one"):
+            use(model, store)
+    assert model.generate(**PROMPT, **SETTINGS).equal(make_model("llama").generate(**PROMPT, **SETTINGS))
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, pytest.param(lambda model: pickle.loads(pickle.dumps(model)), marks=pickles_models)],
+    ids=["deepcopy", "pickle"],
+)
+def test_a_copy_says_that_it_is_not_attached(duplicate: Any) -> None:
+    model = make_model("llama")
+    expected = model.generate(**PROMPT, **SETTINGS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        duplicate(model)  # nothing to say
+        attach(model, salt="a secret")
+        with pytest.raises(UserWarning, match=r"Call attach\(copy\)"):
+            duplicate(model)
+    with pytest.warns(UserWarning, match="is not attached"):
+        found = duplicate(model)
+    assert last_cache(found) is None
+    assert found.generate(**PROMPT, **SETTINGS).equal(expected)
+    assert last_cache(found) is None
+    attach(found)
+    assert found.generate(**PROMPT, **SETTINGS).equal(expected)
+    assert last_cache(found) is not None
+    assert model.generate(**PROMPT, **SETTINGS).equal(expected)
+    own = last_cache(model)
+    assert own is not None
+    assert own.store is not last_cache(found).store  # type: ignore[union-attr]
