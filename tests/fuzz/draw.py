@@ -4,8 +4,8 @@ import random
 from typing import Any
 
 from tests.architectures.sizes import WINDOW
-from tests.fuzz.families import FAMILIES, STATEFUL
-from tests.fuzz.history import Call, History, Row
+from tests.fuzz.families import FAMILIES, FULL, STATEFUL
+from tests.fuzz.history import COPIES, Call, History, Row
 
 _MOST = 70  # tokens of a part of a row
 _FIXED = 512
@@ -32,6 +32,7 @@ class _Draw:
         draw = self._draw
         family = self._of(FAMILIES)
         self._stateful = family in STATEFUL
+        self._copies = COPIES if family in FULL else COPIES[:2]  # as far as plain caches can be copied
         self._chunk = self._of({16: 4, 32: 1})
         self._pieces = self._of({1: 1, 3: 1, 7: 3, 8: 5, 15: 4, 16: 8, 17: 4, 24: 5, 32: 2, 33: 2})
         self._lengths = [self._length() for _ in range(4)]  # few, so that prompts begin alike and part in few places
@@ -48,6 +49,8 @@ class _Draw:
         policy: dict[str, Any] = {"min_prefill_saving": 0} if not self._one_in(8) else {}
         if self._one_in(15) and fixed is None and not live:
             policy["keep_logprobs"] = True
+        if policy and fixed is None and not live and self._one_in(10):
+            policy |= draw.choice([{"reproducible": True}, {"audit_rate": 1.0}, {"weights_check": "full"}])
         self._sampled = threads == 1
         self._static = reuse == "attach" and self._one_in(4)
         calls = tuple(self._call(reuse, threads, i) for i in range(draw.choice([1, 2, 2, 3, 3, 4]) * threads))
@@ -104,12 +107,18 @@ class _Draw:
             raises = draw.choice(["hook", "quiet hook", "processor", "criterion", "streamer"]), draw.choice([1, 2, 3])
         elif self._one_in(9) and threads == 1:
             nested = draw.choice(["processor", "criterion", "streamer"])
+        if self._one_in(100):
+            made = [Row()]
+        only_new = follows > 0 and self._one_in(2)
+        loop = rows == 1 and self._one_in(12) and raises is None is nested
         return Call(
             rows=tuple(made),
             follows=follows,
-            only_new=follows > 0 and self._one_in(2),
+            only_new=only_new,
+            copied=draw.choice(self._copies) if only_new and reuse == "attach" and self._one_in(4) else None,
+            loop=loop,
             new=draw.choice([1, 1, 2, 2, 3, 5]),
-            options=self._options(rows),
+            options=self._options(rows) if not loop else {},
             before=tuple(before),
             raises=raises,
             nested=nested,

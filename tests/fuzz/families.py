@@ -41,6 +41,7 @@ FAMILIES: dict[str, int] = {
 }
 # They keep states, of which nothing can be taken back, so that nothing is drafted for them.
 STATEFUL = ("qwen3_next", "falcon_h1", "olmo_hybrid", "lfm2", "nemotron_h", "granitemoehybrid", "mamba2", "zamba2")
+FULL = ("llama", "qwen3", "gpt2", "opt", "bloom", "deepseek_v3", "mixtral")  # all layers hold all tokens
 OWN_DRAFTS = ("load_assistant", "trees", "lookup")  # plain decoding without a draft is what they must say
 DRAFTED = 3
 # How far logits may be off at least, in their standard deviations. A history that fails in float32 is played in

@@ -18,6 +18,9 @@ REUSES = (
 )
 
 
+COPIES = ("deepcopy", "pickle", "DynamicCache")
+
+
 class _Short:
     """Base of records whose `repr` is the call that makes them, without what is left at its default."""
 
@@ -74,6 +77,8 @@ class Call(_Short):
         rows: What is asked. Behind an earlier answer, only the ends of rows count.
         follows: How many calls back the answer is that the prompt goes on from; 0 for none.
         only_new: Pass the ids that the cache does not hold, and the mask of everything, not the whole prompt.
+        copied: How the cache that it goes on with is copied before: see `COPIES`.
+        loop: Call the model itself, token by token, in place of `generate()`.
         new: The most tokens of the answer.
         options: Arguments of `generate()`; and "draft", which `families.py` turns into arguments.
         before: What is done to a kept cache before the call.
@@ -84,6 +89,8 @@ class Call(_Short):
     rows: tuple[Row, ...] = (Row(head=20),)
     follows: int = 0
     only_new: bool = False
+    copied: str | None = None
+    loop: bool = False
     new: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     before: tuple[str, ...] = ()

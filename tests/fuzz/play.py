@@ -1,5 +1,7 @@
 """Plays a history: every call beside plain `generate()`, and what is stored beside a forward of the model."""
 
+import copy
+import pickle
 import tempfile
 import threading
 import warnings
@@ -11,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import (
@@ -28,7 +30,7 @@ from kvboost_hf import (
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cache.store.settings import chunk_bytes
-from kvboost_hf.compat import CACHE, cache_in, decoder_layers
+from kvboost_hf.compat import CACHE, cache_argument, cache_in, decoder_layers
 from kvboost_hf.errors import KVBoostError
 from tests.conftest import as_inputs, left_pad
 from tests.fuzz.families import OWN_DRAFTS, Family, draft, family, tokenizer
@@ -198,6 +200,30 @@ def _generate(model: Any, inputs: dict[str, torch.Tensor], call: Call, given: di
     torch.manual_seed(0)
     told: dict[str, Any] = {"max_new_tokens": call.new, "output_logits": True, "return_dict_in_generate": True}
     return dict(model.generate(**inputs, **{**told, **given}))
+
+
+def _loop(model: Any, inputs: dict[str, torch.Tensor], call: Call, given: dict[str, Any]) -> Any:
+    """The same as `_generate` gives, by forwards of the model, each of which may be asked for one token's logits."""
+    ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], given.get(CACHE)
+    told, found = [ids], []
+    with torch.no_grad():
+        for _ in range(call.new):
+            taking = {cache_argument(model): cache} if cache is not None else {}
+            out = model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **taking)
+            found.append(out.logits[:, -1].float())
+            ids, cache = found[-1].argmax(-1, keepdim=True), cache_in(out)
+            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+            told.append(ids)
+    return {"sequences": torch.cat(told, dim=1), "logits": tuple(found), CACHE: cache}
+
+
+def _copy(cache: Any, how: str | None) -> Any:
+    """A copy of a cache, as users make one."""
+    if how == "deepcopy":
+        return copy.deepcopy(cache)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(cache))
+    return DynamicCache(cache) if how == "DynamicCache" else cache
 
 
 def _arguments(call: Call, name: str, dtype: torch.dtype, store: ChunkStore | None) -> dict[str, Any]:
@@ -385,7 +411,12 @@ class _Played:
                 given[CACHE] = cache
                 given.pop("cache_implementation", None)  # transformers takes one of the two
             with self._taking_part(call, lane, given):
-                found = _generate(self._model, inputs, call, given)
+                if call.copied is not None and step.of is not None:
+                    given[CACHE] = _copy(given[CACHE], call.copied)
+                looped = call.loop and bool(inputs["attention_mask"].all())  # else it would have to pass positions
+                if looped and step.of is None and isinstance(cache, ChunkReuseCache):
+                    cache.reset()  # else ids follow what it holds
+                found = (_loop if looped else _generate)(self._model, inputs, call, given)
         except Planned:
             return
         except Wrong:

@@ -300,6 +300,23 @@ def test_attached(compiler: Compiler) -> None:
             attach(model, store, max_cache_len=wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+@pytest.mark.parametrize("lengths", [(25,), (60, 3, 24)])
+def test_attached_and_longer_than_a_window(name: str, lengths: tuple[int, ...]) -> None:
+    """generate() makes the masks of the prompt then, for a StaticCache: with `kvboost_fa2`, one of no columns."""
+    model = make_model(name)
+    model.set_attn_implementation("kvboost_fa2")
+    inputs = left_pad(*(BASE[:, :n] for n in lengths))
+    plain = generate(model, inputs, cache_implementation="static")
+    attach(model, ChunkStore(model, chunk_size=16))
+    for _ in range(2):
+        assert torch.equal(generate(model, inputs, cache_implementation="static"), plain)
+        found = last_cache(model)
+        assert found is not None
+        assert found.report.bypass_reason is None
+    assert found.report.reused_tokens > 0
+
+
 def test_use_cache_false(llama: PreTrainedModel, compiler: Compiler) -> None:
     cache = static_cache(llama, size=70)
     for how in ({"use_cache": False}, {}, {"use_cache": False}):

@@ -122,8 +122,8 @@ def _seen(mask: Any, own: torch.Tensor, total: int) -> torch.Tensor | None:
         return None
     if mask.dtype == torch.int32:
         keep, columns, reach = read_reach(mask, len(own))
-        if columns is None:
-            return None
+        if columns is None:  # queries are the last columns
+            columns, total = own[None], keep.shape[-1] if keep is not None else total
         behind = columns[:, :, None] - torch.arange(total, device=mask.device)
         seen = behind >= 0
         seen = seen if keep is None else seen & keep[:, None]
