@@ -22,6 +22,11 @@ def end_tokens(config: Any) -> set[int]:
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
+def differ_by_padding(mine: int, theirs: int) -> bool:
+    """Whether two vocabularies of these sizes may differ by padding only, as those of one family do."""
+    return abs(mine - theirs) <= _PADDING and 10 * abs(mine - theirs) <= min(mine, theirs)
+
+
 @torch.no_grad()
 def fitted(draft: PreTrainedModel, target: PreTrainedModel) -> PreTrainedModel:
     """A draft with the vocabulary size of its target: itself, or a copy where the two differ by padding.
@@ -35,7 +40,7 @@ def fitted(draft: PreTrainedModel, target: PreTrainedModel) -> PreTrainedModel:
     mine, theirs = vocab_size(draft), vocab_size(target)
     if mine == theirs:
         return draft
-    if abs(mine - theirs) > _PADDING or 10 * abs(mine - theirs) > min(mine, theirs):
+    if not differ_by_padding(mine, theirs):
         raise ValueError(
             f"The draft must have the vocabulary of its target, of {theirs} tokens, got {mine}. Choose one of the "
             "same family, or pass `tokenizer` and `assistant_tokenizer` to generate() with the draft as it is."

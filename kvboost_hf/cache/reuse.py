@@ -213,6 +213,7 @@ class ChunkReuseCache(DynamicCache):
     @property
     def is_compileable(self) -> bool:
         """Whether the next forward may be compiled: one that decodes, in a cache of a fixed size."""
+        self._go_on()
         static = self._live.static
         if static is None or self._live.plain_reason is not None:
             return False

@@ -36,7 +36,8 @@ class ForwardArguments:
 
 def forward_arguments(model: PreTrainedModel) -> ForwardArguments:
     """The arguments of the forward of a model's class."""
-    found: ForwardArguments = _arguments(type(model), forward_of(type(model)))
+    kind: Any = type(model)
+    found: ForwardArguments = _arguments(kind, forward_of(kind))
     return found
 
 

@@ -28,7 +28,7 @@ from filelock import FileLock
 
 from kvboost_hf.checksum import Content, contents
 from kvboost_hf.offload.flat import FlatLayout
-from kvboost_hf.offload.marks import Mark, mark_of, read_into
+from kvboost_hf.offload.marks import Mark, mark_of, other_content, read_into
 
 if sys.platform != "win32":
     import fcntl
@@ -191,12 +191,21 @@ class LayerFolder:
         return FileSource(file, layout.nbytes, found)
 
     def finish(self) -> None:
-        """Note where the layers of the checkpoint are, for those who load it later."""
-        if self._origin is None or not self._new:
+        """Note where the layers of the checkpoint are, for those who load it later.
+
+        Raises:
+            ValueError: the files of the checkpoint were changed since this object was made.
+        """
+        if self._origin is None:
             return
         try:
-            if self._origin.marks() != self._marks:
-                _log.warning("The files of %s were changed while it was loaded. Load it again.", self._origin.model)
+            now = self._origin.marks()
+            if any(other_content(mark, now[path]) for path, mark in self._marks.items()):
+                raise ValueError(
+                    f"The files of {self._origin.model} were changed while it was loaded, and may be of two models. "
+                    "Load it again."
+                )
+            if now != self._marks or not self._new:
                 return
             with self._locked():
                 self._known = {**self._recorded(), **self._new}

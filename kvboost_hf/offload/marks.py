@@ -27,6 +27,11 @@ def mark_of(file: FileIO) -> Mark:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, digest.hexdigest()]
 
 
+def other_content(before: Mark, now: Mark) -> bool:
+    """Whether a file has other content, as far as marks tell; it may have been copied, or given other rights."""
+    return [before[0], before[1], before[-1]] != [now[0], now[1], now[-1]]
+
+
 def read_at(file: FileIO, start: int, nbytes: int) -> bytes:
     """Up to `nbytes` of a file."""
     found = bytearray(nbytes)

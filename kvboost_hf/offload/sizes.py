@@ -132,7 +132,7 @@ def estimate_sizes(
             is quantized in another way, or as `find_units` does.
     """
     stored: Any = getattr(config, "quantization_config", None)
-    packed = PackedFormat.of(stored) if bits is None and stored is not None else None
+    packed = _own_format(stored, bits)
     bits = bits if bits is not None else 16 if packed is None else 4
     if packed is None or group_size is not None:
         packed = PackedFormat.awq(group_size or 128)
@@ -195,6 +195,18 @@ def what_fits(
     asked = replace(streaming or StreamingConfig(), vram_budget=vram_budget)
     sizes = estimate_sizes(config, asked, bits=bits, group_size=group_size, dtype=dtype)
     return plan_residency(sizes, asked, free_bytes=asked.vram_bytes)
+
+
+def _own_format(stored: Any, bits: int | None) -> PackedFormat | None:
+    """The format of a checkpoint in 4 bits, unless other weights are planned for, or it cannot be streamed."""
+    if stored is None or bits not in (None, 4):
+        return None
+    try:
+        return PackedFormat.of(stored)
+    except ValueError:
+        if bits is None:
+            raise
+        return None
 
 
 def _is_packed(name: str, linear: nn.Linear, packed: PackedFormat) -> bool:

@@ -20,6 +20,7 @@ from kvboost_hf import (
     speculation_stats,
 )
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
+from kvboost_hf.compat import decoder_layers
 from tests.conftest import as_inputs, make_model, random_ids
 from tests.streaming import make_layers, stream_except
 
@@ -239,6 +240,7 @@ def test_a_vocabulary_that_is_padded_otherwise(size: int) -> None:
     for draft in drafts:  # the caller's own
         assert draft.config.vocab_size == draft(random_ids(3)).logits.shape[-1] == size
         assert "generate" not in vars(draft)
-    assert assistant.model.layers[0] is drafts[0].model.layers[0]  # no weight but those of the tables is copied
-    table = assistant.get_input_embeddings().weight
+    layers = [decoder_layers(model) for model in (assistant, drafts[0])]
+    assert layers[0][0] is layers[1][0]  # no weight but those of the tables is copied
+    table: Any = assistant.get_input_embeddings().weight
     assert torch.equal(table[-1], table[min(size, 200) - 1])

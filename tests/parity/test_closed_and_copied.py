@@ -73,4 +73,4 @@ def test_a_copy_says_that_it_is_not_attached(duplicate: Any) -> None:
     assert model.generate(**PROMPT, **SETTINGS).equal(expected)
     own = last_cache(model)
     assert own is not None
-    assert own.store is not last_cache(found).store  # type: ignore[union-attr]
+    assert own.store is not last_cache(found).store

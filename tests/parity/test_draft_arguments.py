@@ -69,7 +69,7 @@ def letters() -> PreTrainedTokenizerFast:
     """A tokenizer with a letter, or a few of them, for each id."""
     tokens = [*string.printable[:94], *map("".join, product(string.ascii_lowercase, repeat=2))][:VOCAB]
     found = Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, []))
-    found.pre_tokenizer, found.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()  # type: ignore[assignment]
+    found.pre_tokenizer, found.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=found)
 
 
@@ -115,9 +115,10 @@ def answer(model: PreTrainedModel, **given: Any) -> tuple[Any, list[int]]:
     for name, kind in (("logits_processor", LogitsProcessorList), ("stopping_criteria", StoppingCriteriaList)):
         if name in made:
             made[name] = kind([made[name]])
-    settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "streamer": Seen()}
+    seen = Seen()
+    settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "streamer": seen}
     settings |= made
-    return model.generate(**as_inputs(IDS), **settings), settings["streamer"].tokens
+    return model.generate(**as_inputs(IDS), **settings), seen.tokens
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -210,7 +211,7 @@ def test_what_trees_cannot_do_is_refused() -> None:
         answer(make_model("llama"), custom_generate=trees, cache_implementation="static")
 
 
-_SMALL = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 199}
+_SMALL: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 199}
 LEARNED: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=40, **_SMALL)),
     "opt": lambda: OPTForCausalLM(
@@ -245,12 +246,18 @@ def test_rotary_models_have_no_such_limit() -> None:
     assert learned_positions(make_model("llama")) is None
 
 
-_PAIR = {"d_model": 16, "pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "decoder_start_token_id": 3}
+_PAIR: dict[str, Any] = {
+    "d_model": 16,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+    "bos_token_id": 0,
+    "decoder_start_token_id": 3,
+}
 _PAIR |= {f"{part}_layers": 1 for part in ("encoder", "decoder")} | {"vocab_size": 60, "init_std": 0.3}
 _PAIR |= {f"{part}_{of}": n for part in ("encoder", "decoder") for of, n in (("attention_heads", 2), ("ffn_dim", 16))}
-_T5 = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+_T5: dict[str, Any] = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
 _T5 |= {"decoder_start_token_id": 0, "initializer_factor": 3.0}
-_WHISPER = {**_PAIR, "num_mel_bins": 4, "max_source_positions": 10, "max_target_positions": 40}
+_WHISPER: dict[str, Any] = {**_PAIR, "num_mel_bins": 4, "max_source_positions": 10, "max_target_positions": 40}
 _WHISPER |= {"suppress_tokens": None, "begin_suppress_tokens": None}
 PAIRS: dict[str, tuple[Any, Any, Any]] = {
     "t5": (T5ForConditionalGeneration, T5ForConditionalGeneration, lambda: T5Config(**_T5)),

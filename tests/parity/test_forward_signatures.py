@@ -51,7 +51,7 @@ class Partial(LlamaForCausalLM):
 
 class Counting:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return super().forward(*args, **kwargs)
 
 
 class Mixed(Counting, LlamaForCausalLM):
@@ -123,7 +123,7 @@ def test_arguments_may_come_by_their_place(kind: Any) -> None:
 def test_a_subclass_takes_what_its_class_takes(name: str) -> None:
     model = make_model(name)
 
-    class Sub(type(model)):  # type: ignore[misc]
+    class Sub(type(model)):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 

@@ -56,6 +56,7 @@ def _other(name: str, *, attached: bool) -> PreTrainedModel:
 USES: dict[str, Callable[[PreTrainedModel, Any, str, int], Any]] = {
     "iteration": lambda model, out, name, new: [t for layer in out.cache for t in layer[:2]],
     "isinstance": lambda model, out, name, new: isinstance(out.cache, DynamicCache),
+    "attributes": lambda model, out, name, new: [out.cache.is_compileable, len(out.cache), out.cache.get_max_length()],
     "save": lambda model, out, name, new: _continued(model, _saved(out).cache, new),
     "another model": lambda model, out, name, new: [
         _other(name, attached=False)(NEW[:, :new], cache=out.cache).logits,

@@ -51,9 +51,19 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_VIT = {name: value for name, value in _SIZES.items() if name != "vocab_size"} | {"image_size": 16, "patch_size": 16}
-_T5 = {"vocab_size": 40, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-_GPT2 = {"vocab_size": 40, "n_embd": 8, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+_VIT: dict[str, Any] = {name: value for name, value in _SIZES.items() if name != "vocab_size"} | {
+    "image_size": 16,
+    "patch_size": 16,
+}
+_T5: dict[str, Any] = {"vocab_size": 40, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+_GPT2: dict[str, Any] = {
+    "vocab_size": 40,
+    "n_embd": 8,
+    "n_layer": 1,
+    "n_head": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "base": (lambda: LlamaModel(LlamaConfig(**_SIZES)), "LlamaForCausalLM: AutoModelForCausalLM"),

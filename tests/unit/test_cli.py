@@ -2,12 +2,13 @@
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BertConfig, BertLMHeadModel
+from transformers import BertConfig, BertGenerationConfig, BertGenerationDecoder
 
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
 from kvboost_hf.cli import main
@@ -181,11 +182,48 @@ def test_a_wrong_tier_is_refused_before_the_model_is_loaded(capsys: pytest.Captu
 
 
 def test_check_of_a_model_that_cannot_reuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    BertLMHeadModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(tmp_path)
+    config = BertGenerationConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=100)
+    BertGenerationDecoder(config).save_pretrained(tmp_path)
     for file in EMBEDDED_MODEL_DIR.glob("*token*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     assert main(["check", "--model", str(tmp_path)]) == 1
     assert "exact reuse: no, it is not causal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["check", "fits", "serve", "verify"])
+def test_an_encoder_is_refused_in_one_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path)
+    for file in EMBEDDED_MODEL_DIR.glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    flags = {"fits": ["--vram-budget", "1GB"], "serve": ["--port", "0"]}
+    assert main([command, "--model", str(tmp_path), *flags.get(command, [])]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "A model of the type 'bert' cannot generate text: it is an encoder." in said
+
+
+def test_fits_recommends_what_can_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((EMBEDDED_MODEL_DIR / "config.json").read_text())
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    plan = ["fits", "--model", str(tmp_path), "--vram-budget", "1GB"]
+    for quantized, flags, says in (
+        (None, [], "serve it within this budget"),
+        (None, ["--bits", "16"], "serve it within this budget"),
+        (None, ["--bits", "4"], "other weights than .* has: its own are not quantized. Name a checkpoint of it in 4"),
+        (gptq, [], "serve it within this budget"),
+        (gptq, ["--bits", "4"], "serve it within this budget"),
+        (gptq, ["--bits", "16"], "other weights than .* has: its own have 4 bits"),
+        ({**gptq, "bits": 8}, ["--bits", "4"], "other weights than .* has: `bits` of a GPTQ checkpoint must be 4"),
+        (
+            {"quant_method": "fp8"},
+            ["--bits", "4"],
+            "other weights than .* has: The checkpoint is quantized with 'fp8'",
+        ),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+        assert main([*plan, *flags]) == 0
+        said = capsys.readouterr().out
+        assert re.search(says, said)
+        assert ("kvboost-hf serve" in said) == says.startswith("serve")
 
 
 def test_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -368,14 +368,18 @@ def test_a_checkpoint_of_other_content_is_noticed_whatever_its_times(
     assert LayerFolder(tmp_path, origin).find(0, LAYOUT) is None
 
 
-def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_noted(
-    tmp_path: Path, origin: Origin, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, origin: Origin) -> None:
+    """It may be half of each; one that is only given other rights is not."""
     folder = LayerFolder(tmp_path, origin)
     folder.write(0, content(), LAYOUT)
-    Path(origin.paths[0]).write_bytes(b"another")
+    Path(origin.paths[0]).chmod(0o640)
     folder.finish()
-    assert "were changed while it was loaded" in caplog.text
+    assert LayerFolder(tmp_path, origin).find(0, LAYOUT) is None
+    Path(origin.paths[0]).write_bytes(b"another")
+    with pytest.raises(
+        ValueError, match=r"were changed while it was loaded, and may be of two models\. Load it again"
+    ):
+        folder.finish()
     assert LayerFolder(tmp_path, origin).find(0, LAYOUT) is None
 
 

@@ -174,7 +174,8 @@ def test_bits_are_those_of_the_checkpoint() -> None:
     awq.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 64}
     asked = StreamingConfig(max_tokens=1000)
     assert estimate_sizes(plain, asked) == sizes(plain, bits=16)
-    assert estimate_sizes(awq, asked) == sizes(awq, bits=4, group_size=64) != sizes(awq, bits=4)
+    assert estimate_sizes(awq, asked) == sizes(awq, bits=4, group_size=64) != sizes(plain, bits=4)
+    assert sizes(awq, bits=4) == estimate_sizes(awq, asked)  # as it is planned to be served
     assert estimate_sizes(awq, asked, bits=16) == sizes(awq, bits=16)
     assert what_fits(awq, "1GB", streaming=asked).sizes == estimate_sizes(awq, asked)
 
