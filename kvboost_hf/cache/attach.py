@@ -233,7 +233,7 @@ class _Attachment:
     @property
     def last(self) -> ChunkReuseCache | None:
         """The cache of this thread's last call; without one, of the last call of any thread."""
-        return self._of_thread.last or self._latest
+        return self._of_thread.last if self._of_thread.last is not None else self._latest
 
     def _note(self, cache: ChunkReuseCache) -> None:
         self._of_thread.last = self._latest = cache

@@ -153,11 +153,16 @@ class ChunkReuseCache(DynamicCache):
     @property
     def layers(self) -> list[Any]:
         """The layers that transformers sees."""
+        if self._of_call and self._live.static is not None:
+            self._go_on()
         return self._live.visible
 
     @layers.setter
     def layers(self, layers: list[Any]) -> None:
         self._live.visible = layers
+
+    def __len__(self) -> int:
+        return len(self._live.visible)  # also where somebody only asks whether there is a cache
 
     @property
     def _is_user_defined(self) -> bool:
@@ -223,17 +228,10 @@ class ChunkReuseCache(DynamicCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held; 0 between the start of a generate() call and its first forward."""
-        self._go_on()
         if self._call is not None:
             return 0
         # Asked in the middle of a forward: this layer may have got its new columns already, others not.
         return super().get_seq_length(layer_idx) if self._live.counts_columns else self._live.held
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """See `Cache.get_mask_sizes`."""
-        self._go_on()
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
-        return sizes
 
     def activate_past_recording(self) -> None:
         """See `Cache.activate_past_recording`; what generate() asks for ends with the next call."""
@@ -288,10 +286,11 @@ class ChunkReuseCache(DynamicCache):
         if self._forward is not None:
             if (found := self._forward.update(layer_idx, key_states, value_states)) is not None:
                 return found
-        elif self._of_call:  # as any cache that transformers returns, it takes what it is given
-            self._go_on()
-        # Around a compiled step no hook has run that could have said so.
-        elif self._live.static is None or not (torch.compiler.is_compiling() or key_states.shape[-2] == 1):
+        # What `attach` has made takes what it is given, as any cache that transformers returns. And no hook has run
+        # around a compiled step that could have said so.
+        elif not self._of_call and (
+            self._live.static is None or not (torch.compiler.is_compiling() or key_states.shape[-2] == 1)
+        ):
             model = self._binding.model
             name = type(model).__name__ if model is not None else "a model that no longer exists"
             raise CacheModelMismatchError(
@@ -377,7 +376,7 @@ class ChunkReuseCache(DynamicCache):
             self.judge(output)
         changed = forward.record(output)
         self._forward, live.in_forward = None, False  # only now: an interrupt before this undoes the forward
-        self._use.end_forward()
+        self._use.inside = 0
         config, self._config = self._config, None
         if config is None or not forward.can_settle_later or live.is_held_by_others:
             forward.settle()
@@ -501,9 +500,9 @@ class ChunkReuseCache(DynamicCache):
 
     def _go_on(self) -> None:
         """Before the cache is used: if the call that `attach` made it for has ended, it grows as others do."""
-        if torch.compiler.is_compiling() or not self._of_call:
+        if torch.compiler.is_compiling() or self._forward is not None or self._live.static is None:
             return
-        if self._live.static is not None and self._forward is None and self._use.call_has_ended:
+        if self._of_call and self._use.call_has_ended:
             self.max_cache_len = -1
             self._form.grow(self._settle)
 

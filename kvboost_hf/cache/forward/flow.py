@@ -76,7 +76,7 @@ def next_forward(parts: CacheParts, request: Request) -> Forward:
     if not held:
         return _prompt(parts, request)
     single = isinstance(request.inputs, ForwardInputs) and request.inputs.input_ids.shape[1] == 1
-    request.is_step = single and not in_prefill()
+    request.is_step = single and (live.static is None or not in_prefill())
     return _more(parts, request, held)
 
 

@@ -69,8 +69,8 @@ class Request:
         hides_padding_only: The mask of the generate() call, if it goes on from what the layers hold.
         stores_whole: Nobody will tell when the call has ended: store all of a prompt at once.
         inputs: The arguments as far as reuse is concerned; or why K/V of it cannot be told by its tokens.
-        is_step: It decodes one token behind what the layers hold. A last piece of a prompt, which may have one token,
-            is no step.
+        is_step: It has one token, behind what the layers hold. In a cache of a fixed size it is a decoding step: the
+            last piece of a prompt, which may have one token, too, is none.
     """
 
     cache: Cache

@@ -20,14 +20,18 @@ _REMEDY = (
 
 
 class CacheUse:
-    """The generate() call and the forward that use a `ChunkReuseCache`; all others are refused meanwhile."""
+    """The generate() call and the forward that use a `ChunkReuseCache`; all others are refused meanwhile.
+
+    Attributes:
+        inside: The thread of the forward under way, or of the last one that raised; 0 if it has returned.
+    """
 
     def __init__(self) -> None:
         self._lock = forks.lock()
         self._config: weakref.ref[Any] | None = None  # of the call
         self._thread, self._name = 0, ""  # that the call runs in
         self._ran = False  # a forward of the call has begun
-        self._inside = 0  # the thread of the forward under way, or of the last one that raised
+        self.inside = 0
 
     def begin_call(self, call: GenerateCall) -> None:
         """A generate() call of this thread takes the cache.
@@ -52,19 +56,15 @@ class CacheUse:
         with self._lock:
             if self._thread != thread and self._config is not None:
                 self._require_free(None)
-            if self._inside != thread and self.is_in_forward(cache):
+            if self.inside != thread and self.is_in_forward(cache):
                 raise CacheInUseError(
-                    f"This ChunkReuseCache is in use: thread {self._inside} runs a forward with it. {_REMEDY}"
+                    f"This ChunkReuseCache is in use: thread {self.inside} runs a forward with it. {_REMEDY}"
                 )
-            self._inside, self._ran = thread, True
+            self.inside, self._ran = thread, True
 
     def is_in_forward(self, cache: Any) -> bool:
         """Whether a forward with the cache is under way, and not one that has raised."""
-        return self._inside != 0 and is_in_forward(cache, self._inside)
-
-    def end_forward(self) -> None:
-        """The forward has returned."""
-        self._inside = 0
+        return self.inside != 0 and is_in_forward(cache, self.inside)
 
     def require_free(self) -> None:
         """Before somebody changes what the cache holds.
