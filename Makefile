@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo real-model server browser npm clients test notebooks formats libraries libraries-quick compat style quality docs architectures bench bench-all soak attack fuzz dist dist-check gpu-short gpu-rest gpu-tests clean
+.PHONY: demo real-model server browser npm clients test nightly notebooks formats libraries libraries-quick compat style quality docs architectures bench bench-all soak attack fuzz dist dist-check gpu-short gpu-rest gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -52,7 +52,11 @@ clients: .venv-clients/installed
 		tests/server/test_clients.py tests/server/test_ray.py
 
 test: $(VENV)/installed server browser npm clients
-	PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+	PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not nightly"
+
+# What every commit is not tested with, since it differs little from what it is.
+nightly: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu and nightly"
 
 # Checkpoints in 4 bits by their own tools, streamed beside these tools' own forward: some minutes, and 300 MB of packages.
 formats: .venv-formats/installed
@@ -81,7 +85,7 @@ compat:
 	.venv-compat/bin/python -m pip install --quiet $(RELEASES)
 	.venv-compat/bin/python -m pip install --quiet --constraint .venv-compat/constraints.txt $(RELEASES) "$(KERNELS)" \
 		--editable ".[test]"
-	OMP_NUM_THREADS=1 .venv-compat/bin/python -m pytest -q -n $(JOBS) -m "not gpu" tests/unit tests/parity \
+	OMP_NUM_THREADS=1 .venv-compat/bin/python -m pytest -q -n $(JOBS) -m "not gpu and not nightly" tests/unit tests/parity \
 		--ignore-glob "*_compiles*"
 
 style: $(VENV)/installed

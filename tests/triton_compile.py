@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+import pytest
 import torch
 
 _NAMES = {
@@ -86,6 +87,32 @@ def compile_launches(launches: Sequence[Launch]) -> list[Compiled]:
     done = subprocess.run(command, input=given, capture_output=True, text=True, env=environment, check=False)
     assert not done.returncode, done.stderr
     return [Compiled(**each) for each in json.loads(done.stdout)]
+
+
+def in_groups(cases: Sequence[Any], nightly: Collection[Any]) -> list[Any]:
+    """The cases as parameters of a test, of which those that are left to the night have the mark."""
+    return [pytest.param(case, marks=pytest.mark.nightly) if case in nightly else case for case in cases]
+
+
+class Kernels:
+    """Kernels that are compiled when the first of their group is asked for: those of each commit, or those of a night.
+
+    Args:
+        launches: By any key.
+        nightly: The keys of those that only nightly tests ask for.
+    """
+
+    def __init__(self, launches: Mapping[Any, Launch], nightly: Collection[Any] = ()) -> None:
+        self._launches, self._nightly = dict(launches), frozenset(nightly)
+        self._compiled: dict[Any, Compiled] = {}
+        assert self._nightly <= self._launches.keys()
+
+    def __getitem__(self, key: Any) -> Compiled:
+        if key not in self._compiled:
+            group = [each for each in self._launches if (each in self._nightly) == (key in self._nightly)]
+            made = compile_launches([self._launches[each] for each in group])
+            self._compiled |= zip(group, made, strict=True)
+        return self._compiled[key]
 
 
 def _compile(launch: Launch) -> Compiled:

@@ -51,7 +51,7 @@ def _reason(model: PreTrainedModel) -> str | None:
         return "it has layers that attend to images only"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "its attention is chunked"
-    return attempt(lambda: _layers_reason(model) or _probe(model), "it fails on tokens that branch")
+    return attempt(model, lambda: _layers_reason(model) or _probe(model), "it fails on tokens that branch")
 
 
 def _layers_reason(model: PreTrainedModel) -> str | None:

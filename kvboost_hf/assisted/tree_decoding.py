@@ -19,7 +19,7 @@ from kvboost_hf.assisted.rounds import Rounds, Taken, follow
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.assisted.tree_draft import TreeDraft
-from kvboost_hf.assisted.vocabulary import fitted, vocab_size
+from kvboost_hf.assisted.vocabulary import differ_by_padding, fitted, vocab_size
 from kvboost_hf.compat import (
     CACHE,
     give_back_tokenizer,
@@ -164,7 +164,13 @@ class TreeDecoding:
 
     def _draft_for(self, model: PreTrainedModel) -> PreTrainedModel:
         """The draft with the vocabulary of a target."""
-        if vocab_size(self._fitted) != vocab_size(model):
+        mine, theirs = vocab_size(self.draft), vocab_size(model)
+        if not differ_by_padding(mine, theirs):
+            raise ValueError(
+                f"The draft must have the vocabulary of the model that generates, of {theirs} tokens, got {mine}. "
+                "Choose one of the same family."
+            )
+        if vocab_size(self._fitted) != theirs:
             self._fitted = fitted(self.draft, model)
         return self._fitted
 

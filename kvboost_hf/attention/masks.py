@@ -62,7 +62,9 @@ def make_mask(
                 columns = (torch.arange(q_length, dtype=torch.int32, device=device) + q_offset).expand(batch_size, -1)
                 return make_reach(_padding_ahead(attention_mask, columns, kv_length), window, device, columns)
         elif q_offset + q_length == kv_offset + kv_length:
-            return _make_compact(attention_mask, q_length, kv_length, window, device)
+            return _make_compact(
+                _of_columns(attention_mask, kv_offset, kv_length), q_length, kv_length, window, device
+            )
     given = {**kwargs, "config": config, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     make: Callable[..., Any] = eager_mask if form == "additive" else sdpa_mask
     found: torch.Tensor | None = make(
@@ -106,11 +108,18 @@ def _inner(function: Any, like: Any) -> Any:
     return cell.cell_contents
 
 
+def _of_columns(attention_mask: torch.Tensor | None, first: int, count: int) -> torch.Tensor | None:
+    """The part of a mask for some columns, bool; those behind its end are hidden, as by transformers' own masks."""
+    if attention_mask is None:
+        return None
+    keep = attention_mask[:, first : first + count].bool()
+    return F.pad(keep, (0, count - keep.shape[1])) if keep.shape[1] < count else keep
+
+
 def _make_compact(
-    attention_mask: torch.Tensor | None, q_length: int, kv_length: int, window: int, device: torch.device | str
+    keep: torch.Tensor | None, q_length: int, kv_length: int, window: int, device: torch.device | str
 ) -> torch.Tensor | None:
     """Make the mask of queries that are the last columns; bool, as layers read it, of one query without a window."""
-    keep = attention_mask[:, -kv_length:].bool() if attention_mask is not None else None
     window = window if window < kv_length else 0
     if keep is not None and _is_checked(keep, q_length, window) and bool(keep.all()):
         keep = None

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import forks
 
 T = TypeVar("T")
+_PACKAGE = __name__.partition(".")[0]
 
 
 class KeptOnModel:
@@ -47,15 +48,16 @@ def remember(model: PreTrainedModel, key: Hashable, find: Callable[[], T]) -> T:
     Args:
         model: The model that the result is about.
         key: Names the finding, and all that it depends on besides the model, such as the dtype.
-        find: Not called again once it has returned.
+        find: Not called again once it has returned anything but a `Passing` reason.
     """
     findings = _Findings.of(model)
     found: T = findings.known.get(key, findings)  # a look-up is atomic: only the first call needs the lock
     if found is findings:
         with findings.lock:
-            if key not in findings.known:
-                findings.known[key] = find()
-            found = findings.known[key]
+            if key in findings.known:
+                found = findings.known[key]
+            elif not isinstance(found := find(), Passing):
+                findings.known[key] = found
     return found
 
 
@@ -64,8 +66,14 @@ def recall(model: PreTrainedModel, key: Hashable) -> Any:
     return _Findings.of(model).known.get(key)
 
 
-def attempt(probe: Callable[[], T], failure: str) -> T | str:
+class Passing(str):
+    """A reason that may soon be none, and is not remembered."""
+
+
+def attempt(model: PreTrainedModel, probe: Callable[[], T], failure: str) -> T | str:
     """The result of a probe that runs a model, or `failure` with the error it raised.
+
+    With somebody's hooks on the model, that is `Passing`: one of them may have raised, and be gone soon.
 
     Raises:
         torch.OutOfMemoryError: from the probe, since it says nothing of the model.
@@ -75,4 +83,15 @@ def attempt(probe: Callable[[], T], failure: str) -> T | str:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # models fail in ways of their own on what they were not written for
-        return f"{failure} ({type(error).__name__}: {error})"
+        reason = f"{failure} ({type(error).__name__}: {error})"
+        return Passing(reason) if _has_hooks(model) else reason
+
+
+def _has_hooks(model: PreTrainedModel) -> bool:
+    """Whether somebody else has hooks on a model or on a part of it."""
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith(_PACKAGE)
+        for module in model.modules()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        for hook in hooks.values()
+    )

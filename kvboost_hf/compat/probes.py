@@ -94,7 +94,9 @@ _Reason = Callable[[PreTrainedModel], str | None]
 
 
 def _once(model: PreTrainedModel, name: _Reason, probe: _Reason) -> str | None:
-    return remember(model, _key(name, model), lambda: attempt(lambda: probe(model), "it fails on a prompt in parts"))
+    return remember(
+        model, _key(name, model), lambda: attempt(model, lambda: probe(model), "it fails on a prompt in parts")
+    )
 
 
 def _key(name: _Reason, model: PreTrainedModel) -> Hashable:
@@ -119,6 +121,7 @@ def _static_reason(model: PreTrainedModel) -> str | None:
     if has_own_cache(model):
         return "it keeps its K/V in a cache class of its own"
     types = attempt(
+        model,
         lambda: {type(layer).__name__ for layer in cache_layers(model)},
         "transformers cannot make a cache for its configuration",
     )

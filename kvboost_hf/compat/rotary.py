@@ -55,7 +55,7 @@ def _static_reason(model: PreTrainedModel) -> str | None:
 
 def _probed(model: PreTrainedModel) -> KeyRotation | str:
     with _frequencies_restored(model):
-        return attempt(lambda: _probe(model), "it fails on a few tokens at later positions")
+        return attempt(model, lambda: _probe(model), "it fails on a few tokens at later positions")
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ def training_reason(model: PreTrainedModel, settings: Hashable) -> str | None:
         settings: Changes with every attribute and configuration that a forward may read.
     """
     key = training_reason, model.dtype, attention_function(model), settings
-    return remember(model, key, lambda: attempt(lambda: _find(model), "it fails in training mode"))
+    return remember(model, key, lambda: attempt(model, lambda: _find(model), "it fails in training mode"))
 
 
 def checkpointing_reason(model: PreTrainedModel) -> str | None:

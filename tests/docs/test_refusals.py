@@ -54,8 +54,8 @@ def template(node: ast.AST) -> str | None:
 def texts(source: str) -> set[str]:
     """All strings of a file, and what `attempt` makes of those that it is given."""
     tree = list(ast.walk(ast.parse(source)))
-    calls = (node for node in tree if isinstance(node, ast.Call) and len(node.args) == 2)
-    failures = (call.args[1] for call in calls if ast.unparse(call.func) == "attempt")
+    calls = (node for node in tree if isinstance(node, ast.Call) and len(node.args) == 3)
+    failures = (call.args[2] for call in calls if ast.unparse(call.func) == "attempt")
     found = {text for node in tree if (text := template(node)) is not None}
     return found | {f"{text} (…: …)" for node in failures if (text := template(node)) is not None}
 

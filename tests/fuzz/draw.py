@@ -151,7 +151,7 @@ class _Draw:
             told["streamer"] = True
         if self._one_in(25) and way != "drafted":
             told["use_cache"] = False
-        if self._one_in(25) and "draft" not in told:
+        if self._one_in(25):
             told["guidance_scale"] = 1.5
         if self._one_in(20):
             told["output_scores"] = True

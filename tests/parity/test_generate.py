@@ -10,7 +10,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_com
 from kvboost_hf.cache.store.records import payback
 from tests.conftest import FULL_ATTENTION, as_inputs, counted, left_pad, make_model, random_ids
 
-NEW = 12
+NEW = 6
 
 # Prompts that share their beginnings: longer, shorter, equal, diverging, unrelated, one token.
 BASE, OTHER = random_ids(300, seed=1), random_ids(300, seed=2)

@@ -13,6 +13,7 @@ from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, Stoppin
 from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import CacheInUseError, ChunkReuseCache, ChunkStore, attach, last_cache
+from kvboost_hf.compat import CACHE
 from tests.conftest import as_inputs, make_model, random_ids
 
 FIRST, SECOND = random_ids(40, seed=1), random_ids(33, seed=2)
@@ -151,13 +152,13 @@ def test_text_so_far_in_a_call_within_a_call(kind: str) -> None:
 def test_an_earlier_answer_keeps_its_cache(kind: str) -> None:
     model, _, generate = attached("llama", kind)
     first = generate(FIRST, return_dict_in_generate=True)
-    held = int(first.cache.get_seq_length())
+    held = int(first[CACHE].get_seq_length())
     for ids in (SECOND, FIRST, SECOND):
         assert torch.equal(generate(ids), plain("llama", ids))
-    assert int(first.cache.get_seq_length()) == held
+    assert int(first[CACHE].get_seq_length()) == held
     longer = torch.cat([first.sequences, SECOND[:, :5]], dim=1)
     found = model.generate(
-        input_ids=longer[:, held:], attention_mask=torch.ones_like(longer), cache=first.cache, max_new_tokens=8
+        input_ids=longer[:, held:], attention_mask=torch.ones_like(longer), **{CACHE: first[CACHE]}, max_new_tokens=8
     )
     assert torch.equal(found, plain("llama", longer)[:, held:])
 
@@ -175,7 +176,7 @@ def test_layers_of_an_earlier_answer_keep_what_they_hold(kind: str) -> None:
     for keep in kept:
         for ids in (SECOND, FIRST):
             found = generate(ids, return_dict_in_generate=True)
-        layers = keep(found.cache)
+        layers = keep(found[CACHE])
         layer = layers[0] if isinstance(layers, list) else layers
         first.append((layers, layer, layer.keys.clone()))
         del found, layers, layer
@@ -186,16 +187,16 @@ def test_layers_of_an_earlier_answer_keep_what_they_hold(kind: str) -> None:
 
 def test_ids_that_continue_other_rows_are_refused(llama: PreTrainedModel) -> None:
     cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
-    first = llama.generate(**as_inputs(FIRST), cache=cache, max_new_tokens=8)
+    first = llama.generate(**as_inputs(FIRST), **{CACHE: cache}, max_new_tokens=8)
     rows, mask = SECOND.repeat(2, 1), torch.ones(2, 47 + 33, dtype=torch.long)
     for call in (
-        lambda: llama(rows, cache=cache),
-        lambda: llama.generate(input_ids=rows, attention_mask=mask, cache=cache, max_new_tokens=2),
+        lambda: llama(rows, **{CACHE: cache}),
+        lambda: llama.generate(input_ids=rows, attention_mask=mask, **{CACHE: cache}, max_new_tokens=2),
     ):
         with pytest.raises(ValueError, match=r"`input_ids` has 2 rows, and the ChunkReuseCache holds 1.*Pass 1"):
             call()
     longer = torch.cat([first, SECOND], dim=1)
-    assert torch.equal(llama.generate(**as_inputs(longer), cache=cache, max_new_tokens=8), plain("llama", longer))
+    assert torch.equal(llama.generate(**as_inputs(longer), **{CACHE: cache}, max_new_tokens=8), plain("llama", longer))
 
 
 def test_buffers_of_a_fixed_size_serve_call_after_call() -> None:
@@ -224,7 +225,7 @@ def test_one_cache_for_a_call_and_one_within_it_is_refused(
     cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16), max_cache_len=max_cache_len)
 
     def generate(ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return llama.generate(**as_inputs(ids), max_new_tokens=8, cache=cache, **kwargs)
+        return llama.generate(**as_inputs(ids), max_new_tokens=8, **{CACHE: cache}, **kwargs)
 
     def within() -> None:
         calls.append(place)
@@ -243,20 +244,20 @@ def test_a_loop_may_hand_its_cache_on(llama: PreTrainedModel) -> None:
     """A `custom_generate` that calls generate() with the cache that it was given, and goes on with it."""
 
     def loop(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> torch.Tensor:
-        return model.generate(input_ids, cache=kwargs["cache"], max_new_tokens=8)
+        return model.generate(input_ids, **{CACHE: kwargs[CACHE]}, max_new_tokens=8)
 
     cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
     for ids in (FIRST, torch.cat([FIRST, SECOND], dim=1)):
-        found = llama.generate(**as_inputs(ids), cache=cache, custom_generate=loop, max_new_tokens=8)
+        found = llama.generate(**as_inputs(ids), **{CACHE: cache}, custom_generate=loop, max_new_tokens=8)
         assert torch.equal(found, plain("llama", ids))
 
 
 def _yielding(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> Iterator[int]:
-    cache, ids = kwargs["cache"], input_ids
+    cache, ids = kwargs[CACHE], input_ids
     for _ in range(8):
         held = int(cache.get_seq_length())
-        out = model(ids[:, held:], cache=cache, logits_to_keep=1, return_dict=True)
-        cache = out.cache
+        out = model(ids[:, held:], **{CACHE: cache}, logits_to_keep=1, return_dict=True)
+        cache = out[CACHE]
         ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], dim=1)
         yield int(ids[0, -1])
 
@@ -275,14 +276,14 @@ def test_loops_that_yield_take_turns(kind: str) -> None:
 
 def test_one_cache_for_two_loops_that_yield_is_refused(llama: PreTrainedModel) -> None:
     cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
-    llama.generate(**as_inputs(SECOND), cache=cache, max_new_tokens=4)
-    first = llama.generate(**as_inputs(FIRST), cache=cache, custom_generate=_yielding, max_new_tokens=8)
+    llama.generate(**as_inputs(SECOND), **{CACHE: cache}, max_new_tokens=4)
+    first = llama.generate(**as_inputs(FIRST), **{CACHE: cache}, custom_generate=_yielding, max_new_tokens=8)
     tokens = [next(first)]
     with pytest.raises(CacheInUseError, match="generate"):
-        llama.generate(**as_inputs(SECOND), cache=cache, max_new_tokens=8)
+        llama.generate(**as_inputs(SECOND), **{CACHE: cache}, max_new_tokens=8)
     tokens += first
     assert tokens == plain("llama", FIRST)[0, FIRST.shape[1] :].tolist()[: len(tokens)]
-    assert torch.equal(llama.generate(**as_inputs(SECOND), cache=cache, max_new_tokens=8), plain("llama", SECOND))
+    assert torch.equal(llama.generate(**as_inputs(SECOND), **{CACHE: cache}, max_new_tokens=8), plain("llama", SECOND))
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 96])
@@ -299,7 +300,7 @@ def test_one_cache_in_several_threads_is_refused(llama: PreTrainedModel, max_cac
         start.wait()
         for _ in range(6):
             try:
-                found = llama.generate(**as_inputs(prompts[at]), cache=cache, max_new_tokens=8)
+                found = llama.generate(**as_inputs(prompts[at]), **{CACHE: cache}, max_new_tokens=8)
             except CacheInUseError as error:
                 refused.append(str(error))
             else:
@@ -313,7 +314,7 @@ def test_one_cache_in_several_threads_is_refused(llama: PreTrainedModel, max_cac
     assert not wrong
     assert right
     assert all("in thread 'caller-" in each for each in refused)
-    assert torch.equal(llama.generate(**as_inputs(FIRST), cache=cache, max_new_tokens=8), plain("llama", FIRST))
+    assert torch.equal(llama.generate(**as_inputs(FIRST), **{CACHE: cache}, max_new_tokens=8), plain("llama", FIRST))
     assert cache.store.check_integrity().wrong == 0
 
 
@@ -326,7 +327,7 @@ def test_a_cache_that_another_thread_uses_is_not_changed(llama: PreTrainedModel)
             cache.reset,
             cache.fork,
             lambda: cache.crop(-3),
-            lambda: llama(SECOND[:, :4], cache=cache),
+            lambda: llama(SECOND[:, :4], **{CACHE: cache}),
             lambda: setattr(cache, "salt", "other"),
         ):
             try:
@@ -339,7 +340,7 @@ def test_a_cache_that_another_thread_uses_is_not_changed(llama: PreTrainedModel)
         thread.start()
         thread.join()
 
-    answer = llama.generate(**as_inputs(FIRST), cache=cache, max_new_tokens=8, logits_processor=[Calls(within)])
+    answer = llama.generate(**as_inputs(FIRST), **{CACHE: cache}, max_new_tokens=8, logits_processor=[Calls(within)])
     assert torch.equal(answer, plain("llama", FIRST))
     assert len(found) == 5 * 8
 
@@ -354,15 +355,15 @@ def test_forwards_by_hand_in_two_threads(llama: PreTrainedModel) -> None:
         go_on.wait(10)
 
     handle = llama.model.layers[0].register_forward_pre_hook(hold)
-    thread = threading.Thread(target=lambda: llama(FIRST, cache=cache, logits_to_keep=1))
+    thread = threading.Thread(target=lambda: llama(FIRST, **{CACHE: cache}, logits_to_keep=1))
     thread.start()
     inside.wait(10)
     handle.remove()
     with pytest.raises(CacheInUseError, match="runs a forward with it"):
-        llama(SECOND, cache=cache, logits_to_keep=1)
+        llama(SECOND, **{CACHE: cache}, logits_to_keep=1)
     go_on.set()
     thread.join()
-    more = llama(SECOND[:, :3], cache=cache).logits
+    more = llama(SECOND[:, :3], **{CACHE: cache}).logits
     expected = make_model("llama")(torch.cat([FIRST, SECOND[:, :3]], dim=1)).logits[:, -3:]
     torch.testing.assert_close(more, expected, atol=1e-4, rtol=1e-4)
 
@@ -392,16 +393,16 @@ def test_a_call_that_failed_holds_no_cache(llama: PreTrainedModel, max_cache_len
 
     for ids in (FIRST, SECOND, FIRST):
         with pytest.raises(ZeroDivisionError) as info:
-            llama.generate(**as_inputs(FIRST), cache=cache, max_new_tokens=8, logits_processor=[Calls(fail)])
+            llama.generate(**as_inputs(FIRST), **{CACHE: cache}, max_new_tokens=8, logits_processor=[Calls(fail)])
         kept.append(info)
-        assert torch.equal(llama.generate(**as_inputs(ids), cache=cache, max_new_tokens=8), plain("llama", ids))
+        assert torch.equal(llama.generate(**as_inputs(ids), **{CACHE: cache}, max_new_tokens=8), plain("llama", ids))
 
 
 def test_a_plain_cache_of_an_attached_model_goes_its_own_way() -> None:
     """What a caller brings is the caller's, also within a call."""
     model, _, generate = attached("llama", "fixed")
     own = DynamicCache(config=model.config)
-    inner = [lambda: model.generate(**as_inputs(SECOND), cache=own, max_new_tokens=1)]
+    inner = [lambda: model.generate(**as_inputs(SECOND), **{CACHE: own}, max_new_tokens=1)]
     found = generate(FIRST, logits_processor=[Calls(lambda: inner and inner.pop()())])
     assert torch.equal(found, plain("llama", FIRST))
     assert own.get_seq_length() == SECOND.shape[1]

@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach
+from kvboost_hf.compat import CACHE
 from kvboost_hf.errors import CacheModelMismatchError
 from tests.conftest import as_inputs, make_model, random_ids
 
@@ -25,6 +26,11 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def held_by(out: Any) -> Any:
+    """The cache that generate() has returned, whatever this release calls it."""
+    return out[CACHE]
+
+
 def _saved(out: Any) -> Any:
     file = io.BytesIO()
     torch.save(out, file)
@@ -37,7 +43,7 @@ def _mask(cache: Any, new: int) -> torch.Tensor:
 
 
 def _continued(model: PreTrainedModel, cache: Any, new: int) -> Any:
-    return model.generate(input_ids=NEW[:, :new], attention_mask=_mask(cache, new), cache=cache, max_new_tokens=5)
+    return model.generate(input_ids=NEW[:, :new], attention_mask=_mask(cache, new), **{CACHE: cache}, max_new_tokens=5)
 
 
 def _updated(cache: Any, new: int) -> list[torch.Tensor]:
@@ -54,19 +60,23 @@ def _other(name: str, *, attached: bool) -> PreTrainedModel:
 
 
 USES: dict[str, Callable[[PreTrainedModel, Any, str, int], Any]] = {
-    "iteration": lambda model, out, name, new: [t for layer in out.cache for t in layer[:2]],
-    "isinstance": lambda model, out, name, new: isinstance(out.cache, DynamicCache),
-    "attributes": lambda model, out, name, new: [out.cache.is_compileable, len(out.cache), out.cache.get_max_length()],
-    "save": lambda model, out, name, new: _continued(model, _saved(out).cache, new),
-    "another model": lambda model, out, name, new: [
-        _other(name, attached=False)(NEW[:, :new], cache=out.cache).logits,
-        _continued(_other(name, attached=False), out.cache, new),
+    "iteration": lambda model, out, name, new: [t for layer in held_by(out) for t in layer[:2]],
+    "isinstance": lambda model, out, name, new: isinstance(held_by(out), DynamicCache),
+    "attributes": lambda model, out, name, new: [
+        held_by(out).is_compileable,
+        len(held_by(out)),
+        held_by(out).get_max_length(),
     ],
-    "another attached model": lambda model, out, name, new: _continued(_other(name, attached=True), out.cache, new),
-    "update": lambda model, out, name, new: _updated(out.cache, new),
+    "save": lambda model, out, name, new: _continued(model, held_by(_saved(out)), new),
+    "another model": lambda model, out, name, new: [
+        _other(name, attached=False)(NEW[:, :new], **{CACHE: held_by(out)}).logits,
+        _continued(_other(name, attached=False), held_by(out), new),
+    ],
+    "another attached model": lambda model, out, name, new: _continued(_other(name, attached=True), held_by(out), new),
+    "update": lambda model, out, name, new: _updated(held_by(out), new),
 } | {
     f"{use}, {way}": lambda model, out, name, new, use=use, way=way: use_of[use](
-        model, out, COPIES[way](out.cache), new
+        model, out, COPIES[way](held_by(out)), new
     )
     for use in ("a part of the model", "generate", "forward", "whole text")
     for way in COPIES
@@ -74,12 +84,12 @@ USES: dict[str, Callable[[PreTrainedModel, Any, str, int], Any]] = {
 }
 use_of: dict[str, Callable[[PreTrainedModel, Any, Any, int], Any]] = {
     "a part of the model": lambda model, out, cache, new: (
-        model.base_model(NEW[:, :new], cache=cache).last_hidden_state
+        model.base_model(NEW[:, :new], **{CACHE: cache}).last_hidden_state
     ),
     "generate": lambda model, out, cache, new: _continued(model, cache, new),
-    "forward": lambda model, out, cache, new: model(NEW[:, :new], cache=cache).logits,
+    "forward": lambda model, out, cache, new: model(NEW[:, :new], **{CACHE: cache}).logits,
     "whole text": lambda model, out, cache, new: model.generate(
-        **as_inputs(torch.cat([out.sequences, NEW[:, :new]], dim=1)), cache=cache, max_new_tokens=5
+        **as_inputs(torch.cat([out.sequences, NEW[:, :new]], dim=1)), **{CACHE: cache}, max_new_tokens=5
     ),
 }
 
@@ -112,7 +122,7 @@ def test_uses(name: str, kind: str) -> None:
 
 def test_a_pickled_cache_is_of_transformers_alone(llama: PreTrainedModel) -> None:
     cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
-    llama.generate(**as_inputs(IDS), cache=cache, max_new_tokens=2)
+    llama.generate(**as_inputs(IDS), **{CACHE: cache}, max_new_tokens=2)
     data = pickle.dumps(cache)
     assert b"kvboost_hf" not in data
     loaded = pickle.loads(data)
@@ -122,11 +132,11 @@ def test_a_pickled_cache_is_of_transformers_alone(llama: PreTrainedModel) -> Non
 
 def test_a_cache_that_its_user_made_is_for_its_model_alone(llama: PreTrainedModel) -> None:
     cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
-    llama.generate(**as_inputs(IDS), cache=cache, max_new_tokens=2)
+    llama.generate(**as_inputs(IDS), **{CACHE: cache}, max_new_tokens=2)
     with pytest.raises(CacheModelMismatchError, match="not to a part of it"):
-        llama.model(NEW[:, :2], cache=cache)
+        llama.model(NEW[:, :2], **{CACHE: cache})
     with pytest.raises(CacheModelMismatchError, match="made for one Llama"):
-        make_model("llama").generate(**as_inputs(IDS), cache=cache, max_new_tokens=1)
+        make_model("llama").generate(**as_inputs(IDS), **{CACHE: cache}, max_new_tokens=1)
 
 
 @pytest.mark.parametrize("off", [-3, -1, 1, 40])
@@ -144,16 +154,17 @@ def test_a_mask_that_does_not_fit(name: str, attention: str | None, size: int | 
             model.set_attn_implementation(attention)
         store = ChunkStore(model, chunk_size=16)
         cache = DynamicCache(config=model.config) if is_plain else ChunkReuseCache(model, store, max_cache_len=size)
-        model.generate(**as_inputs(IDS), cache=cache, max_new_tokens=4)
+        model.generate(**as_inputs(IDS), **{CACHE: cache}, max_new_tokens=4)
         held = int(cache.get_seq_length())
         mask = torch.ones(1, held + new + off, dtype=torch.long)
+        mask[:, : new - 1] = 0  # transformers drops a mask of ones
         if mask.shape[1] == new:
             pytest.skip("a mask as long as the ids: they are the whole text")
-        answers.append(model.generate(input_ids=NEW[:, :new], attention_mask=mask, cache=cache, max_new_tokens=5))
+        answers.append(model.generate(input_ids=NEW[:, :new], attention_mask=mask, **{CACHE: cache}, max_new_tokens=5))
         if isinstance(cache, ChunkReuseCache):
             assert "the attention mask is not as long as" in (cache.report.bypass_reason or "")
             whole = torch.cat([IDS, NEW], dim=1)
-            again = model.generate(**as_inputs(whole), cache=cache, max_new_tokens=2) if size is None else None
+            again = model.generate(**as_inputs(whole), **{CACHE: cache}, max_new_tokens=2) if size is None else None
             if again is not None:
                 assert torch.equal(again, make_model(name).generate(**as_inputs(whole), max_new_tokens=2))
             assert store.check_integrity().wrong == 0

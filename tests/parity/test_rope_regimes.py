@@ -10,7 +10,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
 from tests.conftest import _COMMON, as_inputs, counted, left_pad, random_ids
 
 LIMIT = 128  # tokens that the frequencies were trained for
-NEW = 12
+NEW = 6
 BASE, OTHER = random_ids(300, seed=1), random_ids(300, seed=2)
 
 _LONGROPE: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """What check_model_compatibility says, to whom, and what it costs."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from packaging.version import Version
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvboost_hf import check_model_compatibility
+from kvboost_hf.assisted.branch_probe import branch_reason
+from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.layers.choose import make_layers
+from kvboost_hf.cache.planning.repair.base import Measure
 from kvboost_hf.compat import probe_reason
 from kvboost_hf.compatibility import known_architectures
 from tests.conftest import counted, make_model
@@ -106,3 +110,23 @@ def test_the_probe_leaves_no_trace(llama: PreTrainedModel) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in llama.state_dict().items())
     assert not llama.training
+
+
+@pytest.mark.parametrize("when", ["once", "always"])
+def test_a_probe_that_a_hook_makes_fail_is_run_again(llama: PreTrainedModel, when: str) -> None:
+    def fail(*_: Any) -> None:
+        if when == "once":
+            handle.remove()
+        raise RuntimeError("not this time")
+
+    handle = llama.model.layers[-1].register_forward_pre_hook(fail)
+    other = llama.lm_head.register_forward_hook(lambda *_: None)
+    reasons = (probe_reason, branch_reason, partial(blend_reason, measure=Measure.NOTHING))
+    for reason in reasons[: None if when == "always" else 1]:
+        assert "not this time" in str(reason(llama))
+    handle.remove()
+    other.remove()
+    assert [reason(llama) for reason in reasons] == [None] * 3
+    with counted(llama) as work:
+        assert probe_reason(llama) is None
+    assert not work.calls

@@ -21,12 +21,14 @@ def _as_on(system: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    ("system", "without"), [("darwin", ""), ("win32", "not outlive_the_process and not load_while_the_model")]
-)
-def test_tests_pass_there(system: str, without: str) -> None:
-    """On Windows, without those that need a disk tier."""
-    done = _as_on(system, *CHOSEN, "-k", without)
+_WITHOUT = {"darwin": "", "win32": "not outlive_the_process and not load_while_the_model"}  # which need a disk tier
+
+
+@pytest.mark.parametrize("chosen", [CHOSEN[1:2], pytest.param(CHOSEN, marks=pytest.mark.nightly)], ids=len)
+@pytest.mark.parametrize("system", _WITHOUT)
+def test_tests_pass_there(system: str, chosen: tuple[str, ...]) -> None:
+    """With each commit, those of files, memory and processes."""
+    done = _as_on(system, *chosen, "-k", _WITHOUT[system])
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
     assert "failed" not in done.stdout
 

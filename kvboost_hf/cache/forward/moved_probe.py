@@ -77,7 +77,7 @@ def _reason(model: PreTrainedModel, measure: Measure) -> str | None:
         return "its decoder layers cannot be told apart"
     if measure is Measure.DEVIATION and len(rotation.layers) < 2:
         return "it has no second layer to be measured"
-    return attempt(lambda: _probe(model, rotation, measure), "it fails on a part of its tokens")
+    return attempt(model, lambda: _probe(model, rotation, measure), "it fails on a part of its tokens")
 
 
 @torch.no_grad()

@@ -74,7 +74,9 @@ def sharing_reason(model: PreTrainedModel) -> str | None:
     if others:
         return f"its cache has layers of the kind {', '.join(sorted(others))}"
     return remember(
-        model, (sharing_reason, model.dtype), lambda: attempt(lambda: _probe(model), "it fails on rows in pieces")
+        model,
+        (sharing_reason, model.dtype),
+        lambda: attempt(model, lambda: _probe(model), "it fails on rows in pieces"),
     )
 
 
