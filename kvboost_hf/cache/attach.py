@@ -27,7 +27,7 @@ from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS, GRADIENTS, gradients_enabled, logits_kept, wants_all_logits
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.compat import CACHE, cache_in, input_device, known_reason, running_streamer, unwrapped
+from kvboost_hf.compat import CACHE, cache_in, input_device, known_reason, require_model, running_streamer, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 Salt = str | bytes | None
@@ -184,7 +184,7 @@ class _Attachment:
         return self._begin_anew(cache)
 
     def _take_over(self, buffers: _Buffers | None) -> CacheParts | None:
-        """What an earlier call of this thread has left; None if that call is under way, or its cache in use."""
+        """What an earlier call of this thread has left; None if it is under way, or its cache or layers are in use."""
         if buffers is None:
             return None
         last = self._of_thread.last
@@ -192,7 +192,8 @@ class _Attachment:
             self._of_thread.last = None
             self._latest = None if self._latest is last else self._latest
         del last
-        return buffers.parts if buffers.cache() is None else None
+        is_free = buffers.cache() is None and not buffers.parts.live.has_layers_elsewhere
+        return buffers.parts if is_free else None
 
     def _begin_anew(self, cache: ChunkReuseCache) -> ChunkReuseCache:
         salt = self._current_salt()
@@ -425,7 +426,7 @@ def _prepare_cache_for_generation(
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `attach`. Stored chunks, and caches that are passed by hand, stay as they are."""
-    inner = unwrapped(model)
+    inner = require_model(model)
     _flush(inner)
     inner.__dict__.pop(PREPARE_CACHE, None)
     ModelState.of(inner).attached = None
@@ -438,7 +439,7 @@ def last_cache(model: PreTrainedModel) -> ChunkReuseCache | None:
     That of this thread, or where this thread has made none, of any thread. The report of a call that was not served
     says why.
     """
-    attached = ModelState.of(unwrapped(model)).attached
+    attached = ModelState.of(require_model(model)).attached
     return attached.last if isinstance(attached, _Attachment) else None
 
 

@@ -26,7 +26,7 @@ from kvboost_hf.cache.forward.moved_forward import movable_spans
 from kvboost_hf.cache.forward.repair_later import PIECE, may_repair, repair_more
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Lent, Request, SettledLater, note_hooks
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.live.binding import Binding
+from kvboost_hf.cache.live.binding import Binding, require_policy, require_store
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
 from kvboost_hf.cache.live.in_use import CacheUse
@@ -426,8 +426,10 @@ class ChunkReuseCache(DynamicCache):
 
     @store.setter
     def store(self, store: ChunkStore) -> None:
+        if (model := self._binding.model) is not None:
+            require_store(store, model)
         self._settle_last()
-        self._binding.store = store
+        self._binding.change(store=store)
 
     @property
     def policy(self) -> ReusePolicy:
@@ -436,12 +438,13 @@ class ChunkReuseCache(DynamicCache):
 
     @policy.setter
     def policy(self, policy: ReusePolicy) -> None:
+        require_policy(policy)
         for name in ("keep_logprobs", "reproducible"):
             before, new = getattr(self.policy, name), getattr(policy, name)
             if new != before:
                 raise ValueError(f"`{name}` of a cache must stay {before}, got {new}. Make a new ChunkReuseCache.")
         self._settle_last()
-        self._binding.policy = policy
+        self._binding.change(policy=policy)
 
     @property
     def salt(self) -> bytes:

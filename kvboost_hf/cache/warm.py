@@ -206,14 +206,21 @@ def _as_ids(text_or_ids: Texts, tokenizer: Any, *, add_special_tokens: bool = Tr
         text_or_ids = encode(text_or_ids, add_special_tokens=add_special_tokens)["input_ids"]
     are_texts = isinstance(text_or_ids, Sequence) and any(isinstance(each, str) for each in text_or_ids[:1])
     if isinstance(text_or_ids, Mapping) or are_texts:
-        told = "['input_ids'] of it" if isinstance(text_or_ids, Mapping) else "one text after the other"
-        raise ValueError(
-            f"`text_or_ids` must be a text, ids or a list of messages, got {type(text_or_ids).__name__}. Pass {told}."
-        )
-    ids = torch.as_tensor(text_or_ids, dtype=torch.long)
+        is_message = isinstance(text_or_ids, Mapping) and "role" in text_or_ids
+        encoded = "[message]" if is_message else "['input_ids'] of it"
+        raise _not_a_start(text_or_ids, encoded if isinstance(text_or_ids, Mapping) else "one text after the other")
+    try:
+        ids = torch.as_tensor(text_or_ids, dtype=torch.long)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _not_a_start(text_or_ids, "one prompt after the other") from error
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
         raise ValueError(
             f"`text_or_ids` must be a text or ids of the shape [n] or [1, n], n > 0, got {list(ids.shape)}."
         )
     return ids
+
+
+def _not_a_start(found: object, remedy: str) -> ValueError:
+    kind = type(found).__name__
+    return ValueError(f"`text_or_ids` must be a text, ids or a list of messages, got {kind}. Pass {remedy}.")

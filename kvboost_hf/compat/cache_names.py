@@ -5,6 +5,7 @@ before it by themselves, with a `FutureWarning`.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,8 +29,8 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 def _cache_argument(model: PreTrainedModel) -> str:
-    arguments = forward_arguments(model)
-    return next((name for name in _NAMES if name in arguments), "")
+    named = inspect.signature(model.forward).parameters  # before what it may pass on to another forward
+    return next((name for each in (named, forward_arguments(model)) for name in _NAMES if name in each), "")
 
 
 def cache_in(kwargs: Mapping[str, Any]) -> Any:

@@ -43,6 +43,18 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
+def require_model(model: Any) -> Any:
+    """The model inside wrappers, or `model` itself.
+
+    Raises:
+        ValueError: for anything but a `PreTrainedModel`.
+    """
+    inner = unwrapped(model)
+    if not isinstance(inner, PreTrainedModel):
+        raise ValueError(_not_a_model(inner))
+    return inner
+
+
 def require_reusable_model(model: PreTrainedModel) -> None:
     """Refuse models that K/V reuse cannot support.
 

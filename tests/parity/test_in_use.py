@@ -163,6 +163,42 @@ def test_an_earlier_answer_keeps_its_cache(kind: str) -> None:
     assert torch.equal(found, plain("llama", longer)[:, held:])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_an_earlier_answer_keep_what_they_hold(kind: str) -> None:
+    """Somebody may keep the layers, or the list of them, and not the cache."""
+    _, _, generate = attached("llama", kind)
+    kept = [
+        lambda cache: cache.layers[0],
+        lambda cache: cache.layers,
+        lambda cache: list(cache.layers),
+    ]
+    first = []
+    for keep in kept:
+        for ids in (SECOND, FIRST):
+            found = generate(ids, return_dict_in_generate=True)
+        layers = keep(found[CACHE])
+        layer = layers[0] if isinstance(layers, list) else layers
+        first.append((layers, layer, layer.keys.clone()))
+        del found, layers, layer
+    generate(SECOND)
+    for _, layer, keys in first:
+        assert torch.equal(layer.keys, keys)
+
+
+def test_ids_that_continue_other_rows_are_refused(llama: PreTrainedModel) -> None:
+    cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
+    first = llama.generate(**as_inputs(FIRST), **{CACHE: cache}, max_new_tokens=8)
+    rows, mask = SECOND.repeat(2, 1), torch.ones(2, 47 + 33, dtype=torch.long)
+    for call in (
+        lambda: llama(rows, **{CACHE: cache}),
+        lambda: llama.generate(input_ids=rows, attention_mask=mask, **{CACHE: cache}, max_new_tokens=2),
+    ):
+        with pytest.raises(ValueError, match=r"`input_ids` has 2 rows, and the ChunkReuseCache holds 1.*Pass 1"):
+            call()
+    longer = torch.cat([first, SECOND], dim=1)
+    assert torch.equal(llama.generate(**as_inputs(longer), **{CACHE: cache}, max_new_tokens=8), plain("llama", longer))
+
+
 def test_buffers_of_a_fixed_size_serve_call_after_call() -> None:
     model, _, generate = attached("llama", "fixed")
     places = set()
@@ -212,9 +248,8 @@ def test_a_loop_may_hand_its_cache_on(llama: PreTrainedModel) -> None:
 
     cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
     for ids in (FIRST, torch.cat([FIRST, SECOND], dim=1)):
-        assert torch.equal(
-            llama.generate(**as_inputs(ids), **{CACHE: cache}, custom_generate=loop), plain("llama", ids)
-        )
+        found = llama.generate(**as_inputs(ids), **{CACHE: cache}, custom_generate=loop, max_new_tokens=8)
+        assert torch.equal(found, plain("llama", ids))
 
 
 def _yielding(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from kvboost_hf import (
     StoreFullError,
     attach,
     check_model_compatibility,
+    detach,
+    last_cache,
 )
 from tests.conftest import as_inputs, make_model, random_ids
 
@@ -54,6 +57,36 @@ def test_what_is_no_tier_policy_or_store(llama: PreTrainedModel) -> None:
             make(llama, policy="blend")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="`store` must be a ChunkStore, got 'ram:4GB'"):
             make(llama, "ram:4GB")  # type: ignore[arg-type]
+
+
+def test_policy_and_store_of_a_cache_are_checked_when_they_are_set(llama: PreTrainedModel) -> None:
+    cache, other = ChunkReuseCache(llama, ChunkStore(llama)), make_model("llama", seed=1)
+    coded, closed = ChunkStore(llama, codec="int4"), ChunkStore(llama)
+    closed.close()
+    for name, value, error, told in (
+        ("policy", "blend", ValueError, r"`policy` must be a ReusePolicy, got 'blend'"),
+        ("policy", None, ValueError, r"`policy` must be a ReusePolicy, got None"),
+        ("store", None, ValueError, r"`store` must be a ChunkStore, got None"),
+        ("store", ChunkStore(other), ValueError, r"`store` was made for another model object"),
+        ("store", closed, StoreClosedError, "was closed"),
+    ):
+        with pytest.raises(error, match=told):
+            setattr(cache, name, value)
+    cache.policy = ReusePolicy(audit_rate=0.5)
+    with pytest.raises(ValueError, match="`audit_rate` must be 0 with a store with codec"):
+        cache.store = coded
+    cache.policy = ReusePolicy()
+    cache.store = coded
+    with pytest.raises(ValueError, match="`audit_rate` must be 0 with a store with codec"):
+        cache.policy = ReusePolicy(audit_rate=0.5)
+
+
+@pytest.mark.parametrize("found", ["m", None, 5, LlamaConfig()])
+def test_only_models_are_detached_and_asked_for_their_cache(found: Any) -> None:
+    told = f"`model` must be a transformers PreTrainedModel, got {type(found).__name__}"
+    for call in (detach, last_cache):
+        with pytest.raises(ValueError, match=told):
+            call(found)
 
 
 def test_a_budget_smaller_than_one_chunk(llama: PreTrainedModel) -> None:

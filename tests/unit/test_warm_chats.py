@@ -232,6 +232,9 @@ class TestRefusals:
                 "a text, ids or a list of messages, got list. Pass one text after the other",
             ),
             ({"text_or_ids": {"input_ids": [1, 2]}}, r"got dict. Pass \['input_ids'\] of it"),
+            ({"text_or_ids": SYSTEM}, r"got dict. Pass \[message\]"),
+            ({"text_or_ids": [[SYSTEM], [USER]]}, "a text, ids or a list of messages, got list. Pass one prompt"),
+            ({"text_or_ids": b"abc"}, "a text, ids or a list of messages, got bytes. Pass one prompt"),
             ({"text_or_ids": [SYSTEM, "a"]}, "A chat must be a list of messages such as .* got one of type str"),
         ],
     )

@@ -58,7 +58,7 @@ def next_forward(parts: CacheParts, request: Request) -> Forward:
     """The forward that a model is to run for a request; it is under way from its `begin` on.
 
     Raises:
-        ValueError: for more columns than a cache of a fixed size has room for.
+        ValueError: for more columns than a cache of a fixed size has room for, and for ids that continue other rows.
     """
     live, model = parts.live, request.model
     parts.writer.confirm_steps()
@@ -165,6 +165,8 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
 def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     """Ids follow what the layers hold: a decoding step, candidates to verify, or more of a prompt."""
     live, inputs = parts.live, request.inputs
+    if live.ledger is not None and isinstance(inputs, ForwardInputs):
+        _require_rows(inputs.input_ids.shape[0], live.ledger.log.batch_size)
     ledger = live.in_step(look=live.stateful or not request.is_step)
     if live.untracked and request.is_step:
         return Unrecorded(parts, held, held + 1)
@@ -190,6 +192,15 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
             # Releases of transformers before 5.23 pass a mask of ones, which no kernel need read.
             request.kwargs = {**request.kwargs, "attention_mask": None}
     return Step(parts, held, inputs, mask, _repair(parts, request.model, new))
+
+
+def _require_rows(given: int, held: int) -> None:
+    if given != held:
+        raise ValueError(
+            f"`input_ids` has {given} rows, and the ChunkReuseCache holds {held}, so that no text is continued. Pass "
+            f"{held}, or make the cache hold {given} with `batch_repeat_interleave` or `batch_select_indices`. For "
+            "new texts, pass the whole of them to generate(), or call reset() before."
+        )
 
 
 def _repair(parts: CacheParts, model: PreTrainedModel, new: int) -> Callable[[], None] | None:

@@ -8,6 +8,7 @@ again, until the model alone refers to it.
 
 import ctypes
 import logging
+import sys
 from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any
@@ -168,6 +169,17 @@ def _uses_by_python() -> int:
     alone.untyped_storage()
     storage = alone.untyped_storage()
     return int(_uses(storage._cdata)) - 1
+
+
+def references(objects: list[Any]) -> list[int]:
+    """How many references each of `objects` has besides that of the list."""
+    return [sys.getrefcount(each) - _references_in_a_list() for each in objects]
+
+
+@cache
+def _references_in_a_list() -> int:
+    """What Python counts of an object to which nothing but a list refers."""
+    return next(sys.getrefcount(each) for each in [object()])
 
 
 def _content(weight: torch.Tensor) -> Hashable:

@@ -64,17 +64,10 @@ class Binding:
             StoreClosedError: for a store that was closed.
         """
         require_cache(model)
-        if store is not None and not isinstance(store, ChunkStore):
-            raise ValueError(f"`store` must be a ChunkStore, got {store!r}. Pass ChunkStore(model).")
         if store is not None:
-            store.records.require_open()
-        if policy is not None and not isinstance(policy, ReusePolicy):
-            raise ValueError(f"`policy` must be a ReusePolicy, got {policy!r}. Pass ReusePolicy(mode='blend').")
-        if store is not None and not store.serves(model):
-            raise ValueError(
-                "`store` was made for another model object, whose K/V this model cannot use. Pass a store made with "
-                "ChunkStore(model), or None for the model's default store."
-            )
+            require_store(store, model)
+        if policy is not None:
+            require_policy(policy)
         if live_quant is not None and max_cache_len is not None:
             raise ValueError(
                 f"`max_cache_len` must be None with `live_quant`, whose buffers grow, got {max_cache_len}. Leave out "
@@ -86,23 +79,23 @@ class Binding:
             if getattr(policy, name) and other is not None:
                 raise ValueError(f"`{name}` must be False with `{other}`, got True. Leave out one of the two.")
         store = store if store is not None else default_store(model)
-        if policy.reproducible and not store.codec.lossless:
-            raise ValueError(
-                f"`reproducible` must be False with a store with codec {store.codec.name!r}, got True: what comes out "
-                "of that codec is not what was computed. Make a store without a codec."
-            )
-        if policy.audit_rate and (live_quant is not None or not store.codec.lossless):
-            lossy = "`live_quant`" if live_quant is not None else f"a store with codec {store.codec.name!r}"
-            raise ValueError(
-                f"`audit_rate` must be 0 with {lossy}, whose answers may differ, got {policy.audit_rate}. Measure "
-                "them with verify_correctness()."
-            )
+        _require_fit(store, policy, live_quant)
         return cls(model, store, policy, store.salt if salt is None else salt_bytes(salt), live_quant)
 
     @property
     def model(self) -> PreTrainedModel | None:
         """The model, or None if it no longer exists."""
         return self._model()
+
+    def change(self, store: ChunkStore | None = None, policy: ReusePolicy | None = None) -> None:
+        """Go on with another store, or another policy.
+
+        Raises:
+            ValueError: for one that does not fit the rest.
+        """
+        store, policy = store if store is not None else self.store, policy if policy is not None else self.policy
+        _require_fit(store, policy, self.live_quant)
+        self.store, self.policy = store, policy
 
     @property
     def fingerprint(self) -> ModelFingerprint | None:
@@ -161,4 +154,45 @@ class Binding:
         model, fingerprint = self._model(), self.fingerprint
         return (
             model is None or fingerprint is None or foreign_attention(model) is not None or bool(fingerprint.watched)
+        )
+
+
+def require_store(store: object, model: PreTrainedModel) -> None:
+    """Refuse a store that cannot keep the K/V of a model.
+
+    Raises:
+        ValueError: for anything but a `ChunkStore`, and for one of another model.
+        StoreClosedError: for a store that was closed.
+    """
+    if not isinstance(store, ChunkStore):
+        raise ValueError(f"`store` must be a ChunkStore, got {store!r}. Pass ChunkStore(model).")
+    store.records.require_open()
+    if not store.serves(model):
+        raise ValueError(
+            "`store` was made for another model object, whose K/V this model cannot use. Pass a store made with "
+            "ChunkStore(model), or None for the model's default store."
+        )
+
+
+def require_policy(policy: object) -> None:
+    """Refuse what is no policy.
+
+    Raises:
+        ValueError: for anything but a `ReusePolicy`.
+    """
+    if not isinstance(policy, ReusePolicy):
+        raise ValueError(f"`policy` must be a ReusePolicy, got {policy!r}. Pass ReusePolicy(mode='blend').")
+
+
+def _require_fit(store: ChunkStore, policy: ReusePolicy, live_quant: KVQuantConfig | None) -> None:
+    if policy.reproducible and not store.codec.lossless:
+        raise ValueError(
+            f"`reproducible` must be False with a store with codec {store.codec.name!r}, got True: what comes out "
+            "of that codec is not what was computed. Make a store without a codec."
+        )
+    if policy.audit_rate and (live_quant is not None or not store.codec.lossless):
+        lossy = "`live_quant`" if live_quant is not None else f"a store with codec {store.codec.name!r}"
+        raise ValueError(
+            f"`audit_rate` must be 0 with {lossy}, whose answers may differ, got {policy.audit_rate}. Measure "
+            "them with verify_correctness()."
         )

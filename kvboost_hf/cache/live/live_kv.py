@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf.cache.identity.aliases import holders
+from kvboost_hf.cache.identity.aliases import holders, references
 from kvboost_hf.cache.identity.foreign import is_own
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.layers.base import ReuseLayer
@@ -272,6 +272,15 @@ class LiveKV:
                 storage = buffer.untyped_storage()
                 known[storage._cdata] = storage, known.get(storage._cdata, (storage, 0))[1] + 1
         return any(holders(storage) > count for storage, count in known.values())
+
+    @property
+    def has_layers_elsewhere(self) -> bool:
+        """Whether somebody else refers to one of the layers, or to the list of them that transformers sees."""
+        if self.visible is not self._shown:
+            return True
+        known = [sum(each is layer for each in self._shown) + 1 + (layer is self._counting) for layer in self.layers]
+        found = references([*self.layers, self._shown])
+        return found[-1] > 2 or any(more > own for more, own in zip(found, known, strict=False))
 
     def note_change(self) -> None:
         """Nothing is known any more of what the layers hold."""
