@@ -47,6 +47,8 @@ def prune_layers(folder: str | Path, *, dry_run: bool = False) -> list[LayerFile
         ValueError: there is no such folder, or no layer in it.
         OSError: the folder cannot be read, or a file cannot be removed.
     """
+    if not str(folder):
+        raise ValueError("`folder` must name a folder, got ''. Pass the `disk_folder` of a StreamingConfig.")
     place = Path(folder).expanduser().absolute()
     if not place.is_dir():
         raise ValueError(f"There is no folder {str(place)!r}. Pass the `disk_folder` of a StreamingConfig.")

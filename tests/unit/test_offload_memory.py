@@ -507,6 +507,8 @@ def test_prune_refuses_other_folders(tmp_path: Path) -> None:
         prune_layers(tmp_path)
     with pytest.raises(ValueError, match="There is no folder"):
         prune_layers(tmp_path / "missing")
+    with pytest.raises(ValueError, match="must name a folder, got ''"):
+        prune_layers("")
     assert _names(tmp_path) == {"layer-of-somebody.bin"}
 
 
