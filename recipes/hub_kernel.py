@@ -21,7 +21,7 @@ BACKENDS = ("cpu", "cuda")
 
 _PACKAGE = ROOT / "kvboost_hf"
 _WITH_TRANSFORMERS = {"__init__.py", "masks.py", "register.py"}  # of attention/: transformers makes masks itself here
-_BESIDE = ("handles.py", "kernel_calls.py", "triton_dot.py", "triton_launch.py", "triton_support.py")
+_BESIDE = ("forks.py", "handles.py", "kernel_calls.py", "triton_dot.py", "triton_launch.py", "triton_support.py")
 
 _INIT = '''"""The attention of kvboost_hf, as transformers calls it for `attn_implementation="ORG/{name}"`."""
 
@@ -53,6 +53,7 @@ def relocated(path: str, text: str, namespace: str) -> str:
         r"^( *)import kvboost_hf\.([\w.]+)\.(\w+) as (\w+)", rf"\1from {up}\2 import \3 as \4", text, flags=re.M
     )
     text = re.sub(r"^( *)from kvboost_hf\.([\w.]+) import", rf"\1from {up}\2 import", text, flags=re.M)
+    text = re.sub(r"^( *)from kvboost_hf import", rf"\1from {up} import", text, flags=re.M)
     return text.replace('"kvboost_hf::', f'"{namespace}::').replace("torch.ops.kvboost_hf.", f"torch.ops.{namespace}.")
 
 

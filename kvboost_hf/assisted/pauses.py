@@ -75,7 +75,7 @@ class Pauses:
                     "then rejects. generate(custom_generate=TreeDecoding(draft)) calls it once for each token"
                 )
         for each in call.criteria:
-            if type(each) not in _CRITERIA:
+            if type(each) not in _CRITERIA and not getattr(each, "once_a_round", False):
                 return (
                     f"{type(each).__name__} may end the text at any token, and assisted decoding would ask it once a "
                     "round. generate(custom_generate=TreeDecoding(draft)) asks it at each token"

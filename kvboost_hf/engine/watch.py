@@ -13,10 +13,15 @@ class Watch(StoppingCriteria):
 
     Unlike a streamer it may be used with several rows, assistants and trees of drafts.
 
+    Attributes:
+        once_a_round: Drafts may go on: no token decides when it ends a text, so that it need not be asked at each.
+
     Args:
         prompt_tokens: Columns of the prompt.
         streamer: Gets the tokens of the only row; None for nobody.
     """
+
+    once_a_round = True
 
     def __init__(self, prompt_tokens: int, streamer: BaseStreamer | None = None) -> None:
         self.first_at: float | None = None  # by time.perf_counter()

@@ -49,6 +49,11 @@ def read_into(file: FileIO, start: int, target: memoryview) -> int:
         while done < len(target) and (count := file.readinto(target[done:])):
             done += count
         return done
+    if not hasattr(os, "preadv"):  # macOS
+        while done < len(target) and (found := os.pread(file.fileno(), len(target) - done, start + done)):
+            target[done : done + len(found)] = found
+            done += len(found)
+        return done
     while done < len(target) and (count := os.preadv(file.fileno(), [target[done:]], start + done)):
         done += count
     return done

@@ -299,9 +299,9 @@ def test_files_of_another_processor_are_not_read(
             monkeypatch.setattr(quantizer, "order_name", lambda: "another")
         with use_backend(PoisoningBackend):
             load_streamed(str(checkpoint), config, device="cpu")
-        written.append({path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.bin")})
+        written.append({path.name for path in tmp_path.glob("checkpoint-*.json")})
     assert written[0] == written[1]
-    assert all(written[2][name] != time for name, time in written[1].items())
+    assert len(written[2]) == 2  # what is in files is known by the order of codes, too
 
 
 def test_experts(tmp_path: Path) -> None:

@@ -273,15 +273,18 @@ def _ids(at: Listening, engine: FakeEngine, body: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("route", "body"),
+    ("route", "body", "ends"),
     [
-        ("/v1/responses", {"model": "reader", "input": HOSTILE, "instructions": HOSTILE}),
-        ("/v1/warm", {"messages": [{"role": "system", "content": HOSTILE}, {"role": "user", "content": HOSTILE}]}),
+        ("/v1/responses", {"model": "reader", "input": HOSTILE, "instructions": HOSTILE}, 2),
+        # The user's message may go on, so that what is warmed does not end it.
+        ("/v1/warm", {"messages": [{"role": "system", "content": HOSTILE}, {"role": "user", "content": HOSTILE}]}, 1),
     ],
 )
-def test_other_routes_with_chats(at: Listening, engine: FakeEngine, tokenizer: Any, route: str, body: Any) -> None:
+def test_other_routes_with_chats(
+    at: Listening, engine: FakeEngine, tokenizer: Any, route: str, body: Any, ends: int
+) -> None:
     assert at.http.post(route, json=body).status_code == 200
-    assert _ends(tokenizer, list(engine.job.ids)) == 2
+    assert _ends(tokenizer, list(engine.job.ids)) == ends
 
 
 def test_raw_prompts_may_have_markers(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:

@@ -247,8 +247,9 @@ def test_a_layer_is_found_again_and_read_in_any_parts(tmp_path: Path, origin: Or
         target = torch.zeros(end - start, dtype=torch.uint8)
         source.read_into(target, start)
         assert torch.equal(target, content()[start:end])
-    assert sorted(name.partition("-")[0] for name in _names(tmp_path / "new")) == ["checkpoint", "layer"]
-    assert all(path.stat().st_mode & 0o777 == 0o600 for path in (tmp_path / "new").iterdir())
+    names = sorted(_names(tmp_path / "new") - LOCKS)
+    assert [name.partition("-")[0] for name in names] == ["checkpoint", "layer"]
+    assert all((tmp_path / "new" / name).stat().st_mode & 0o777 == 0o600 for name in names)
 
 
 def test_a_layer_that_is_there_is_not_written_again(tmp_path: Path, origin: Origin) -> None:
@@ -271,6 +272,7 @@ def _open_as(kind: type[FileIO], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "open", opened, raising=False)
 
 
+@pytest.mark.skipif(not hasattr(os, "preadv"), reason="it is what is made short here")
 def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {"read": 0, "write": 0}
 
@@ -472,6 +474,7 @@ def test_a_folder_stays_itself_when_the_process_goes_elsewhere(
     assert len(list((tmp_path / "layers").iterdir())) == 2 + len(LOCKS)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there an open file is what cannot be removed, not a lock")
 def test_prune_removes_what_nobody_uses(tmp_path: Path, origin: Origin) -> None:
     folder = LayerFolder(tmp_path, origin)
     used, unused = folder.write(0, content(), LAYOUT), folder.write(1, content(1), LAYOUT)

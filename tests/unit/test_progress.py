@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from kvboost_hf.cache.tiers.disk import DiskTier
 from kvboost_hf.cli import command_line, main
 from kvboost_hf.cli.next_steps import next_steps
 from kvboost_hf.progress import Progress, duration
@@ -247,5 +248,6 @@ def test_who_stops_reading_sees_no_error(monkeypatch: pytest.MonkeyPatch, capsys
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file of Linux")
 def test_a_full_disk_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    DiskTier(tmp_path, 10**6).close()
     assert main(["inspect", "--tiers", f"disk:{tmp_path}", "--json", "/dev/full"]) == 2
     assert "/dev/full cannot be written: No space left on device. Make room, or name" in capsys.readouterr().err
