@@ -55,17 +55,18 @@ def make_layers(
     if live_quant is None:
         if not contiguous and attn_implementation(model) == ATTENTION and read_in_place(PiecedKV, input_device(model)):
             layers = [PiecedLayer() if type(layer) is GrowingLayer else layer for layer in layers]
-        return [*_in_place_of(stocks, layers), *([HiddenStates()] if keeps_hidden else [])]
+        return [*in_place_of(stocks, layers), *([HiddenStates()] if keeps_hidden else [])]
     codec, found = make_codec(live_quant), key_rotation(model)
     rotations = found.layers if isinstance(found, KeyRotation) else [None] * len(layers)
     ends = exact_layers(live_quant, len(layers))
     for idx in range(ends, len(layers) - ends):
         if type(layers[idx]) is GrowingLayer:
             layers[idx] = QuantizedLayer(codec, live_quant, rotations[idx])
-    return _in_place_of(stocks, layers)
+    return in_place_of(stocks, layers)
 
 
-def _in_place_of(stocks: list[Any], layers: list[ReuseLayer]) -> list[ReuseLayer]:
+def in_place_of(stocks: list[Any], layers: list[ReuseLayer]) -> list[ReuseLayer]:
+    """The layers, each with the one of transformers whose place it takes: pickles have that in place of ours."""
     for stock, layer in zip(stocks, layers, strict=True):
         layer.stock = stock
     return layers

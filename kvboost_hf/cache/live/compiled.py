@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.layers.choose import in_place_of
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.prompt.generate_call import GenerateCall
@@ -55,11 +56,8 @@ class StaticDecoding:
 
     def make_layers(self, model: PreTrainedModel) -> list[ReuseLayer]:
         """Empty layers."""
-        layers: list[ReuseLayer] = []
-        for stock in cache_layers(model):
-            layers.append(StaticReuseLayer(self.max_cache_len, _window(stock)))
-            layers[-1].stock = stock
-        return layers
+        stocks = cache_layers(model)
+        return in_place_of(stocks, [StaticReuseLayer(self.max_cache_len, _window(stock)) for stock in stocks])
 
     def require_call_fits(self, call: GenerateCall, held: int) -> None:
         """Refuse a generate() call that may outgrow the cache.

@@ -61,7 +61,8 @@ class ReuseReport:
             becomes that of a plain forward (`ReusePolicy.progressive`).
         eager_reason: Why the last generate() call decodes without a graph, or None: it decodes in one, or there was no
             such call.
-        start_reason: Of `ChunkStore.warm`: why chats never begin with what was warmed, or not always, or None.
+        start_reason: Why chats never begin with what `ChunkStore.warm` has computed, or not always; None if they do,
+            and for all other prompts.
     """
 
     prompt_tokens: int = 0
