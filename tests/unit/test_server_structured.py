@@ -63,7 +63,7 @@ _GRAMMARS: dict[Any, Grammars] = {}
 
 def constraint_for(tokenizer: Any, size: int, grammar: str, ends: frozenset[int] = frozenset()) -> GrammarConstraint:
     """A constraint of the grammars for a tokenizer, whose processes end with the module."""
-    key = (tokenizer.eos_token_id, size, ends)  # of the embedded model, all of them
+    key = (tokenizer.eos_token_id, len(tokenizer), size, ends)  # the embedded one, with or without added tokens
     if key not in _GRAMMARS:
         _GRAMMARS[key] = Grammars(tokenizer, size, ends=ends, processes=1)
     return _GRAMMARS[key].constraint(grammar)
