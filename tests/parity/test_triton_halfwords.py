@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvboost_hf.attention.triton.halfwords import instructions, load_table, nibbles_of, numbers, unit_of
-from kvboost_hf.cache.codecs.lloyd_max import centroids
+from kvboost_hf.cache.codecs.packing import centroids
 
 ALL = 1 << 16
 

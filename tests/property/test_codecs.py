@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.codecs.packing import pack, packed_width, unpack
-from kvboost_hf.cache.codecs.rotation import random_rotation, rotated, rotated_back
+from kvboost_hf.cache.codecs.turboquant import random_rotation, rotated, rotated_back
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
 

@@ -16,7 +16,7 @@ from kvboost_hf.cache.planning.eviction import EvictionOrder
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, find_moved
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, plan_row
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
-from kvboost_hf.cache.store.records.view import Row
+from kvboost_hf.cache.store.indexes import Row
 from tests.conftest import make_model
 
 MODEL = make_model("llama")

@@ -9,7 +9,7 @@ import torch
 
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.blocks import Block
-from kvboost_hf.cache.kv.staging import Staging
+from kvboost_hf.cache.kv.transfer import Staging
 
 
 class FakeEvent:

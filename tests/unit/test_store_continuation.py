@@ -15,8 +15,8 @@ from kvboost_hf.cache.planning import ngram_index
 from kvboost_hf.cache.planning.chunks import Tokens, prefix_key
 from kvboost_hf.cache.planning.column_ids import media_ids, shifted_ids
 from kvboost_hf.cache.store.chunk_store import Put
-from kvboost_hf.cache.store.records.history import History
-from kvboost_hf.cache.store.records.text import StoredText
+from kvboost_hf.cache.store.history import History
+from kvboost_hf.cache.store.indexes import StoredText
 
 CHUNK = 16
 

@@ -25,7 +25,7 @@ from kvboost_hf.cache.kv.model_form import ModelForm
 from kvboost_hf.cache.planning.chunks import Tokens, prefix_key
 from kvboost_hf.cache.planning.plan import Border, RowPlan, Segment, plan_row, trim_row
 from kvboost_hf.cache.store.chunk_store import Put, StoredChunk
-from kvboost_hf.cache.store.records.view import Row
+from kvboost_hf.cache.store.indexes import Row
 from kvboost_hf.cache.tiers.base import Entry, Tier
 from kvboost_hf.cache.tiers.disk import DiskTier
 from tests.conftest import as_inputs, make_model, random_ids
