@@ -35,9 +35,9 @@ Tokens = NDArray[np.int64]
 KEY_BYTES = 20
 _ID_BITS = 32
 _MEDIA = -(2**62)  # ids of media are below this one, all others above
-# Columns [k * PIECE, (k + 1) * PIECE) are computed in one forward with `ReusePolicy(reproducible=True)`, reused or not:
-# matrix products of other shapes round differently, so that the last bits of a token's K/V depend on the forward that
-# computes it.
+# With `ReusePolicy(reproducible=True)`, columns [k * PIECE, (k + 1) * PIECE) are computed in one forward, whether or
+# not a prompt is reused: matrix products of other shapes round differently, so that the last bits of a token's K/V
+# depend on the forward that computes it.
 PIECE = 256
 LEAST_CHUNK_SIZE = 32
 _SHORTEST = 8  # tokens before an explicit boundary: a shorter chunk could not be looked up (plan.HEAD_TOKENS)
@@ -150,8 +150,8 @@ class ContentChunker:
     """Cuts at boundaries that the content defines: separators, message headers, hashes, ends of sentences.
 
     `FixedChunker` cuts at multiples of a length, so that one more token at the start of a prompt moves every cut, and
-    no chunk of the two prompts is the same. A `ContentChunker` derives a cut from the tokens around it and from the cut
-    before, so that cuts soon realign after a change:
+    no chunk of the two prompts is the same. A `ContentChunker` derives a cut from the tokens around it and from the
+    cut before, so that cuts soon realign after a change:
 
     1. It cuts after a separator or the header of a chat message, if the next `chunk_size` tokens contain one.
     2. Otherwise it cuts behind the four tokens with the largest hash, such that the chunk has between a quarter of
