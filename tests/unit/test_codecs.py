@@ -13,13 +13,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvboost_hf.cache.codecs import Codec, Role, make_codec, packing, turboquant
-from kvboost_hf.cache.codecs.base import ExactStart
-from kvboost_hf.cache.codecs.packing import centroids, round_to
-from kvboost_hf.cache.codecs.turboquant import random_projection, random_rotation
-from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
 from tests.codecs import HEAD_DIM, ROTATION, error, gaussian, heavy_tailed, outliers, through
+from tests.internals.cache import (
+    Codec,
+    ExactStart,
+    Role,
+    centroids,
+    make_codec,
+    packing,
+    random_projection,
+    random_rotation,
+    round_to,
+    turboquant,
+)
+from tests.internals.compat import LayerRotation
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -11,12 +11,16 @@ import fsspec
 import numpy as np
 import pytest
 
-from kvboost_hf.cache.tiers.addresses import open_tier, parse_tier
-from kvboost_hf.cache.tiers.base import Tier
-from kvboost_hf.cache.tiers.failures import Guard
-from kvboost_hf.cache.tiers.filesystem import FilesystemTier
-from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
-from kvboost_hf.cache.tiers.valkey import ValkeyTier
+from tests.internals.cache import (
+    FilesystemTier,
+    Guard,
+    Tier,
+    ValkeyTier,
+    open_tier,
+    pack_entry,
+    parse_tier,
+    unpack_entry,
+)
 from tests.servers import BINARY, Impostor, Server, free_port
 from tests.tier_contract import ROOT, OpenTier, TierContract, assert_same, keys, make_blob, make_entry, name_of, write
 
@@ -122,7 +126,7 @@ def test_what_failed_is_left_alone_and_then_tried_once(caplog):
 
 def test_is_left_alone_for_longer_each_time_up_to_a_limit(monkeypatch):
     now = 100.0
-    monkeypatch.setattr("kvboost_hf.cache.tiers.failures.monotonic", lambda: now)
+    monkeypatch.setattr("kvboost_hf.cache.tiers.guard.monotonic", lambda: now)
     guard, pauses = Guard("The test"), list[float]()
     for _ in range(7):
         guard.call(None, fail)
