@@ -110,7 +110,7 @@ def test_a_check_of_a_store_leaves_the_positions_of_a_model_alone() -> None:
     with torch.no_grad():
         model(input_ids=random_ids(40, 1) % 90 + 2, past_key_values=ChunkReuseCache(model, store), logits_to_keep=1)
     model.model.rope_deltas = shift = torch.tensor([[-7]])
-    found = store.check_integrity(model)
+    found = store.check_integrity()
     assert (found.wrong, found.checked) == (0, found.checked)
     assert found.checked > 0
     assert model.model.rope_deltas is shift
