@@ -10,12 +10,11 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import kvboost_hf
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, load_assistant, score_ids
-from kvboost_hf.assisted.branch_probe import branch_reason
-from kvboost_hf.cache.forward.moved_probe import blend_reason
-from kvboost_hf.cache.planning.repair import Measure
-from kvboost_hf.compat import PrivateCache, cache_layers, run_model
 from tests import multimodal
 from tests.conftest import as_inputs, counted, make_model, random_ids
+from tests.internals.assisted import branch_reason
+from tests.internals.cache import Measure, blend_reason
+from tests.internals.compat import PrivateCache, cache_layers, run_model
 
 PACKAGE = Path(kvboost_hf.__file__).parent
 OWN = "compat/private.py"
