@@ -15,13 +15,12 @@ import torch
 from torch.utils._triton import has_triton
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.costs.compile_costs import CompileCosts, Graph
+from kvboost_hf.cache.costs import CompileCosts, Graph
 from kvboost_hf.cache.identity.foreign import holder_of_cache
 from kvboost_hf.cache.identity.settings import autocast
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.live.binding import Binding
-from kvboost_hf.cache.live.compiled import StaticDecoding, static_reason
-from kvboost_hf.cache.live.compiled_calls import decode, guard
+from kvboost_hf.cache.live.compiled import StaticDecoding, decode, guard, static_reason
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.live.store_writer import StoreWriter
 from kvboost_hf.cache.prompt.generate_call import GenerateCall, is_inside_of_us, running_config
