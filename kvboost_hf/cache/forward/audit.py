@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.layers.hidden_states import private_cache
+from kvboost_hf.cache.layers.choose import private_cache
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, StoredChunk, StoredStates

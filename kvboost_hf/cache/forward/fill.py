@@ -10,13 +10,13 @@ from itertools import pairwise
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.costs.prompt_costs import pieces
+from kvboost_hf.cache.costs import pieces
 from kvboost_hf.cache.forward.spans import Span, Spans, parts_of, pieces_of, spans_of
 from kvboost_hf.cache.kv.layer_kv import LayerKVReader, Place
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
+from kvboost_hf.cache.layers.choose import private_cache
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import buffers_for
-from kvboost_hf.cache.layers.hidden_states import private_cache
 from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.planning.stems import Stem
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
