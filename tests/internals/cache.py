@@ -32,7 +32,7 @@ from kvboost_hf.cache.identity.weights import WeightsWatch, _reads_addresses, _S
 from kvboost_hf.cache.kv import blocks, transfer
 from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV
-from kvboost_hf.cache.kv.model_form import ColumnForm, ModelForm, read_kv, read_states
+from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv.records import StoredStates
 from kvboost_hf.cache.kv.transfer import Staging
 from kvboost_hf.cache.layers import pieced

@@ -159,6 +159,6 @@ def test_damage_is_found_where_it_is() -> None:
     _, data = joined(ENTRY, {"codes": torch.zeros(4, 8)})
     blob = Blob(memoryview(data[:-40] + b"\1" + data[-39:]))
     for index in (0, 1, 3):
-        blob.check("codes", index)
+        blob.check("codes", [index])
     with pytest.raises(DamagedBlobError, match="Entry 2 of tensor 'codes'"):
-        blob.check("codes", 2)
+        blob.check("codes", [2])

@@ -14,7 +14,7 @@ from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
-from kvboost_hf.cache.kv.model_form import ModelForm, read_kv, read_states
+from kvboost_hf.cache.kv.model_form import ChunkForms, ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_key, unloaded
 from kvboost_hf.cache.planning.chunks import root_key
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
@@ -45,6 +45,7 @@ class BlobReader:
         self._first_form: ModelForm | None = None
         self._kinds: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()  # by root, see `note_root`
         self._forms: OrderedDict[tuple[bytes, bool], ModelForm | None] = OrderedDict()  # by kind
+        self._chunk_forms: ChunkForms | None = None  # of the form that was read last
 
     @property
     def column_format(self) -> ColumnFormat:
@@ -69,33 +70,42 @@ class BlobReader:
     def read(self, blob: Blob, root: bytes) -> LayerKV | LayerStates | None:
         """The K/V or the states in a blob, or None where the form that they should have is not known.
 
+        Tried are the form of the model as it was at first, then, where it may have changed since, as it is.
+
         Raises:
             DamagedBlobError: if they have another form.
         """
+        kind = self._kinds.get(root)
+        if kind is None:
+            return None  # nothing of it is in a lower tier
         damage: DamagedBlobError | None = None
-        for form in self.forms(root):
-            try:
-                if blob.entry.kind is Kind.STATES:
-                    return read_states(blob, form)
-                return read_kv(blob, self.column_format, form)
-            except DamagedBlobError as error:
-                damage = error
+        if kind not in self._forms:
+            _, keeps_hidden = kind
+            if self._first_form is not None and not keeps_hidden:
+                try:
+                    return self._read_as(self._first_form, blob)
+                except DamagedBlobError as error:
+                    damage = error
+        if (form := self.form_of(root)) is not None:
+            return self._read_as(form, blob)
         if damage is not None:
             raise damage
         return None
 
-    def forms(self, root: bytes) -> Iterator[ModelForm]:
-        """The form as the model was at first, then, where it may have changed since, as it is."""
+    def form_of(self, root: bytes) -> ModelForm | None:
+        """The form as the model is now; None where it cannot be told, and for roots that are in no lower tier."""
         kind = self._kinds.get(root)
-        if kind is None:
-            return  # nothing of it is in a lower tier
-        if kind not in self._forms:
-            _, keeps_hidden = kind
-            if self._first_form is not None and not keeps_hidden:
-                yield self._first_form
-            remember(self._forms, kind, ModelForm.of(self._model(), keeps_hidden=keeps_hidden))
-        if (form := self._forms[kind]) is not None:
-            yield form
+        if kind is not None and kind not in self._forms:
+            remember(self._forms, kind, ModelForm.of(self._model(), keeps_hidden=kind[1]))
+        return self._forms[kind] if kind is not None else None
+
+    def _read_as(self, form: ModelForm, blob: Blob) -> LayerKV | LayerStates:
+        if blob.entry.kind is Kind.STATES:
+            return read_states(blob, form)
+        known, columns = self._chunk_forms, self.column_format
+        if known is None or known.form is not form or known.columns is not columns:
+            known = self._chunk_forms = ChunkForms(columns, form)
+        return read_kv(blob, known)
 
 
 class LowerMemory:
@@ -172,29 +182,38 @@ class LowerMemory:
             else:  # a prompt need not wait for it
                 self.tiers.run(lambda: self._on_found(self.records(root)))
 
-    def load(self, stored: S, *, check: bool) -> S | None:
-        """Read a record from the tier that it was found in; None if it is not there any more.
+    def load(self, wanted: Iterable[S], *, check: bool) -> list[S | DamagedBlobError | None]:
+        """Read records from the tiers that they were found in.
 
         Args:
-            stored: Not loaded yet.
-            check: Compare all of a chunk with its checksums now, rather than as it is read.
+            wanted: Not loaded yet.
+            check: Compare all of each chunk with its checksums now, rather than as it is read.
 
-        Raises:
-            DamagedBlobError: if it is not what this store would have written there.
+        Returns:
+            Each record; None if it is not there any more, or why it is not what this store would have written.
         """
-        found = stored.found
-        assert found is not None
-        begin = time.perf_counter()
-        blob = found.tier.read(found.entry)
-        held = self._reader.read(blob, stored.root) if blob is not None else None
-        if blob is None or held is None:
-            return None
-        if check or isinstance(stored, StoredStates):
-            blob.check_all()
-            found.tier.took(blob.entry.nbytes, time.perf_counter() - begin)
+        results: list[S | DamagedBlobError | None] = []
+        for stored in wanted:
+            found = stored.found
+            assert found is not None
+            begin = time.perf_counter()
+            try:
+                blob = found.tier.read(found.entry)
+                held = self._reader.read(blob, stored.root) if blob is not None else None
+                if blob is None or held is None:
+                    results.append(None)
+                    continue
+                if check or isinstance(stored, StoredStates):
+                    blob.check_all()
+                    found.tier.took(blob.entry.nbytes, time.perf_counter() - begin)
+            except DamagedBlobError as error:
+                results.append(error)
+                continue
+            nbytes = held.nbytes + stored.tokens.nbytes
+            results.append(replace(stored, loaded=held, nbytes=nbytes))  # type: ignore[arg-type]
         with self._lock:
-            self.loaded += 1
-        return replace(stored, loaded=held, nbytes=held.nbytes + stored.tokens.nbytes)  # type: ignore[arg-type]
+            self.loaded += sum(isinstance(each, StoredChunk | StoredStates) for each in results)
+        return results
 
     # Writing
 
@@ -212,13 +231,14 @@ class LowerMemory:
 
         written = self.tiers.write(stored.nbytes, make, above) or above is not None
         if written:
-            self.note_known(stored.key)
+            self.note_known([stored.key])
         return written
 
-    def note_known(self, key: bytes) -> None:
-        """A record is in a lower tier."""
+    def note_known(self, keys: Iterable[bytes]) -> None:
+        """Records are in a lower tier."""
         with self._lock:
-            remember(self._known, key, None)
+            for key in keys:
+                remember(self._known, key, None)
 
     def keep_evicted(self, stored: Stored) -> None:
         """Host memory has evicted a record: write it if it is not there yet, and have it found by its content."""

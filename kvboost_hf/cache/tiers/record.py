@@ -8,7 +8,7 @@ without the others. Checksums are 64-bit XXH3: they find damage, not malice.
 import json
 import struct
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -86,6 +86,7 @@ class _Header(NamedTuple):
     tensors: dict[str, Any]
     sums: dict[str, list[int]]
     layout: Any
+    layout_text: str
     entry: Entry
     start: int  # of the tensors
 
@@ -104,7 +105,8 @@ class Blob:
     """
 
     def __init__(self, data: memoryview) -> None:
-        self._header, self._sums, self.layout, self.entry, self._start = _read_header(data)
+        self._header, self._sums, self.layout, self.layout_text, self.entry, self._start = _read_header(data)
+        self.was_checked = False  # all of it, once
         if self.entry.nbytes != len(data):
             raise DamagedBlobError(f"A blob of {self.entry.nbytes} bytes has {len(data)}.")
         self._data = (
@@ -137,17 +139,18 @@ class Blob:
         part = self._data[self._start + start : self._start + stop]
         return torch.frombuffer(part, dtype=dtype).view(shape)
 
-    def check(self, name: str, index: int) -> None:
-        """Compare a leading entry of a tensor with its checksum.
+    def check(self, name: str, indices: Iterable[int]) -> None:
+        """Compare leading entries of a tensor with their checksums.
 
         Raises:
-            DamagedBlobError: if it differs.
+            DamagedBlobError: if one differs.
         """
-        start, stop = self._header[name]["data_offsets"]
-        size = (stop - start) // max(1, len(self._sums[name]))
-        at = self._start + start + index * size
-        if xxhash.xxh3_64_intdigest(self._data[at : at + size]) != self._sums[name][index]:
-            raise DamagedBlobError(f"Entry {index} of tensor {name!r} of a blob does not have its checksum.")
+        sums, (start, stop) = self._sums[name], self._header[name]["data_offsets"]
+        size = (stop - start) // max(1, len(sums))
+        for index in indices:
+            at = self._start + start + index * size
+            if xxhash.xxh3_64_intdigest(self._data[at : at + size]) != sums[index]:
+                raise DamagedBlobError(f"Entry {index} of tensor {name!r} of a blob does not have its checksum.")
 
     def check_all(self) -> None:
         """Compare all of it with its checksums.
@@ -156,8 +159,8 @@ class Blob:
             DamagedBlobError: if something differs.
         """
         for name, sums in self._sums.items():
-            for index in range(len(sums)):
-                self.check(name, index)
+            self.check(name, range(len(sums)))
+        self.was_checked = True
 
 
 def read_entry(blob: memoryview) -> Entry:
@@ -187,7 +190,8 @@ def _read_header(data: memoryview) -> _Header:
         sums = json.loads(metadata["sums"])
         end = _end_of(header, sums)
         entry = _entry_from_json(json.loads(metadata["entry"]), start + end)
-        return _Header(header, sums, json.loads(metadata["layout"]), entry, start)
+        layout = metadata["layout"]
+        return _Header(header, sums, json.loads(layout), layout, entry, start)
     except DamagedBlobError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -200,9 +204,12 @@ def _end_of(header: dict[str, Any], sums: dict[str, list[int]]) -> int:
     if header.keys() != sums.keys():
         raise DamagedBlobError("The checksums of a blob are not those of its tensors.")
     end = 0
-    for name, spec in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        (start, stop), shape, size = spec["data_offsets"], spec["shape"], _DTYPES[spec["dtype"]].itemsize
-        if not (0 < len(shape) <= _MAX_DIMENSIONS and all(map(_is_count, (start, stop, *shape)))):
+    for (start, stop), name in sorted([(spec["data_offsets"], name) for name, spec in header.items()]):
+        shape, size = header[name]["shape"], _DTYPES[header[name]["dtype"]].itemsize
+        counts = [start, stop, *shape]
+        if not 0 < len(shape) <= _MAX_DIMENSIONS or set(map(type, counts)) != {int}:
+            raise DamagedBlobError(f"Tensor {name!r} of a blob has no shape.")
+        if min(counts) < 0 or max(counts) >= _MAX_COUNT:
             raise DamagedBlobError(f"Tensor {name!r} of a blob has no shape.")
         if type(sums[name]) is not list:
             raise DamagedBlobError(f"Tensor {name!r} of a blob has no checksums.")
@@ -210,10 +217,6 @@ def _end_of(header: dict[str, Any], sums: dict[str, list[int]]) -> int:
             raise DamagedBlobError(f"Tensor {name!r} of a blob is not where its shape says.")
         end = stop
     return end
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MAX_COUNT
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
@@ -229,7 +232,7 @@ def _entry_as_json(entry: Entry) -> dict[str, Any]:
 def _entry_from_json(entry: dict[str, Any], nbytes: int) -> Entry:
     digests = {name: bytes.fromhex(entry[name]) for name in ("key", "model", "root", "parent", "head")}
     tokens = np.frombuffer(b64decode(entry["tokens"], validate=True), dtype="<i8").astype(np.int64)
-    if not _is_count(entry["start"]):
+    if type(entry["start"]) is not int or not 0 <= entry["start"] < _MAX_COUNT:
         raise DamagedBlobError("What a blob is found by has no place in its text.")
     return Entry(kind=Kind(entry["kind"]), start=entry["start"], tokens=tokens, nbytes=nbytes, **digests)
 
