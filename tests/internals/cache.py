@@ -23,6 +23,7 @@ from kvboost_hf.cache.forward.moved import choose_columns
 from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.forward.repair_later import goes_on
 from kvboost_hf.cache.forward.reused import Reused
+from kvboost_hf.cache.identity import fingerprint
 from kvboost_hf.cache.identity.aliases import Memories, _memory
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, model_name
 from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache
@@ -98,7 +99,7 @@ from kvboost_hf.cache.store.settings import chunk_bytes
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import below, record
 from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, TierSpec, open_tier, parse_tier
-from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
+from kvboost_hf.cache.tiers.base import Entry, Kind, MadeWith, Tier
 from kvboost_hf.cache.tiers.below import MeasuredTier
 from kvboost_hf.cache.tiers.disk import DiskTier, files
 from kvboost_hf.cache.tiers.disk.rows import charge

@@ -11,6 +11,7 @@ from typing import TypeVar
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs.base import Codec
+from kvboost_hf.cache.identity.durable_names import library_versions
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
@@ -19,10 +20,10 @@ from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_
 from kvboost_hf.cache.planning.chunks import root_key
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.store.history import History, remember
-from kvboost_hf.cache.tiers.base import Entry, Kind
+from kvboost_hf.cache.tiers.base import Entry, Kind, MadeWith
 from kvboost_hf.cache.tiers.below import Found, LowerTiers
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
-from kvboost_hf.compat import cache_layers, key_rotation, known_reason
+from kvboost_hf.compat import attn_implementation, cache_layers, key_rotation, known_reason
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -130,7 +131,7 @@ class LowerMemory:
         self.tiers = tiers
         self.loaded = self.lost = 0  # records that were read, and that could not be read
         self._model_name, self._reader, self._lock, self._on_found = model_name, reader, lock, on_found
-        self._durable_roots: set[bytes] = set()  # that mean the same in every process
+        self._durable_roots: dict[bytes, MadeWith] = {}  # that mean the same in every process
         self.forget_all()
 
     def __bool__(self) -> bool:
@@ -143,9 +144,12 @@ class LowerMemory:
 
     # Looking up
 
+    def keep(self, root: bytes, made_with: MadeWith) -> None:
+        """From now on, write what is stored under a root, and find what is there, as `note_root` says."""
+        self._durable_roots[root] = made_with
+
     def note_root(self, root: bytes, fingerprint: bytes, *, keeps_hidden: bool = False) -> None:
-        """From now on, write what is stored under a root, and find what is there; see `BlobReader.note_root`."""
-        self._durable_roots.add(root)
+        """Remember which fingerprint of the model a root is of, and whether hidden states are kept under it."""
         self._reader.note_root(root, fingerprint, keeps_hidden=keeps_hidden)
 
     def keeps(self, root: bytes) -> bool:
@@ -254,7 +258,7 @@ class LowerMemory:
             kind, start = Kind.CONTENT if stored.content_only else Kind.CHUNK, stored.start
         head = b"" if kind is Kind.CONTENT else head_key(stored.parent, stored.tokens[:HEAD_TOKENS])
         rest = (self._model_name, stored.root, stored.parent, head, start, stored.tokens)
-        return Entry(stored.key, kind, *rest, nbytes=0)
+        return Entry(stored.key, kind, *rest, nbytes=0, made_with=self._durable_roots[stored.root])
 
     # Giving up
 
@@ -300,13 +304,16 @@ class Roots:
         self._passing: set[bytes] = set()  # roots that last as long as it stays as it is
         self._warned: set[str] = set()
 
-    def root(self, model: PreTrainedModel, salt: bytes, regime: bytes, *, read_all: bool, keeps_hidden: bool) -> bytes:
+    def root(
+        self, model: PreTrainedModel, salt: bytes, regime: bytes, codec: str, *, read_all: bool, keeps_hidden: bool
+    ) -> bytes:
         """The root of a model as it is now.
 
         Args:
             model: The model.
             salt: Whose prompts they are.
-            regime: Of the rotary frequencies, and of the codec.
+            regime: Of the rotary frequencies, and of what the live cache computes over.
+            codec: Name of the store's codec.
             read_all: Read every weight to tell whether one has changed.
             keeps_hidden: Hidden states are kept beside K/V.
         """
@@ -319,7 +326,7 @@ class Roots:
                 self._warned.add(fingerprint)
                 _log.warning("K/V of this model is kept in host memory only: %s in other processes.", fingerprint)
             found = follower.current(model, full=read_all)
-        root = root_key(found, salt, regime + (b"hidden states" if keeps_hidden else b""))
+        root = root_key(found, salt, regime + codec.encode() + (b"hidden states" if keeps_hidden else b""))
         self._history.note_root(root, salt)
         if not durable and not read_all:
             if follower.age != self._age:
@@ -327,5 +334,13 @@ class Roots:
                 self._age, self._passing = follower.age, set()
             self._passing.add(root)
         if durable:
+            if not self._lower.keeps(root):
+                made_with = MadeWith(codec, regime.decode("latin-1"), attn_implementation(model), versions())
+                self._lower.keep(root, made_with)
             self._lower.note_root(root, found, keeps_hidden=keeps_hidden)
         return root
+
+
+def versions() -> str:
+    """The versions that K/V depends on, for people."""
+    return "torch {}, transformers {}".format(*library_versions())

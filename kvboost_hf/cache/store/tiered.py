@@ -30,9 +30,9 @@ from kvboost_hf.cache.store.indexes import ContentIndexes, Row, StoredText, Tier
 from kvboost_hf.cache.store.insertion import Insertion
 from kvboost_hf.cache.store.lower import BlobReader, LowerMemory
 from kvboost_hf.cache.store.memory import DeviceMemory, HostMemory
-from kvboost_hf.cache.tiers.base import Entry
+from kvboost_hf.cache.tiers.base import Entry, MadeWith
 from kvboost_hf.cache.tiers.below import LowerTiers
-from kvboost_hf.cache.tiers.record import DamagedBlobError
+from kvboost_hf.cache.tiers.record import DamagedBlobError, read_entry
 from kvboost_hf.errors import StoreClosedError
 
 _log = logging.getLogger(__name__)
@@ -189,6 +189,14 @@ class TieredRecords:
     def entries(self) -> Iterator[Entry]:
         """Entries of all blobs in lower tiers, of other models, weights, salts and codecs, too."""
         return (found.entry for found in self.lower.tiers.entries())
+
+    def made_with(self, key: bytes) -> MadeWith | None:
+        """What the K/V under a key in a lower tier was made with, by its blob; None where that is not known."""
+        for found in self.lower.tiers.find([key]).values():
+            blob = found.tier.tier.read(key)
+            with suppress(DamagedBlobError):
+                return read_entry(blob).made_with if blob is not None else None
+        return None
 
     def everything(self) -> list[Stored]:
         """All records under the roots that this store knows, in any tier; loaded or not."""
