@@ -129,23 +129,24 @@ def is_stock(cache: Any) -> bool:
 
 def foreign_functions(model: nn.Module, kinds: Iterable[type]) -> list[Any]:
     """Functions of others that forwards call: attention, masks, and patches of modules and classes."""
-    found = _replaced_in(F)
+    found: list[Any] = []
     if isinstance(model, PreTrainedModel):
         mask = ALL_MASK_ATTENTION_FUNCTIONS.get(attn_implementation(model))
         attention = foreign_attention(model)
         found += [] if attention is None else [attention]
         found += [] if mask is None or _is_original(mask) else [mask]
+    for place in places_of_functions(model, kinds):
+        found += _replaced_in(place)
+    return found
+
+
+def places_of_functions(model: nn.Module, kinds: Iterable[type]) -> list[Any]:
+    """The classes and modules of Python in which forwards of modules of these classes look up what they call."""
     classes = {base: None for kind in kinds for base in kind.__mro__ if _is_of_a_model(base)}
     own = attention_function(model) if isinstance(model, PreTrainedModel) else None
     around = [sys.modules[own.__module__]] if own is not None and is_of_package(own) else []
-    for place in (
-        nn.Module,
-        *around,
-        *classes,
-        *(sys.modules[name] for name in {each.__module__: None for each in classes}),
-    ):
-        found += _replaced_in(place)
-    return found
+    modules = [sys.modules[name] for name in {each.__module__: None for each in classes}]
+    return [F, nn.Module, *around, *classes, *modules]
 
 
 def _is_of_a_model(kind: type) -> bool:

@@ -38,7 +38,7 @@ def config_scalars(config: Any) -> list[Hashable]:
         if kind in SCALARS:
             found.append(value)
         elif kind is list or kind is tuple or (kind is dict and value):
-            found.append(_shown(value))
+            found.append(shown(value))
         elif isinstance(value, PreTrainedConfig):  # of a text model or a vision tower
             found += config_scalars(value)
     return found
@@ -55,7 +55,8 @@ def _without_origin(written: dict[str, Any]) -> dict[str, Any]:
     return {name: _without_origin(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """The text of a value that may change in place."""
     try:
         return repr(value)
     except Exception:  # of something in it

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs.compile_costs import CompileCosts, Graph
-from kvboost_hf.cache.identity.walk import COMPILED_CALL
+from kvboost_hf.cache.identity.versions import COMPILED_CALL
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.prompt.hook import Kwargs
