@@ -69,8 +69,10 @@ class ModelFingerprint:
             in_files = [(before, each.digest) for before, each in found.in_files if isinstance(each, Content)]
             switches = (*found.switches, *sorted(found.files), *in_files, *serials)
             state = (switches, weights, self.bumps)
-            same = known is not None and known[1] == state
-            digest = known[2] if same else self._digest(model, state, b"" if full else self._weights.sample)
+            if known is not None and known[1] == state:
+                digest = known[2]
+            else:
+                digest = self._digest(model, state, b"" if full else self._weights.sample)
             self._digests[full] = look, state, digest
             return digest
 

@@ -1,9 +1,9 @@
 """Tells that nobody has changed a model, by the numbers with which CPython counts the changes of dicts.
 
-Until Python 3.13 each dict has a number that is another one after each change, and that no dict had before. Attributes,
-parameters, buffers, children and hooks of modules are in dicts, and so are the settings of configurations, the methods
-of classes and the functions of Python's modules. To compare a few thousand numbers takes microseconds; to read what is
-in the dicts takes milliseconds. Where changes are not counted, each look at a model reads it.
+Until Python 3.13 each dict has a number that is another one after each change, and that no dict had before.
+Attributes, parameters, buffers, children and hooks of modules are in dicts, and so are settings of configurations,
+methods of classes and functions of Python's modules. To compare a few thousand numbers takes microseconds; to read
+what is in the dicts takes milliseconds. Where changes are not counted, each look at a model reads it.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -60,6 +61,8 @@ INSIDE = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward
 HOOKS = INSIDE[3:]
 _DICT, _IS_META, _VALUES = attrgetter("__dict__"), attrgetter("is_meta"), methodcaller("values")
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
+# Values that a walk does not read, or that never change.
+_NEVER_READ = (GenerationConfig, KeptOnModel, type, types.ModuleType, types.BuiltinFunctionType)
 _VERSION_AT = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)  # in a dict, behind the number of its items
 _VERSION = np.dtype(np.uint64)
 _COUNTED_UNTIL = (3, 13)
@@ -81,7 +84,8 @@ class Still:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._lists: list[Any] = []  # of configurations and modules: their changes are not counted
+        # Containers of configurations and modules, whose changes are not counted: they are written out.
+        self._lists: list[Any] = []
         self._kept: list[tuple[tuple[Dict, ...], tuple[Dict, ...], Callable[[], bytes]]] = []
         modules = _modules_of(model) if _are_counted() else []
         own = tuple(map(_DICT, modules))
@@ -131,11 +135,15 @@ class Still:
         if type(value) is dict:
             self._lists.append(value)
             return all(type(each) in _PLAIN for pair in value.items() for each in pair)
+        if type(value) is functools.partial:
+            self._lists.append(value)
+            given = [*value.args, *value.keywords.values()]
+            return self._follow(value.func, dicts, modules) and all(type(each) in _PLAIN for each in given)
         if isinstance(value, types.MethodType):
             return id(value.__self__) in modules and self._follow(value.__func__, dicts, modules)
         if isinstance(value, types.FunctionType):
             return is_own(value) and is_written_where_it_says(value)
-        return isinstance(value, GenerationConfig | KeptOnModel | type | types.ModuleType)
+        return isinstance(value, _NEVER_READ)
 
     def tensors(self, model: nn.Module) -> list[torch.Tensor] | None:
         """The parameters and buffers of a model in which nothing else has changed; None if something may have."""
@@ -168,7 +176,8 @@ def _modules_of(model: nn.Module) -> list[nn.Module]:
 
 def _dict_of(attributes: Any) -> Dict:
     """The dict behind what `vars()` returns of a class."""
-    return gc.get_referents(attributes)[0] if isinstance(attributes, types.MappingProxyType) else attributes
+    found: Dict = gc.get_referents(attributes)[0] if isinstance(attributes, types.MappingProxyType) else attributes
+    return found
 
 
 def _numbers_of(dicts: Iterable[Dict]) -> Callable[[], bytes]:
@@ -177,11 +186,13 @@ def _numbers_of(dicts: Iterable[Dict]) -> Callable[[], bytes]:
     addresses = np.fromiter(kept, dtype=np.int64) + _VERSION_AT
     first = int(addresses.min())
     size = int(addresses.max()) - first + _VERSION.itemsize
-    memory = np.frombuffer((ctypes.c_char * size).from_address(first), dtype=_VERSION)
+    words: Any = (ctypes.c_char * size).from_address(first)
+    memory: NDArray[np.uint64] = np.frombuffer(words, dtype=_VERSION)
     places = (addresses - first) // _VERSION.itemsize
 
     def read(kept: object = kept) -> bytes:
-        return memory.take(places).tobytes()
+        found: NDArray[np.uint64] = memory.take(places)
+        return found.tobytes()
 
     return read
 
