@@ -118,7 +118,10 @@ class ModelFingerprint:
     @property
     def altered(self) -> str | None:
         """Why a hook changes, or may change, what the model computes, or None."""
-        return next((reason for watch in self.watched if (reason := watch.reason) is not None), None)
+        for watch in self.watched:
+            if (reason := watch.reason) is not None:
+                return reason
+        return None
 
     def bump(self) -> None:
         """Change the fingerprint, so that all K/V computed before is no longer found."""

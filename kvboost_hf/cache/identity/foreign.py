@@ -17,24 +17,18 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from kvboost_hf.cache.identity.durable_names import is_of_package, is_package_code, is_written_where_it_says
 from kvboost_hf.cache.identity.hooks import name_of, only_looks
-from kvboost_hf.compat import CACHE, attention_function, attn_implementation, own_hooks
+from kvboost_hf.compat import CACHE, attention_function, attn_implementation
 
 _CACHE_ARGUMENTS = frozenset((CACHE, "past_key_values", "past_key_value", "cache_params", "layer_past"))
 _ANYTHING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _IMPORTED = frozenset(("causal_conv1d", "einops", "kernels", "numpy"))  # packages that modules of transformers import
-
-
-def hooks_registered() -> int:
-    """How many hooks others have registered on any module so far."""
-    return int(RemovableHandle.next_id) - own_hooks()
 
 
 def holder_of_cache(model: nn.Module) -> str | None:

@@ -71,9 +71,11 @@ def ids_of_configs(config: Any) -> set[int]:
 
 def autocast() -> Hashable:
     """The precision this thread computes with: float32 matmul precision, and autocast by device type."""
-    precision = torch.get_float32_matmul_precision()
-    kinds = [kind for kind in _device_kinds() if torch.is_autocast_enabled(kind)]
-    return precision, *[(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+    found: tuple[Hashable, ...] = (torch.get_float32_matmul_precision(),)
+    for kind in _device_kinds():
+        if torch.is_autocast_enabled(kind):
+            found += ((kind, torch.get_autocast_dtype(kind)),)
+    return found
 
 
 def arithmetic() -> tuple[Hashable, ...]:
