@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from kvboost_hf.cache.codecs import LiveQuant, live_config
 from kvboost_hf.cache.forward import lend
 from kvboost_hf.cache.forward.flow import next_forward
-from kvboost_hf.cache.forward.moved_forward import movable_spans
+from kvboost_hf.cache.forward.moved import movable_spans
 from kvboost_hf.cache.forward.repair_later import PIECE, may_repair, repair_more
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Lent, Request, SettledLater, note_hooks
 from kvboost_hf.cache.layers.base import ReuseLayer

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvboost_hf.cache.planning.chunks import Chunker, ContentChunker, FixedChunker, Tokens
 from kvboost_hf.cache.planning.content_index import ContentIndex
-from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, MovedSegment, find_moved, window_hashes
+from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, find_moved, window_hashes
+from kvboost_hf.cache.planning.plan import Segment
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ def text(n: int, seed: int = 0, words: int = 50) -> Tokens:
     return np.random.default_rng(seed).integers(0, words, n)
 
 
-def check(segments: tuple[MovedSegment, ...], tokens: Tokens, start: int, stop: int) -> int:
+def check(segments: tuple[Segment, ...], tokens: Tokens, start: int, stop: int) -> int:
     """What any answer must fulfil; returns how many tokens are served."""
     at, runs = start, [0]
     for segment in segments:
@@ -69,7 +70,7 @@ def check(segments: tuple[MovedSegment, ...], tokens: Tokens, start: int, stop: 
     return sum(segment.stop - segment.start for segment in segments)
 
 
-def moved(tokens: Tokens, index: MovedIndex, start: int = 0, stop: int | None = None) -> tuple[MovedSegment, ...]:
+def moved(tokens: Tokens, index: MovedIndex, start: int = 0, stop: int | None = None) -> tuple[Segment, ...]:
     stop = len(tokens) if stop is None else stop
     segments = find_moved(tokens, start, stop, index)
     check(segments, tokens, start, stop)

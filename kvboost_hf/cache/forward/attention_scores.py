@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.forward.moved import BlendPlan
 from kvboost_hf.cache.forward.scatter import ScatterPass
 from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.planning.moved import BlendPlan
 from kvboost_hf.compat import PrivateCache, cache_argument
 
 _MAX_QUERIES = 32
@@ -38,15 +38,15 @@ def attention_of_the_end(
         tokens that went through each layer.
     """
     queries = num_queries(plan)
-    columns = np.arange(plan.columns - queries, plan.columns)[None].repeat(len(plan.rows), axis=0)
+    columns = np.arange(plan.reuse.filled - queries, plan.reuse.filled)[None].repeat(len(plan.rows), axis=0)
     present = plan.present
     present[:, -queries:] = True
     cache = PrivateCache([layer.native for layer in layers])
-    scatter = ScatterPass(model, cache, layers, columns, plan.pads, present=present, compact=False)
+    scatter = ScatterPass(model, cache, layers, columns, plan.reuse.pads, present=present, compact=False)
     cache.take = scatter.update
     try:
         given = scatter.arguments(ids, first)
-        with AttentionProbe(scatter, plan.columns) as probe:
+        with AttentionProbe(scatter, plan.reuse.filled) as probe:
             model(**given, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
     finally:
         scatter.close()

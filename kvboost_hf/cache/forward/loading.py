@@ -14,7 +14,7 @@ from contextlib import ExitStack
 
 import torch
 
-from kvboost_hf.cache.forward.spans import Spans, pieces_of, spans_of, stored_chunk
+from kvboost_hf.cache.forward.spans import Spans, pieces_of, spans_of
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.blocks import Groups
 from kvboost_hf.cache.kv.gather import Run, can_gather, places_in_table, planes_of, table_of
@@ -32,23 +32,26 @@ _MIN_BYTES = 2**20  # less is loaded at once
 _FIRST_BYTES, _MOST_BYTES = 2**26, 2**29
 
 
+def is_worth_overlapping(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
+    """Whether what serves a plan is so much that loading it meanwhile saves time.
+
+    It is in lower tiers; or, if nothing is, in host memory and has to be copied to a device.
+    """
+    chunks = _chunks_of(plan)
+    nbytes = sum([chunk.found.entry.nbytes for chunk in chunks if chunk.found is not None])
+    # Rows that share pieces keep them where they are.
+    if not nbytes and not (len(plan.rows) > 1 and any([layer.hands_out for layer in layers])):
+        nbytes = sum([chunk.kv.nbytes_elsewhere for chunk in chunks])
+    return nbytes >= _MIN_BYTES
+
+
 def can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
-    """Whether what serves a plan may be loaded while the model computes, and it is enough to be worth it."""
+    """Whether what serves a plan may be loaded while the model computes."""
     return (
-        _bytes_to_load(layers, plan) >= _MIN_BYTES
-        and not torch.is_grad_enabled()
-        and all(type(layer) in (GrowingLayer, PiecedLayer, HiddenStates) for layer in layers)
+        not torch.is_grad_enabled()
+        and all([type(layer) in (GrowingLayer, PiecedLayer, HiddenStates) for layer in layers])
         and not plan.ahead
     )
-
-
-def _bytes_to_load(layers: Sequence[ReuseLayer], plan: ReusePlan) -> int:
-    """Bytes in lower tiers; if there are none, those in host memory that have to be copied to a device."""
-    chunks = _chunks_of(plan)
-    below = sum(chunk.found.entry.nbytes for chunk in chunks if chunk.found is not None)
-    if below or (len(plan.rows) > 1 and any(layer.hands_out for layer in layers)):  # rows that share pieces keep them
-        return below
-    return sum(chunk.kv.nbytes_elsewhere for chunk in chunks)
 
 
 def _groups(layer_bytes: int) -> Groups:
@@ -233,9 +236,9 @@ def _runs_of(plan: ReusePlan) -> Iterator[Run]:
     for number, (row, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
         start, stop, own = plan.held - pad, plan.filled - pad, []
         for segment in row.segments:
-            chunk, begin, end = stored_chunk(segment), max(segment.start, start), min(segment.stop, stop)
-            if chunk.loaded is not None and begin < end:
-                own.append((chunk.kv, begin - segment.origin, end - begin))
+            chunk, begin, end = segment.chunk, max(segment.start, start), min(segment.stop, stop)
+            if isinstance(chunk, StoredChunk) and chunk.loaded is not None and begin < end:
+                own.append((chunk.loaded, begin - segment.start + segment.offset, end - begin))
         column = plan.filled - plan.held - sum(length for _, _, length in own)
         if column:
             yield Run(None, 0, column, number, 0)
@@ -246,7 +249,8 @@ def _runs_of(plan: ReusePlan) -> Iterator[Run]:
 
 def _chunks_of(plan: ReusePlan) -> list[StoredChunk]:
     """All chunks of a plan, each once."""
-    return list({chunk.key: chunk for row in plan.rows for chunk in map(stored_chunk, row.segments)}.values())
+    chunks = [segment.chunk for row in plan.rows for segment in row.segments]
+    return list({chunk.prefix_key: chunk for chunk in chunks if isinstance(chunk, StoredChunk)}.values())
 
 
 def _note(chunks: Sequence[StoredChunk], seconds: float) -> None:
