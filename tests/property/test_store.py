@@ -8,16 +8,27 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvboost_hf.cache.kv.blocks import Block
-from kvboost_hf.cache.kv.layer_kv import LayerKV
-from kvboost_hf.cache.kv.model_form import ColumnForm, ModelForm
-from kvboost_hf.cache.planning.chunks import Tokens, common_length, content_only_key, prefix_key
-from kvboost_hf.cache.planning.eviction import EvictionOrder
-from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, find_moved
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, plan_row
-from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
-from kvboost_hf.cache.store.records.view import Row
 from tests.conftest import make_model
+from tests.internals.cache import (
+    HEAD_TOKENS,
+    MIN_MOVED_TOKENS,
+    Block,
+    Border,
+    ChunkStore,
+    ColumnForm,
+    EvictionOrder,
+    LayerKV,
+    ModelForm,
+    Put,
+    Row,
+    StoredChunk,
+    Tokens,
+    common_length,
+    content_only_key,
+    find_moved,
+    plan_row,
+    prefix_key,
+)
 
 MODEL = make_model("llama")
 BYTES_PER_TOKEN = 8
@@ -151,7 +162,7 @@ class StoreMachine(RuleBasedStateMachine):
         plan = plan_row(tokens, 0, border, len(tokens) - 1, chunker, index)
         for segment in plan.segments:
             assert not segment.chunk.content_only  # type: ignore[attr-defined]
-            part = slice(segment.start - segment.origin, segment.stop - segment.origin)
+            part = slice(segment.offset, segment.offset + segment.stop - segment.start)
             keys, values = segment.chunk.kv.reader().layer(0)  # type: ignore[attr-defined]
             assert keys[0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()
             assert values[0, part, 0].tolist() == list(range(segment.start, segment.stop))

@@ -5,25 +5,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost_hf.cache.planning.chunks import (
+from tests.internals.cache import (
+    HEAD_TOKENS,
+    Border,
     FixedChunker,
+    RowPlan,
+    Segment,
     Tokens,
     common_length,
     content_only_key,
+    find_stems,
+    paths_of,
+    plan_batch,
+    plan_row,
+    plan_shared,
     prefix_key,
     root_key,
     states_key,
 )
-from kvboost_hf.cache.planning.plan import (
-    HEAD_TOKENS,
-    Border,
-    RowPlan,
-    Segment,
-    plan_batch,
-    plan_row,
-    plan_shared,
-)
-from kvboost_hf.cache.planning.stems import find_stems, paths_of
 
 ROOT = root_key(b"model", b"")
 
@@ -125,7 +124,7 @@ def test_a_row_is_served_what_it_shares(shared: int, stored_more: int, row_more:
     for segment in plan.segments:  # gapless, and made of the row's own tokens
         assert segment.start == at
         at = segment.stop
-        part = segment.chunk.tokens[segment.start - segment.origin : segment.stop - segment.origin]
+        part = segment.chunk.tokens[segment.offset : segment.offset + segment.stop - segment.start]
         assert np.array_equal(part, row[segment.start : segment.stop])
     assert at == plan.hit
     assert (plan.miss is None) == (plan.hit >= limit)

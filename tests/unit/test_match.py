@@ -9,10 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost_hf.cache.planning.chunks import Chunker, ContentChunker, FixedChunker, Tokens
-from kvboost_hf.cache.planning.content_index import ContentIndex
-from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, find_moved, window_hashes
-from kvboost_hf.cache.planning.plan import Segment
+from tests.internals.cache import (
+    MIN_MOVED_TOKENS,
+    Chunker,
+    ContentChunker,
+    ContentIndex,
+    FixedChunker,
+    MovedIndex,
+    Segment,
+    Tokens,
+    find_moved,
+    window_hashes,
+)
 
 
 @dataclass(frozen=True, eq=False)
