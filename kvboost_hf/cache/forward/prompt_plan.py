@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.costs.prompt_costs import pieces
+from kvboost_hf.cache.costs import pieces
 from kvboost_hf.cache.forward.admission import adds_mask, reason_against_short_hits
 from kvboost_hf.cache.forward.loading import can_overlap, is_worth_overlapping
 from kvboost_hf.cache.forward.moved import Moving, plan_moved
