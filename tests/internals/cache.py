@@ -12,15 +12,13 @@ from kvboost_hf.cache.forward import (
     loading,
     moved,
     moved_probe,
-    repair_later,
     reused,
     running,
     scatter,
-    spans,
 )
 from kvboost_hf.cache.forward.fill import StemReader
+from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.moved_probe import blend_reason
-from kvboost_hf.cache.forward.repair_later import goes_on
 from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.identity.aliases import Memories, _memory
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, model_name

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs import pieces
-from kvboost_hf.cache.forward.spans import Span, parts_of, pieces_of, spans_of
+from kvboost_hf.cache.forward.loading import Span, parts_of, pieces_of, spans_of
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.layer_kv import LayerKVReader, Place
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer

@@ -29,9 +29,8 @@ from kvboost_hf.cache.forward.admission import (
     admit_prompt,
     reason_for_stock_layers,
 )
-from kvboost_hf.cache.forward.moved import Moved
+from kvboost_hf.cache.forward.moved import Moved, columns_per_token, may_repair, repair_more
 from kvboost_hf.cache.forward.prompt_plan import min_saving_of, plan_prompt
-from kvboost_hf.cache.forward.repair_later import columns_per_token, may_repair, repair_more
 from kvboost_hf.cache.forward.reused import PromptColumns, Reused
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, Step, Unrecorded
 from kvboost_hf.cache.live.compiled import StaticDecoding

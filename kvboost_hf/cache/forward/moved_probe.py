@@ -8,9 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf.cache.forward.attention_scores import attention_of_the_end
 from kvboost_hf.cache.forward.fill import fill_turned
-from kvboost_hf.cache.forward.scatter import Narrowing, ScatterPass
+from kvboost_hf.cache.forward.scatter import Narrowing, ScatterPass, attention_of_the_end
 from kvboost_hf.cache.kv.layer_kv import copy_columns
 from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.cache.planning.moved import BlendPlan

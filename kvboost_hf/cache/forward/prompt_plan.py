@@ -1,6 +1,6 @@
 """Plans a prompt: which columns come from the store, and where forwards of our own end before the caller's."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,12 +12,12 @@ from kvboost_hf.cache.forward.loading import can_overlap, is_worth_overlapping
 from kvboost_hf.cache.forward.moved import Moving, plan_moved
 from kvboost_hf.cache.forward.reused import PromptColumns
 from kvboost_hf.cache.forward.running import CacheParts
-from kvboost_hf.cache.forward.spans import needed_for, with_loaded
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces
-from kvboost_hf.cache.planning.plan import ReusePlan, plan_batch
+from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment, plan_batch
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.media import Prompt
+from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
 from kvboost_hf.compat import attn_implementation, hidden_states_reason, probe_reason, weights_come_and_go
 from kvboost_hf.handles import ATTENTION
 
@@ -71,14 +71,14 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
         planned = _decide(parts, model, prompt, plan, ledger)
         if planned.reason is not None:
             return planned
-        wanted = needed_for(planned.plan)
+        wanted = _needed_for(planned.plan)
         if not wanted:
             return planned
         fetched = records.fetch(wanted, check=not planned.overlaps)
         if fetched.keys() >= {each.key for each in wanted}:
             if all([fetched[each.key] is each for each in wanted]):  # nothing had to be loaded
                 return planned
-            loaded = with_loaded(planned.plan, fetched)
+            loaded = _with_loaded(planned.plan, fetched)
             overlaps = planned.overlaps and is_worth_overlapping(live.layers, loaded)
             return replace(planned, plan=loaded, overlaps=overlaps)
         lost |= {each.key for each in wanted if each.key not in fetched}
@@ -108,6 +108,49 @@ def _decide(
         return Planned(prompt, plan, cuts, reason=reason)
     live.hand_out(attn_implementation(model) == ATTENTION)  # what overlaps depends on it
     return Planned(prompt, plan, cuts, overlaps=not cuts and _may_overlap(parts, model, plan, prompt))
+
+
+def _needed_for(plan: ReusePlan) -> list[StoredChunk | StoredStates]:
+    """The chunks and states that must be loaded to carry out a plan."""
+    found: list[StoredChunk | StoredStates] = []
+    for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
+        reach = plan.starts(row) - pad
+        for segment in row_plan.segments:
+            if segment.start < reach:
+                assert isinstance(segment.chunk, StoredChunk)
+                found.append(segment.chunk)
+        if row_plan.states is None:
+            continue
+        # Where a state comes from the store, either the row or what is computed of it begins.
+        at = {reach, *[stem.start for stem in plan.path(row)]}
+        for point, saved in row_plan.states.items():
+            if point in at:
+                assert isinstance(saved, StoredStates)
+                found.append(saved)
+    return found
+
+
+def _with_loaded(plan: ReusePlan, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> ReusePlan:
+    """The plan with what is loaded, by key, in place of what was not."""
+    rows: list[RowPlan] = []
+    for row in plan.rows:
+        segments = tuple(_with_chunk(segment, loaded) for segment in row.segments)
+        states = row.states
+        if states is not None:
+            states = {at: _loaded_states(saved, loaded) for at, saved in states.items()}
+        rows.append(replace(row, segments=segments, states=states))
+    return replace(plan, rows=tuple(rows))
+
+
+def _with_chunk(segment: Segment, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> Segment:
+    chunk = loaded.get(segment.chunk.prefix_key)
+    return replace(segment, chunk=chunk) if isinstance(chunk, StoredChunk) else segment
+
+
+def _loaded_states(saved: SavedState, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> SavedState:
+    assert isinstance(saved, StoredStates)
+    found = loaded.get(saved.key)
+    return found if isinstance(found, StoredStates) else saved
 
 
 def _probed(model: PreTrainedModel, inputs: ForwardInputs) -> str | None:
