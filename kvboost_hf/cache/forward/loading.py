@@ -260,7 +260,7 @@ def _runs_of(plan: ReusePlan) -> Iterator[Run]:
 def _chunks_of(plan: ReusePlan) -> list[StoredChunk]:
     """All chunks of a plan, each once."""
     chunks = [segment.chunk for row in plan.rows for segment in row.segments]
-    return list({chunk.prefix_key: chunk for chunk in chunks if isinstance(chunk, StoredChunk)}.values())
+    return list({chunk.key: chunk for chunk in chunks if isinstance(chunk, StoredChunk)}.values())
 
 
 def _note(chunks: Sequence[StoredChunk], seconds: float) -> None:
@@ -334,7 +334,7 @@ def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = Fal
         spans.append([])
         for run in runs:
             chunks = [each.chunk for each in run if isinstance(each.chunk, StoredChunk)]
-            keys = tuple([chunk.prefix_key for chunk in chunks])
+            keys = tuple([chunk.key for chunk in chunks])
             if keys not in readers:
                 own = [LayerKVReader(chunk.kv, groups) for chunk in chunks]
                 readers[keys] = own[0] if len(own) == 1 else JoinedKVReader(own)
@@ -360,7 +360,7 @@ def _runs(plan: ReusePlan) -> list[list[list[Segment]]]:
     users: dict[bytes, list[int]] = {}  # of each chunk, the rows
     for number, row in enumerate(rows):
         for each in row:
-            users.setdefault(each.chunk.prefix_key, []).append(number)
+            users.setdefault(each.chunk.key, []).append(number)
     joined: list[list[list[Segment]]] = []
     for row in rows:
         runs: list[list[Segment]] = []
@@ -382,7 +382,7 @@ def _can_follow(segment: Segment, last: Segment, users: Mapping[bytes, list[int]
         last.stop == segment.start
         and segment.offset == 0
         and last.to_end
-        and users[before.prefix_key] == users[chunk.prefix_key]
+        and users[before.key] == users[chunk.key]
         and chunk.kv.can_follow(before.kv)
     )
 

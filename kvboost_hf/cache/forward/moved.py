@@ -76,7 +76,7 @@ def plan_moved(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns,
     if live.tally.moved_reason is not None:
         return None
     repair = repair_for(model, policy.repair, len(live.layers))
-    index = parts.binding.store.records.moved_index(ledger.root)
+    index = parts.binding.store.moved_index(ledger.root)
     plan = plan_blend(prompt.ids, exact, prompt.inputs.logits, index, policy.sink_tokens)
     if plan is None:
         live.tally.moved_reason = MOVED_NOTHING
@@ -96,7 +96,7 @@ def movable_spans(parts: CacheParts, ids: torch.Tensor, start: int) -> list[tupl
     root = root_of(parts, len(tokens))
     if root is None or reason_against_moving(parts, model, media=False) is not None:
         return []
-    start, index = max(start, parts.binding.policy.sink_tokens), parts.binding.store.records.moved_index(root)
+    start, index = max(start, parts.binding.policy.sink_tokens), parts.binding.store.moved_index(root)
     return [(found.start, found.stop) for found in find_moved(tokens, start, len(tokens) - 1, index)]
 
 
@@ -210,7 +210,7 @@ class Moved(Forward):
     def settle(self) -> None:
         """See `Forward`."""
         confirmed = not self._prompt.inputs.verifies
-        self.parts.binding.store.records.promote(self._served)
+        self.parts.binding.store.promote(self._served)
         offer(self.parts, self._prompt.columns, confirmed=confirmed, root_checked=True)
         if confirmed and self._stores_whole:
             self.parts.writer.offer_tails()

@@ -47,19 +47,19 @@ class Planned:
 
 def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns) -> Planned:
     """Decide how a prompt runs, and then load what serves it; anew, if some of that turns out to be lost."""
-    live, records, ids = parts.live, parts.binding.store.records, prompt.ids
+    live, store, ids = parts.live, parts.binding.store, prompt.ids
     ledger = live.ledger
     assert ledger is not None
     min_saving = min_saving_of(parts, prompt)
     stems_to = _stems_to(parts, ledger, prompt)
     lost: frozenset[bytes] = frozenset()
-    records.wait_for_others(ledger.root, ids)
+    store.wait_for_others(ledger.root, ids)
     while True:
         plan = ledger.plan(
             ids,
             prompt.held,
             prompt.limit,
-            parts.binding.store,
+            store,
             min_saving,
             stateful=live.stateful,
             stems_to=stems_to,
@@ -74,7 +74,7 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
         wanted = _needed_for(planned.plan)
         if not wanted:
             return planned
-        fetched = records.fetch(wanted, check=not planned.overlaps)
+        fetched = store.fetch(wanted, check=not planned.overlaps)
         if fetched.keys() >= {each.key for each in wanted}:
             if all([fetched[each.key] is each for each in wanted]):  # nothing had to be loaded
                 return planned
@@ -143,7 +143,7 @@ def _with_loaded(plan: ReusePlan, loaded: Mapping[bytes, StoredChunk | StoredSta
 
 
 def _with_chunk(segment: Segment, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> Segment:
-    chunk = loaded.get(segment.chunk.prefix_key)
+    chunk = loaded.get(segment.chunk.key)
     return replace(segment, chunk=chunk) if isinstance(chunk, StoredChunk) else segment
 
 

@@ -164,7 +164,7 @@ class Reused(Forward):
         """See `Forward`."""
         parts, computed = self.parts, self._loading is not None and self._loading.computed
         if not self._changed and not computed:  # it has served well
-            parts.binding.store.records.promote(self._fetched)
+            parts.binding.store.promote(self._fetched)
         if parts.live.ledger is not None and self._confirmed and (computed or self._changed):
             parts.writer.offer_again(parts.live.ledger)
         offer(parts, self._prompt.columns, confirmed=self._confirmed, root_checked=True)
@@ -187,7 +187,7 @@ class Reused(Forward):
             tally.forwarded += sum(plan.filled - max(plan.held, pad) for pad in plan.pads)
             return compute_columns(model, layers, plan, inputs, first)
 
-        return Loading(layers, plan, compute, self.parts.binding.store.records.lose)
+        return Loading(layers, plan, compute, self.parts.binding.store.lose)
 
     def _note_filled(self) -> None:
         """Record what was filled."""
@@ -300,7 +300,7 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[StoredC
     Returns:
         What has served.
     """
-    tally, records, ledger = parts.live.tally, parts.binding.store.records, parts.live.ledger
+    tally, store, ledger = parts.live.tally, parts.binding.store, parts.live.ledger
     assert ledger is not None
     found: list[StoredChunk | StoredStates] = []
     for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
@@ -319,12 +319,12 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[StoredC
                     tally.count_moved(segment.shift, tokens)
         saved = row_plan.states.get(plan.filled - pad) if row_plan.states is not None else None
         states = saved if isinstance(saved, StoredStates) else None
-        records.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=moved)
+        store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=moved)
         found += [*chunks, *([states] if states is not None else [])]
         if (miss := row_plan.miss) is not None:
             tokens_of = ids[row, pad:]
-            evicted = records.history.was_evicted(miss.wanted_key)
-            other = records.history.known_under_other_root(ledger.root, tokens_of)
+            evicted = store.was_evicted(miss.wanted_key)
+            other = store.known_under_other_root(ledger.root, tokens_of)
             tally.misses.append(miss_report(row, tokens_of, miss, evicted=evicted, other_fingerprint=other))
     return found
 

@@ -70,7 +70,7 @@ class MovedIndex(Protocol):
         ...
 
     def under(self, key: bytes) -> "Chunk | None":
-        """The chunk with this `prefix_key`."""
+        """The chunk with this key."""
         ...
 
 
@@ -137,7 +137,7 @@ def _chosen(
             continue
         segment = Segment(chunk, 0, at, end, moved=True)
         yield segment
-        behind = chunk.prefix_key if segment.to_end else None
+        behind = chunk.key if segment.to_end else None
         border, shift = end, segment.shift
 
 
@@ -188,7 +188,7 @@ class _Gaps:
         while segments and segments[-1].stop == start < stop and segments[-1].to_end:
             last = segments[-1]
             rest = _window(self._tokens, start, stop, self._index)
-            chunk = self._index.behind(last.chunk.prefix_key, rest)
+            chunk = self._index.behind(last.chunk.key, rest)
             n = _agreed(chunk, rest)
             if chunk is None or not n or start - chunk.start != last.shift:
                 break
@@ -217,7 +217,7 @@ def _joined(segments: list[Segment], start: int, behind: bytes | None) -> Iterat
     for segment in segments:
         same = segment.start == border and segment.shift == shift and segment.offset == 0
         yield replace(segment, continues=same and segment.chunk.parent == behind)
-        behind = segment.chunk.prefix_key if segment.to_end else None
+        behind = segment.chunk.key if segment.to_end else None
         border, shift = segment.stop, segment.shift
 
 

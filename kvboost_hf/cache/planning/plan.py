@@ -29,7 +29,7 @@ class Chunk(Protocol):
     """A stored chunk, as far as planning needs it."""
 
     @property
-    def prefix_key(self) -> bytes: ...
+    def key(self) -> bytes: ...
     @property
     def parent(self) -> bytes: ...  # key of the chunk that it was computed directly behind
     @property
