@@ -25,11 +25,9 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvboost_hf.cache.identity.durable_names import is_written_where_it_says
-from kvboost_hf.cache.identity.foreign import is_own, places_of_functions
+from kvboost_hf.cache.identity.foreign import is_own, is_written_where_it_says, places_of_functions
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
-from kvboost_hf.cache.identity.reachable import OF_TORCH
-from kvboost_hf.cache.identity.settings import NAME, shown
+from kvboost_hf.cache.identity.values import NAME, OF_TORCH, shown
 from kvboost_hf.compat import KeptOnModel
 
 # What models note on themselves in the course of a forward. Positions that follow from an image are part of what K/V
