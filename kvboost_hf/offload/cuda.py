@@ -1,14 +1,17 @@
-"""The backend for CUDA devices: a stream of its own copies layers while the model computes."""
+"""cuda."""
 
+import ctypes
+import logging
+import sys
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 import torch
 
 from kvboost_hf import forks
-from kvboost_hf.offload.backends.runtime import CudaRuntime, Event, Runtime, Stream
-from kvboost_hf.offload.backends.timings import Timings
+from kvboost_hf.offload.host import HostMemory, cuda_pinning
 from kvboost_hf.offload.sources import Source
 
 PIECE_BYTES = 32 << 20  # of one copy; small copies, such as of token ids, wait for the one under way
@@ -190,3 +193,180 @@ class _Link:
         after = self._runtime.record(self.stream, timed=True)
         self.timings.add(before, after, target.numel())
         return after
+
+
+class Event(Protocol):
+    """A point in a stream's work, as `torch.cuda.Event`."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end_event: "Event") -> float:
+        """Milliseconds until another event; both must have happened."""
+
+
+class Stream(Protocol):
+    """Work done in order, as `torch.cuda.Stream`; objects of the same stream are equal."""
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Runtime(Protocol):
+    """Streams, events, memory and copies of one device."""
+
+    def new_stream(self) -> Stream:
+        """A stream of high priority."""
+
+    def current_stream(self) -> Stream:
+        """The stream of the caller's computation."""
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """A new event after all work submitted to a stream; only `timed` ones measure time."""
+
+    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
+        """uint8 [nbytes] on the device, which `stream` writes to."""
+
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] in pinned host memory; in ordinary memory where no more can be pinned."""
+
+    def is_pinned(self, flat: torch.Tensor) -> bool:
+        """Whether a tensor is in pinned host memory."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:
+        """Submit copies from pinned memory to the device, of `piece_bytes` each."""
+
+
+class CudaRuntime:
+    """A `Runtime` by `torch.cuda`.
+
+    Args:
+        device: A CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+    def new_stream(self) -> Stream:
+        """See `Runtime.new_stream`."""
+        return cast(Stream, torch.cuda.Stream(self._device, priority=-1))  # type: ignore[no-untyped-call]
+
+    def current_stream(self) -> Stream:
+        """See `Runtime.current_stream`."""
+        return cast(Stream, torch.cuda.current_stream(self._device))
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """See `Runtime.record`. A thread that waits for the event sleeps."""
+        event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(cast(torch.cuda.Stream, stream))
+        return cast(Event, event)
+
+    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
+        """See `Runtime.allocate`. Memory that is freed is not used again before copies under way have ended."""
+        flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        flat.record_stream(cast(torch.cuda.Stream, stream))
+        return flat
+
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        """See `Runtime.allocate_pinned`. A copy from ordinary memory is over when it has been submitted."""
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def is_pinned(self, flat: torch.Tensor) -> bool:
+        """See `Runtime.is_pinned`."""
+        return flat.is_pinned()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:
+        """See `Runtime.copy`."""
+        with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
+            for there, here in zip(torch.split(target, piece_bytes), torch.split(source, piece_bytes), strict=True):
+                there.copy_(here, non_blocking=True)
+
+
+class Timings:
+    """Sums the time between pairs of events once they have happened. Any thread may read it."""
+
+    def __init__(self) -> None:
+        self._lock = forks.lock()
+        self._seconds, self._nbytes = 0.0, 0
+        self._pending: deque[tuple[Event, Event, int]] = deque()
+
+    def add(self, before: Event, after: Event, nbytes: int = 0) -> None:
+        """Two events of one stream, and the bytes that were copied between them."""
+        self._pending.append((before, after, nbytes))
+        self.totals()  # else they would pile up
+
+    def totals(self) -> tuple[float, int]:
+        """Seconds and bytes of the pairs that have happened."""
+        with self._lock:
+            while self._pending and self._pending[0][1].query():
+                before, after, nbytes = self._pending.popleft()
+                self._seconds += before.elapsed_time(after) / 1000
+                self._nbytes += nbytes
+            return self._seconds, self._nbytes
+
+
+_log = logging.getLogger(__name__)
+
+
+class _Described:
+    """Memory under the CUDA array interface."""
+
+    def __init__(self, flat: torch.Tensor, address: int) -> None:
+        self.flat = flat  # lives as long as the tensor that is made of this
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "data": (address, False),
+            "shape": (flat.numel(),),
+            "strides": None,
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def map_to_cuda(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same bytes as a tensor of the device, without a copy.
+
+    Args:
+        flat: uint8 [nbytes], in pinned memory.
+        device: A CUDA device. It reads the bytes over the link, each time anew.
+
+    Raises:
+        RuntimeError: they are not in pinned memory, or the device cannot read it.
+    """
+    with torch.cuda.device(device), torch.inference_mode(False):
+        return torch.as_tensor(_Described(flat, _device_address(flat)), device=device)
+
+
+def _device_address(flat: torch.Tensor) -> int:
+    """The address by which the current device reads pinned memory: on Windows and WSL2 it is not that of the host."""
+    if torch.version.hip:
+        return flat.data_ptr()
+    found = ctypes.c_uint64()
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        code = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(flat.data_ptr()), 0)
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"the CUDA driver cannot be asked: {error}") from error
+    if code:
+        raise RuntimeError(f"cuMemHostGetDevicePointer returned {code}")
+    return found.value
+
+
+def can_map(device: torch.device) -> bool:
+    """Whether a device can read mapped host memory, found out by reading some."""
+    try:
+        flat = HostMemory(cuda_pinning(device)).allocate(4096, must_pin=True)
+        # from_pretrained() asks while the meta device is the default one.
+        flat.copy_(torch.arange(4096, device="cpu") % 251)
+        rows = map_to_cuda(flat, device).view(torch.float16).view(64, 32)
+        chosen = torch.tensor([3, 60, 3], device="cpu")
+        found = torch.nn.functional.embedding(chosen.to(device), rows)
+        same = torch.equal(found.cpu().view(torch.int16), flat.view(torch.int16).view(64, 32)[chosen])
+    except (RuntimeError, TypeError, ValueError) as error:
+        _log.info("%s cannot read mapped host memory: %s", device, error)
+        return False
+    return same

@@ -1,4 +1,4 @@
-"""Chooses and launches the kernels."""
+"""triton_launch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,11 +9,8 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from kvboost_hf.offload.awq.triton.dequantize import dequantize
-from kvboost_hf.offload.awq.triton.gemm import gemm
-from kvboost_hf.offload.awq.triton.gemv import gemv
-from kvboost_hf.offload.awq.triton.halfwords import instructions
 from kvboost_hf.offload.awq.triton.tiling import MOST_ROWS, Tiling, plan_tiling, scratch_columns
+from kvboost_hf.offload.awq.triton_kernels import dequantize, gemm, gemv, instructions
 from kvboost_hf.triton_launch import Launcher
 
 _KEPT = 4096  # plans: each shape of a weight has one for each number of rows
