@@ -44,11 +44,10 @@ from what_fits import MODELS, qwen
 from kvboost_hf import StreamingConfig, load_streamed, stop_streaming, stream_layers, streaming_plan, streaming_stats
 from kvboost_hf.config import parse_size
 from kvboost_hf.demo.timing import timed_generate
-from kvboost_hf.offload.backends.choice import use_backend
-from kvboost_hf.offload.backends.cuda import CudaBackend
-from kvboost_hf.offload.backends.threaded import ThreadedBackend
+from kvboost_hf.offload.backend import ThreadedBackend, use_backend
+from kvboost_hf.offload.cuda import CudaBackend
 from kvboost_hf.offload.disk import FileSource
-from kvboost_hf.offload.schedule import Ring
+from kvboost_hf.offload.plan import Ring
 from kvboost_hf.offload.simulate import simulate
 from kvboost_hf.offload.sources import Source
 from recipes.awq import write_random_awq

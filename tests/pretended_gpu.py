@@ -324,9 +324,9 @@ def awq() -> dict[str, Any]:
     """Kernels and Python's functions of a linear layer on weights of four bits, for one row."""
     import torch
 
-    from kvboost_hf.offload.awq import dispatch
+    from kvboost_hf.offload.awq import matmul as dispatch
+    from kvboost_hf.offload.awq import triton_launch as launch
     from kvboost_hf.offload.awq.linear import AwqLinear
-    from kvboost_hf.offload.awq.triton import launch
 
     def runs(kernel: str, device: torch.device) -> bool:
         return True

@@ -26,7 +26,7 @@ from kvboost_hf import (
 from kvboost_hf.assets import load_embedded, load_embedded_draft
 from kvboost_hf.assets.world import make_documents
 from kvboost_hf.compat import decoder_layers
-from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backend import use_backend
 from recipes.evaluate_draft import held_out_prompts, use_constant_drafts
 from tests.offload.poisoning import PoisoningBackend
 

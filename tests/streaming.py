@@ -8,8 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import StreamingConfig
-from kvboost_hf.offload.backends.base import Backend
-from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backend import Backend, use_backend
 from kvboost_hf.offload.build import StreamBuilder
 from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan
 from kvboost_hf.offload.stream import LayerStream

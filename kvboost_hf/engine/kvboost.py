@@ -29,7 +29,7 @@ from kvboost_hf.engine.warm import warm
 from kvboost_hf.engine.watch import Watch
 from kvboost_hf.migration import refuse
 from kvboost_hf.offload.build import streaming_stats
-from kvboost_hf.offload.stats import StreamingStats
+from kvboost_hf.offload.stream import StreamingStats
 from kvboost_hf.verify import CorrectnessReport, verify_correctness
 from kvboost_hf.verify.correctness import require_plain
 

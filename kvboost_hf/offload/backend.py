@@ -1,4 +1,4 @@
-"""backend."""
+"""The interface of backends, which copy layers into slots on a device; the one for CPUs, and the choice among them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +12,8 @@ import torch
 
 from kvboost_hf import forks
 from kvboost_hf.offload.sources import Source
+
+_PIECE_BYTES = 32 << 20  # of the buffer on the way to a device
 
 
 class Backend(Protocol):
@@ -80,7 +82,7 @@ def make_backend(device: torch.device) -> Backend:
     if _factories:
         return _factories[-1]()
     if device.type == "cuda":
-        from kvboost_hf.offload.backends.cuda import CudaBackend
+        from kvboost_hf.offload.cuda import CudaBackend
 
         return CudaBackend(device)
     from kvboost_hf.offload.backend import ThreadedBackend
@@ -94,7 +96,7 @@ def make_mapping(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]
         return lambda flat: flat
     if device.type != "cuda":
         return None
-    from kvboost_hf.offload.backends.mapped import can_map, map_to_cuda
+    from kvboost_hf.offload.cuda import can_map, map_to_cuda
 
     return partial(map_to_cuda, device=device) if can_map(device) else None
 
@@ -104,9 +106,6 @@ def free_bytes(device: torch.device) -> int | None:
     if _factories:
         return 1 << 62
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-
-
-_PIECE_BYTES = 32 << 20  # of the buffer on the way to a device
 
 
 class ThreadedBackend:

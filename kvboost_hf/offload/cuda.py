@@ -1,4 +1,8 @@
-"""cuda."""
+"""The backend for CUDA devices: a stream of its own copies layers while the model computes.
+
+`CudaBackend` does so by a `Runtime`, which tests implement without a GPU. `map_to_cuda` makes pinned host memory a
+tensor of the device, for tables of which a GPU reads a few rows at a time.
+"""
 
 import ctypes
 import logging
@@ -17,6 +21,51 @@ from kvboost_hf.offload.sources import Source
 PIECE_BYTES = 32 << 20  # of one copy; small copies, such as of token ids, wait for the one under way
 _BUFFERS = 3  # one is read into while others are copied from
 BUFFER_BYTES = _BUFFERS * PIECE_BYTES
+_log = logging.getLogger(__name__)
+
+
+class Event(Protocol):
+    """A point in a stream's work, as `torch.cuda.Event`."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end_event: "Event") -> float:
+        """Milliseconds until another event; both must have happened."""
+
+
+class Stream(Protocol):
+    """Work done in order, as `torch.cuda.Stream`; objects of the same stream are equal."""
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Runtime(Protocol):
+    """Streams, events, memory and copies of one device."""
+
+    def new_stream(self) -> Stream:
+        """A stream of high priority."""
+
+    def current_stream(self) -> Stream:
+        """The stream of the caller's computation."""
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """A new event after all work submitted to a stream; only `timed` ones measure time."""
+
+    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
+        """uint8 [nbytes] on the device, which `stream` writes to."""
+
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] in pinned host memory; in ordinary memory where no more can be pinned."""
+
+    def is_pinned(self, flat: torch.Tensor) -> bool:
+        """Whether a tensor is in pinned host memory."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:
+        """Submit copies from pinned memory to the device, of `piece_bytes` each."""
 
 
 class CudaBackend:
@@ -195,50 +244,6 @@ class _Link:
         return after
 
 
-class Event(Protocol):
-    """A point in a stream's work, as `torch.cuda.Event`."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end_event: "Event") -> float:
-        """Milliseconds until another event; both must have happened."""
-
-
-class Stream(Protocol):
-    """Work done in order, as `torch.cuda.Stream`; objects of the same stream are equal."""
-
-    def wait_event(self, event: Event) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Runtime(Protocol):
-    """Streams, events, memory and copies of one device."""
-
-    def new_stream(self) -> Stream:
-        """A stream of high priority."""
-
-    def current_stream(self) -> Stream:
-        """The stream of the caller's computation."""
-
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """A new event after all work submitted to a stream; only `timed` ones measure time."""
-
-    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
-        """uint8 [nbytes] on the device, which `stream` writes to."""
-
-    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] in pinned host memory; in ordinary memory where no more can be pinned."""
-
-    def is_pinned(self, flat: torch.Tensor) -> bool:
-        """Whether a tensor is in pinned host memory."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:
-        """Submit copies from pinned memory to the device, of `piece_bytes` each."""
-
-
 class CudaRuntime:
     """A `Runtime` by `torch.cuda`.
 
@@ -308,9 +313,6 @@ class Timings:
                 self._seconds += before.elapsed_time(after) / 1000
                 self._nbytes += nbytes
             return self._seconds, self._nbytes
-
-
-_log = logging.getLogger(__name__)
 
 
 class _Described:

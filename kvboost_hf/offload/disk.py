@@ -38,6 +38,9 @@ _VERSION, _LOCK = 2, "streamed-layers.lock"
 LAYER = re.compile(r"layer-[0-9a-f]{32}\.bin")  # the name of a file
 _OTHER_FILES = 16  # that loading and running a model open
 _REMEDY = "Load the model again: that writes it anew."
+Mark = list[int | str]  # size, times of the last change of content and of inode in ns, inode, hash of a sample
+_PIECE_BYTES = 4096
+_PIECES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,12 +364,6 @@ def _forget_pages(file: int, start: int, nbytes: int) -> None:
 
 def _for_owner(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-Mark = list[int | str]  # size, times of the last change of content and of inode in ns, inode, hash of a sample
-
-_PIECE_BYTES = 4096
-_PIECES = 32
 
 
 def mark_of(file: FileIO) -> Mark:

@@ -1,4 +1,9 @@
-"""`load_streamed`: load a model and stream its layers."""
+"""`load_streamed`: loads a model and streams its layers, by a quantizer of transformers.
+
+transformers calls a quantizer before and after it loads weights. Before, the quantizer removes the tensors of layers
+from the model, which is on the meta device, so that transformers loads only the rest. After, it loads each layer by
+transformers' own functions, which rename, merge and cast tensors, and moves its bytes to where the plan says.
+"""
 
 import copy
 import logging
@@ -21,6 +26,8 @@ from kvboost_hf.offload.build import StreamBuilder, default_device
 from kvboost_hf.offload.checkpoint import Checkpoint
 
 _OF_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder")
+logger = logging.getLogger(__name__)
+METHOD = "kvboost_stream"
 
 
 def load_streamed(
@@ -75,11 +82,6 @@ def load_streamed(
     model = loader_of(config).from_pretrained(name, config=config, **kwargs)
     assert isinstance(model, PreTrainedModel)
     return model
-
-
-logger = logging.getLogger(__name__)
-
-METHOD = "kvboost_stream"
 
 
 @register_quantization_config(METHOD)

@@ -10,12 +10,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.compat import decoder_layers, kv_bytes_per_token, loader_of
 from kvboost_hf.config import StreamingConfig
-from kvboost_hf.offload.awq.cpu import scratch_bytes
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts, are_stacked
 from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.awq.linear import AwqLinear
+from kvboost_hf.offload.awq.matmul import scratch_bytes, scratch_columns
 from kvboost_hf.offload.awq.swap import swap_linears
-from kvboost_hf.offload.awq.triton.tiling import scratch_columns
 from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
 from kvboost_hf.offload.units import Holder, Unit, find_units, input_embeddings, parts_of
 

@@ -1,4 +1,4 @@
-"""The interface of the places that keep the bytes of a streamed layer: host memory and files."""
+"""The bytes of a streamed layer: the interface of the places that keep them, and where each tensor is in them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 
 from kvboost_hf.checksum import Content
+
+ALIGNMENT = 256  # bytes: enough for kernels that load 16 bytes at once, and for fast copies
 
 
 class Source(Protocol):
@@ -48,9 +50,6 @@ def in_memory(source: Source) -> torch.Tensor:
     flat = torch.empty(source.nbytes, dtype=torch.uint8)
     source.read_into(flat, 0)
     return flat
-
-
-ALIGNMENT = 256  # bytes: enough for kernels that load 16 bytes at once, and for fast copies
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 from transformers import PreTrainedModel
 
-from kvboost_hf.offload.flat import FlatLayout
+from kvboost_hf.offload.sources import FlatLayout
 
 _ATTENTION = ("attn", "attention")
 

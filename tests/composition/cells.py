@@ -30,7 +30,7 @@ from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.planning.repair import REPAIRS
 from kvboost_hf.compat import decoder_layers
 from kvboost_hf.compat.probes import padding_reason
-from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backend import use_backend
 from recipes.awq import quantize_awq
 from tests.composition.factors import CHAINS, Cell
 from tests.conftest import left_pad, make_model, random_ids

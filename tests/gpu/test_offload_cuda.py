@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvboost_hf.offload.backends.cuda import CudaBackend
+from kvboost_hf.offload.cuda import CudaBackend
 from kvboost_hf.offload.disk import LayerFolder
-from kvboost_hf.offload.flat import FlatLayout
 from kvboost_hf.offload.host import HostMemory, HostSource, cuda_pinning
-from kvboost_hf.offload.sources import Source
+from kvboost_hf.offload.sources import FlatLayout, Source
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
 from tests.offload.at_once import HostRuntime
 

@@ -17,9 +17,8 @@ from kvboost_hf import (
     streaming_plan,
     streaming_stats,
 )
-from kvboost_hf.offload.backends.choice import use_backend
-from kvboost_hf.offload.backends.cuda import CudaBackend
-from kvboost_hf.offload.backends.mapped import can_map, map_to_cuda
+from kvboost_hf.offload.backend import use_backend
+from kvboost_hf.offload.cuda import CudaBackend, can_map, map_to_cuda
 from kvboost_hf.offload.host import HostMemory, cuda_pinning
 from recipes.awq import write_random_awq
 from tests.conftest import as_inputs, random_ids

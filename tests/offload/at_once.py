@@ -2,7 +2,7 @@
 
 import torch
 
-from kvboost_hf.offload.backends.runtime import Event, Stream
+from kvboost_hf.offload.cuda import Event, Stream
 
 
 class HappenedEvent:

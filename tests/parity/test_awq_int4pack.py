@@ -15,7 +15,7 @@ from torch import nn
 
 from kvboost_hf import StreamingConfig, load_streamed, stop_streaming
 from kvboost_hf.attention import kernel_calls
-from kvboost_hf.offload import quantizer
+from kvboost_hf.offload import load as quantizer
 from kvboost_hf.offload.awq import int4pack
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts
 from kvboost_hf.offload.awq.int4pack import (
@@ -28,7 +28,7 @@ from kvboost_hf.offload.awq.int4pack import (
     int4pack_matmul,
 )
 from kvboost_hf.offload.awq.linear import AwqLinear
-from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backend import use_backend
 from recipes.awq import quantize_awq
 from tests.awq import in_gemm, make_linear, random_weight
 from tests.offload.poisoning import PoisoningBackend

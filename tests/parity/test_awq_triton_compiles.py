@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
-from kvboost_hf.offload.awq.triton import launch as awq_launch
-from kvboost_hf.offload.awq.triton.launch import Planned, plan_dequantizing, planned, traits_of
-from kvboost_hf.offload.awq.triton.tiling import plan_tiling
+from kvboost_hf.offload.awq import triton_launch as awq_launch
+from kvboost_hf.offload.awq.matmul import plan_tiling
+from kvboost_hf.offload.awq.triton_launch import Planned, plan_dequantizing, planned, traits_of
 from tests.triton_compile import Compiled, Kernels, Launch, pointer, targets
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ def as_launch(plan: Planned, tensors: tuple[torch.Tensor, ...], numbers: tuple[i
     values = map(pointer, (*tensors, *plan.strides, *numbers, *plan.constants))
     given = dict(zip(kernel.arg_names, values, strict=True))
     name = kernel.fn.__name__
-    return Launch(f"kvboost_hf.offload.awq.triton.{name}:{name}", given, capability, plan.warps, plan.stages)
+    return Launch(f"kvboost_hf.offload.awq.triton_kernels:{name}", given, capability, plan.warps, plan.stages)
 
 
 def dequantizing(capability: int, group_size: int, dtype: torch.dtype) -> Launch:

@@ -16,8 +16,7 @@ import torch
 
 from kvboost_hf import ChunkStore, KVBoost, StreamingConfig, attach, forks, stream_layers
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.offload.backends.choice import use_backend
-from kvboost_hf.offload.backends.threaded import ThreadedBackend
+from kvboost_hf.offload.backend import ThreadedBackend, use_backend
 from tests.conftest import as_inputs, make_model, random_ids
 
 HEAD = random_ids(120, seed=1)

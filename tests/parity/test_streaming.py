@@ -37,7 +37,7 @@ from kvboost_hf import (
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
 from kvboost_hf.offload import disk
-from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backend import use_backend
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
 from tests.offload.poisoning import PoisoningBackend
 from tests.parity.compare import same_as_plain

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import stop_streaming, stream_layers, streaming_stats, with_streaming
 from kvboost_hf.compat import decoder_layers
-from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backend import use_backend
 from tests.architectures.models import TRIED, make_architecture
 from tests.architectures.table import of_tested_release
 from tests.conftest import random_ids

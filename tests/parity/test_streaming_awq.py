@@ -32,7 +32,7 @@ from kvboost_hf.attention import kernel_calls
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts
 from kvboost_hf.offload.awq.layout import Stored, dequantize
-from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backend import use_backend
 from kvboost_hf.offload.sizes import estimate_sizes
 from recipes.awq import quantize, quantize_awq
 from tests.conftest import as_inputs, random_ids

@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from kvboost_hf import StreamingConfig, load_streamed, streaming_plan, streaming_stats
 from kvboost_hf.offload import build
-from kvboost_hf.offload.backends.cuda import CudaBackend
+from kvboost_hf.offload.cuda import CudaBackend
 from kvboost_hf.offload.host import Pinning
 from kvboost_hf.offload.plan import ResidencyPlan
 from tests.device_double import CUDA, DoubleDevice, DoubleTensor

@@ -19,7 +19,7 @@ from kvboost_hf import (
     streaming_stats,
 )
 from kvboost_hf.errors import StreamingError
-from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backend import use_backend
 from tests.conftest import as_inputs, random_ids
 from tests.offload.poisoning import PoisoningBackend
 from tests.streaming import FULL_STREAM, make_layers

@@ -23,17 +23,14 @@ import pytest
 import torch
 
 from kvboost_hf.checksum import contents
+from kvboost_hf.offload import cuda as mapped
 from kvboost_hf.offload import disk
-from kvboost_hf.offload.backends import mapped
-from kvboost_hf.offload.backends.base import Backend
-from kvboost_hf.offload.backends.cuda import CudaBackend
-from kvboost_hf.offload.backends.runtime import CudaRuntime
-from kvboost_hf.offload.backends.threaded import ThreadedBackend
-from kvboost_hf.offload.backends.timings import Timings
+from kvboost_hf.offload.backend import Backend, ThreadedBackend
+from kvboost_hf.offload.cuda import CudaBackend, CudaRuntime, Timings
 from kvboost_hf.offload.disk import FileSource, LayerFolder, Origin
-from kvboost_hf.offload.flat import FlatLayout
 from kvboost_hf.offload.host import HostMemory, HostSource, Pinning, cuda_pinning
 from kvboost_hf.offload.prune import former_files, prune_layers
+from kvboost_hf.offload.sources import FlatLayout
 from tests.offload.poisoning import PoisoningBackend
 from tests.offload.simulated_cuda import BYTES_PER_MS, SimulatedGpu
 
@@ -667,7 +664,7 @@ def test_a_backend_that_was_forgotten_ends_its_thread(kind: str) -> None:
 def test_at_exit_threads_end_and_memory_is_unpinned() -> None:
     program = """
 import torch
-from kvboost_hf.offload.backends.threaded import ThreadedBackend
+from kvboost_hf.offload.backend import ThreadedBackend
 from kvboost_hf.offload.host import HostMemory, HostSource, Pinning
 
 pinning = Pinning(lambda address, nbytes: print("register", nbytes), lambda address: print("unregister"))

@@ -20,7 +20,7 @@ from kvboost_hf import StreamingConfig, load_streamed, stream_layers, streaming_
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
 from kvboost_hf.offload import build
 from kvboost_hf.offload import checkpoint as checkpoints
-from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backend import use_backend
 from kvboost_hf.offload.checkpoint import any_of
 from recipes.awq import quantize_awq, write_random_awq
 from tests.conftest import make_model, random_ids
@@ -226,7 +226,7 @@ def test_from_disk_on_a_cpu(checkpoint: Path, tmp_path: Path) -> None:
 _PEAK = """
 import resource, sys, torch
 from kvboost_hf import StreamingConfig, load_streamed
-from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backend import use_backend
 from tests.offload.poisoning import PoisoningBackend
 import transformers.models.llama.modeling_llama
 def high(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024

@@ -20,7 +20,7 @@ from triton.runtime.driver import driver
 from kvboost_hf import triton_support
 from kvboost_hf.attention import active_tier, backends, use_tier
 from kvboost_hf.cli import main
-from kvboost_hf.offload.awq import dispatch
+from kvboost_hf.offload.awq import matmul as dispatch
 
 GPU = torch.device("cuda", 0)
 CACHES = [

@@ -1,4 +1,11 @@
-"""Multiplication by AWQ weights as an operator of `torch.library`, which is skipped where nothing traces."""
+"""Multiplies by 4-bit weights: the operator of `torch.library`, the choice of a kernel, and PyTorch's own operators.
+
+`awq_matmul` is an operator where something traces, else it calls the kernel directly. `runs_triton` chooses between
+Triton, whose tiles `plan_tiling` computes without importing it, and `awq_matmul_torch`, which runs on any device. Of
+the eight codes of a word, each byte holds two nibbles: the lower ones are one half of the columns, the upper ones the
+other. Each half is unpacked by a single operator, and the columns of the result, which is much smaller, are reordered
+at the end.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -13,10 +20,44 @@ from kvboost_hf.kernel_calls import count
 from kvboost_hf.offload.awq.int4pack import can_pack, int4pack_matmul
 from kvboost_hf.triton_support import missing_for_triton, triton_runs
 
+_logger = logging.getLogger(__name__)
+_TILE = 1 << 21  # weights that a CPU unpacks at a time, at least one group of rows: 8 MiB as float32
+_UNPACKED_BYTES = 5  # of a weight: as uint8 and as float32
+_FEW = 8  # tokens; for fewer it is cheaper to scale the products of each group than its weights
+# For more rows, weights are dequantized to memory for PyTorch's own product, which moves 4.5 bytes for each, not
+# half a byte. Up to here one takes 2 to 8 instructions in registers. benchmarks/awq.py measures both ways.
+MOST_ROWS = 128
+SCRATCH_BYTES = 128 << 20  # of dequantized weights at a time
+_MOST_PARTS = 16  # of a product of several rows: the last program adds up 4 at a time
+
+
 torch.library.define(
     "kvboost_hf::awq_matmul",
     "(Tensor x, Tensor qweight, Tensor qzeros, Tensor scales, str kernel, Tensor? scales_and_zeros=None) -> Tensor",
 )
+
+
+def multiply(
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    qzeros: torch.Tensor,
+    scales: torch.Tensor,
+    kernel: QuantKernel,
+    scales_and_zeros: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply by AWQ weights with the chosen kernel, as `matmul.awq_matmul` describes."""
+    if scales_and_zeros is not None:
+        count("int4pack", "awq_matmul")
+        return int4pack_matmul(x, qweight, qzeros, scales, scales_and_zeros)
+    if runs_triton(kernel, x.device):
+        from kvboost_hf.offload.awq.triton_launch import awq_matmul_triton
+
+        count("triton", "awq_matmul")
+        return awq_matmul_triton(x, qweight, qzeros, scales)
+    count("reference", "awq_matmul")
+    return awq_matmul_torch(x, qweight, qzeros, scales)
+
+
 torch.library.impl("kvboost_hf::awq_matmul", "default", multiply)
 
 
@@ -74,30 +115,6 @@ def _(
     return x.new_empty(x.shape[0], scales.shape[1])
 
 
-_logger = logging.getLogger(__name__)
-
-
-def multiply(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    qzeros: torch.Tensor,
-    scales: torch.Tensor,
-    kernel: QuantKernel,
-    scales_and_zeros: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Multiply by AWQ weights with the chosen kernel, as `matmul.awq_matmul` describes."""
-    if scales_and_zeros is not None:
-        count("int4pack", "awq_matmul")
-        return int4pack_matmul(x, qweight, qzeros, scales, scales_and_zeros)
-    if runs_triton(kernel, x.device):
-        from kvboost_hf.offload.awq.triton_launch import awq_matmul_triton
-
-        count("triton", "awq_matmul")
-        return awq_matmul_triton(x, qweight, qzeros, scales)
-    count("reference", "awq_matmul")
-    return awq_matmul_torch(x, qweight, qzeros, scales)
-
-
 def wants_int4pack(kernel: QuantKernel, device: torch.device, out_features: int) -> bool:
     """Whether weights on a device are to have the layout `int4pack`: on CPUs, unless a kernel was named."""
     return kernel == "auto" and device.type == "cpu" and can_pack(out_features)
@@ -130,11 +147,6 @@ def _missing(device: torch.device) -> str | None:
 
 def _is_too_old(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (7, 0)
-
-
-_TILE = 1 << 21  # weights that a CPU unpacks at a time, at least one group of rows: 8 MiB as float32
-_UNPACKED_BYTES = 5  # of a weight: as uint8 and as float32
-_FEW = 8  # tokens; for fewer it is cheaper to scale the products of each group than its weights
 
 
 def awq_matmul_torch(
@@ -229,13 +241,6 @@ def _halves(columns: torch.Tensor) -> torch.Tensor:
 def _whole(halves: torch.Tensor) -> torch.Tensor:
     """Undo `_halves`."""
     return halves.view(2, halves.shape[1], halves.shape[2] // 4, 2, 2).permute(1, 2, 4, 0, 3).flatten(1)
-
-
-# For more rows, weights are dequantized to memory for PyTorch's own product, which moves 4.5 bytes for each, not
-# half a byte. Up to here one takes 2 to 8 instructions in registers. benchmarks/awq.py measures both ways.
-MOST_ROWS = 128
-SCRATCH_BYTES = 128 << 20  # of dequantized weights at a time
-_MOST_PARTS = 16  # of a product of several rows: the last program adds up 4 at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,18 @@
-"""triton_kernels."""
+"""Triton kernels for 4-bit weights, for GPUs, and for CPUs by Triton's interpreter.
+
+`gemv` multiplies one row, and is limited by reading the weights. It reads words of eight codes. `gemm` multiplies a
+few rows by weights that become numbers of the dtype of the rows in registers. `dequantize` writes weights to memory,
+for products with many rows.
+
+`gemm` reads a row of words in halfwords of four codes. Nibble j of halfword c is column `c // 2 * 8 + 2 * j + c % 2`,
+so that a tile of halfwords becomes four tiles of weights of its shape and layout, and no number moves to another lane.
+On NVIDIA's GPUs a register holds two halfwords, and an instruction makes two numbers. Codes become the last bits of
+normal numbers, from which zeros in the same form are subtracted: `1024 + code` in float16, 16 times the code in every
+other nibble, and `128 + code` in bfloat16. All of these, and the differences, are exact, and none is so small that it
+could be taken for 0. Zeros are subtracted before anything is summed, so that no sum loses bits to them, and rows with
+infinities become what plain weights make of them. Elsewhere, and with float32, operations on single numbers compute
+the same. Tests compare both on every halfword.
+"""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""triton_launch."""
+"""Plans and launches the Triton kernels for 4-bit weights. Imports Triton."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,12 +9,13 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from kvboost_hf.offload.awq.triton.tiling import MOST_ROWS, Tiling, plan_tiling, scratch_columns
+from kvboost_hf.offload.awq.matmul import MOST_ROWS, Tiling, plan_tiling, scratch_columns
 from kvboost_hf.offload.awq.triton_kernels import dequantize, gemm, gemv, instructions
 from kvboost_hf.triton_launch import Launcher
 
 _KEPT = 4096  # plans: each shape of a weight has one for each number of rows
 _COUNTERS = 4096  # of one stream; more tiles than that are not split
+_gemv, _gemm, _dequantize = Launcher(gemv), Launcher(gemm), Launcher(dequantize)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,9 +35,6 @@ class Planned:
         """Launch the kernel with these tensors, and with further numbers as arguments."""
         given = tensors, self.strides, (*self.numbers, *numbers), (), self.constants
         self.launch(self.grid, device, given, warps=self.warps, stages=self.stages)
-
-
-_gemv, _gemm, _dequantize = Launcher(gemv), Launcher(gemm), Launcher(dequantize)
 
 
 def awq_matmul_triton(
