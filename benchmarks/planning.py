@@ -21,9 +21,8 @@ import numpy as np
 from record import write
 from reuse import Result, measured_on, provenance
 
-from kvboost_hf.cache.planning.chunks import Chunker, FixedChunker, Tokens, prefix_key
+from kvboost_hf.cache.planning.chunks import Chunker, ContentChunker, FixedChunker, Tokens, prefix_key
 from kvboost_hf.cache.planning.content_index import ContentIndex
-from kvboost_hf.cache.planning.cutting import ContentChunker
 from kvboost_hf.cache.planning.match import find_moved
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, plan_row
 

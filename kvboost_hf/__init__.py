@@ -11,7 +11,7 @@ from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
 from kvboost_hf.cache.attach import attach, detach, last_cache
 from kvboost_hf.cache.layers.quantized import live_bytes
-from kvboost_hf.cache.planning.cutting import ContentChunker
+from kvboost_hf.cache.planning.chunks import ContentChunker
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvboost_hf.cache.planning.column_ids import text_ids
+from kvboost_hf.cache.planning.chunks import text_ids
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
 
 if TYPE_CHECKING:

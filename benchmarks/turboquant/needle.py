@@ -13,7 +13,7 @@ from benchmarks.turboquant.sabotage import controls
 from kvboost_hf.assets.chat import encode
 from kvboost_hf.assets.world import make_documents
 from kvboost_hf.cache.codecs import Codec, make_codec
-from kvboost_hf.cache.planning.cutting import ContentChunker
+from kvboost_hf.cache.planning.chunks import ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.config import KVQuantConfig, ReusePolicy

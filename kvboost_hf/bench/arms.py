@@ -10,7 +10,7 @@ from kvboost_hf.assisted.load import load_assistant
 from kvboost_hf.assisted.lookup import lookup_assistant
 from kvboost_hf.bench.models import Models
 from kvboost_hf.bench.served import Served, served
-from kvboost_hf.cache.planning.cutting import ContentChunker
+from kvboost_hf.cache.planning.chunks import ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import cache_argument

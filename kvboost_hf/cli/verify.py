@@ -8,7 +8,7 @@ from typing import Any
 
 from kvboost_hf.assets.chat import encode
 from kvboost_hf.cache.codecs import live_config
-from kvboost_hf.cache.planning.cutting import ContentChunker
+from kvboost_hf.cache.planning.chunks import ContentChunker
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cli.arguments import Commands, add_json, figure, needs_extra, positive, read_text, require_figures
 from kvboost_hf.cli.models import add_model, load_shown

@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvboost_hf.cache.planning.chunks import Chunker
-from kvboost_hf.cache.planning.cutting import ContentChunker
+from kvboost_hf.cache.planning.chunks import Chunker, ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import cache_argument

@@ -10,8 +10,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvboost_hf.cache.codecs import config_of, live_config
-from kvboost_hf.cache.planning.chunks import Chunker, FixedChunker
-from kvboost_hf.cache.planning.cutting import LEAST_CHUNK_SIZE, ContentChunker
+from kvboost_hf.cache.planning.chunks import LEAST_CHUNK_SIZE, Chunker, ContentChunker, FixedChunker
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, parse_tier
 from kvboost_hf.cache.tiers.base import Tier

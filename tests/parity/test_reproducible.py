@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy, attach, check_model_compatibility
 from kvboost_hf import last_cache as last
 from kvboost_hf.cache.forward import admission
-from kvboost_hf.cache.planning.fixed_pieces import PIECE, piece_ends, whole_pieces
+from kvboost_hf.cache.planning.chunks import PIECE, piece_ends, whole_pieces
 from recipes.real_model import FLOAT32
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 

@@ -11,7 +11,7 @@ from benchmarks.turboquant.sabotage import Damage, sabotaged
 from kvboost_hf import ChunkStore, ReusePolicy, attach, detach, verify_correctness
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.chat import encode
-from kvboost_hf.cache.planning.cutting import ContentChunker
+from kvboost_hf.cache.planning.chunks import ContentChunker
 from kvboost_hf.config import KVQuantConfig, Repair
 from kvboost_hf.demo.workloads import linked_documents, shuffled_documents
 from kvboost_hf.verify import CorrectnessReport

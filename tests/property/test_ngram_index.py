@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvboost_hf.cache.planning import ngram_index
-from kvboost_hf.cache.planning.column_ids import media_ids
+from kvboost_hf.cache.planning.chunks import media_ids
 from kvboost_hf.cache.planning.ngram_index import NgramIndex
 from kvboost_hf.ngrams import MAX_NGRAM
 

@@ -14,7 +14,7 @@ from kvboost_hf import check_model_compatibility
 from kvboost_hf.assisted.branch_probe import branch_reason
 from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.layers.choose import make_layers
-from kvboost_hf.cache.planning.repair.base import Measure
+from kvboost_hf.cache.planning.repair import Measure
 from kvboost_hf.compat import probe_reason
 from kvboost_hf.compatibility import known_architectures
 from tests.conftest import counted, make_model

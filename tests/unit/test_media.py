@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvboost_hf.cache.planning.column_ids import media_ids, shifted_ids, text_ids
+from kvboost_hf.cache.planning.chunks import media_ids, shifted_ids, text_ids
 from kvboost_hf.cache.prompt.media import Prompt, _hash, _split_items
 from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from kvboost_hf import ReusePolicy
 from kvboost_hf.cache.forward.moved import choose_columns
 from kvboost_hf.cache.forward.repair_later import goes_on
-from kvboost_hf.cache.planning.moved_columns import MovedColumns
-from kvboost_hf.cache.planning.repair import REPAIRS, RepairRow, Scores
+from kvboost_hf.cache.planning.repair import REPAIRS, MovedColumns, RepairRow, Scores
 
 
 def row(*moved: tuple[int, int], length: int = 100, seams: tuple[int, ...] | None = None) -> RepairRow:

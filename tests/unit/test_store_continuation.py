@@ -12,8 +12,7 @@ from kvboost_hf import ChunkStore, StoreClosedError
 from kvboost_hf.cache.kv.blocks import Block
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.planning import ngram_index
-from kvboost_hf.cache.planning.chunks import Tokens, prefix_key
-from kvboost_hf.cache.planning.column_ids import media_ids, shifted_ids
+from kvboost_hf.cache.planning.chunks import Tokens, media_ids, prefix_key, shifted_ids
 from kvboost_hf.cache.store.chunk_store import Put
 from kvboost_hf.cache.store.records.history import History
 from kvboost_hf.cache.store.records.text import StoredText

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, StoreFullError, check_model_compatibility
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.planning.cutting import ContentChunker
+from kvboost_hf.cache.planning.chunks import ContentChunker
 from kvboost_hf.cache.planning.match import find_moved
 from tests.conftest import as_inputs, counted, make_model, random_ids
 

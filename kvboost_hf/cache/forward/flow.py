@@ -36,7 +36,7 @@ from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, Step,
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import CHANGED, LiveKV
-from kvboost_hf.cache.planning.fixed_pieces import whole_pieces
+from kvboost_hf.cache.planning.chunks import whole_pieces
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt.generate_call import in_generate, in_prefill

@@ -13,7 +13,7 @@ from kvboost_hf.cache.forward.running import CacheParts
 from kvboost_hf.cache.layers.hidden_states import kv_layers
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
-from kvboost_hf.cache.planning.fixed_pieces import whole_pieces
+from kvboost_hf.cache.planning.chunks import whole_pieces
 from kvboost_hf.compat import attn_implementation, rope_regime
 from kvboost_hf.handles import ATTENTION
 

@@ -3,7 +3,7 @@
 plan      what moved chunks can serve                       moved.py, pure
 place     stored K/V into the layers, keys rotated          moved.py
 look      where the end of the prompt attends to            attention_scores.py, for repairs that ask
-choose    what to compute again                             planning/repair/, pure
+choose    what to compute again                             planning/repair.py, pure
 scatter   the caller's forward over the chosen columns      scatter.py
 """
 
@@ -26,9 +26,8 @@ from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.match import find_moved
-from kvboost_hf.cache.planning.moved_columns import MovedColumns
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, trim_row
-from kvboost_hf.cache.planning.repair import Mask, Measure, Repair, Scores, budget
+from kvboost_hf.cache.planning.repair import Mask, Measure, MovedColumns, Repair, Scores, budget
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import without_router_logits
 from kvboost_hf.compat import KeyRotation, key_rotation, rope_regime

@@ -12,7 +12,7 @@ from kvboost_hf.cache.forward.reused import PromptColumns
 from kvboost_hf.cache.forward.running import CacheParts
 from kvboost_hf.cache.forward.spans import needed_for, with_loaded
 from kvboost_hf.cache.live.ledger import Ledger
-from kvboost_hf.cache.planning.fixed_pieces import piece_ends, whole_pieces
+from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces
 from kvboost_hf.cache.planning.plan import ReusePlan, plan_batch
 from kvboost_hf.cache.prompt.media import Prompt
 from kvboost_hf.compat import weights_come_and_go

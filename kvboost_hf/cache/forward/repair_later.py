@@ -19,7 +19,7 @@ from kvboost_hf.cache.forward.moved_probe import needs_no_mask
 from kvboost_hf.cache.forward.scatter import ScatterPass
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.live.live_kv import LiveKV
-from kvboost_hf.cache.planning.column_ids import is_text
+from kvboost_hf.cache.planning.chunks import is_text
 from kvboost_hf.compat import PrivateCache, cache_argument, input_device
 from kvboost_hf.config import ReusePolicy
 

@@ -18,8 +18,7 @@ from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_
 from kvboost_hf.cache.forward.spans import stored_chunk
 from kvboost_hf.cache.layers.base import Piece
 from kvboost_hf.cache.live.ledger import Ledger
-from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.fixed_pieces import PIECE
+from kvboost_hf.cache.planning.chunks import PIECE, Tokens
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, plan_shared
 from kvboost_hf.cache.planning.report import BATCH, Tally, miss_report
 from kvboost_hf.cache.prompt.hook import Kwargs

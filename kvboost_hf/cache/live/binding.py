@@ -10,7 +10,7 @@ from kvboost_hf.cache.identity.foreign import foreign_attention, hooks_registere
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.identity.settings import arithmetic, autocast
 from kvboost_hf.cache.layers.quantized import mark
-from kvboost_hf.cache.planning.fixed_pieces import PIECE
+from kvboost_hf.cache.planning.chunks import PIECE
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, salt_bytes
 from kvboost_hf.cache.store.default import default_store

@@ -3,8 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.column_ids import text_ids
+from kvboost_hf.cache.planning.chunks import Tokens, text_ids
 from kvboost_hf.ngrams import MAX_NGRAM, longest_match
 
 _NO_TEXT = -1  # media, removed tokens, and the separator of entries

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvboost_hf.cache.planning.chunks import Tokens, common_length
-from kvboost_hf.cache.planning.column_ids import text_ids
+from kvboost_hf.cache.planning.chunks import Tokens, common_length, text_ids
 from kvboost_hf.cache.planning.plan import Miss
 
 BATCH = "batch"  # where tokens were found that another row of the same batch has computed

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost_hf.cache.planning.column_ids import shifted_ids
+from kvboost_hf.cache.planning.chunks import shifted_ids
 from kvboost_hf.cache.prompt.positions import text_positions
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.handles import read_reach

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.column_ids import shifted_ids
+from kvboost_hf.cache.planning.chunks import Tokens, shifted_ids
 from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
 
 

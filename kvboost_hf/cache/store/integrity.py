@@ -18,8 +18,7 @@ from kvboost_hf.cache.kv.layer_kv import LayerKV, copy_columns
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
-from kvboost_hf.cache.planning.chunks import Chunker, Tokens, common_length, prefix_key
-from kvboost_hf.cache.planning.column_ids import is_text
+from kvboost_hf.cache.planning.chunks import Chunker, Tokens, common_length, is_text, prefix_key
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border
 from kvboost_hf.cache.prompt.inputs import with_positions
 from kvboost_hf.cache.store.records.contract import Records
