@@ -125,7 +125,7 @@ def dequantized(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tenso
 
 def planned(x: torch.Tensor, out_features: int) -> Any:
     """The tiling of a product in registers by the kernel for several rows, also where another way is taken."""
-    from kvboost_hf.offload.awq.matmul import plan_tiling
+    from kvboost_hf.offload.awq.tiling import plan_tiling
     from kvboost_hf.offload.awq.triton_launch import traits_of
 
     device = torch.cuda.get_device_properties(0)
@@ -139,7 +139,7 @@ def fastest(x: torch.Tensor, weights: list[Drawn], rounds: int) -> Result | None
     """The best of some tilings; those that a GPU has no room for are left out."""
     from triton import OutOfResources
 
-    from kvboost_hf.offload.awq.matmul import Tiling
+    from kvboost_hf.offload.awq.tiling import Tiling
     from kvboost_hf.offload.awq.triton_launch import awq_matmul_triton
 
     first = planned(x, weights[0][2].shape[1])

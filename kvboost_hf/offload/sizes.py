@@ -13,8 +13,8 @@ from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts, are_stacked
 from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.awq.linear import AwqLinear
-from kvboost_hf.offload.awq.matmul import scratch_bytes, scratch_columns
 from kvboost_hf.offload.awq.swap import swap_linears
+from kvboost_hf.offload.awq.tiling import scratch_bytes, scratch_columns
 from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
 from kvboost_hf.offload.units import Holder, Unit, find_units, input_embeddings, parts_of
 

@@ -19,7 +19,7 @@ from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.compat import attn_implementation, bytes_per_token, input_device
 from kvboost_hf.engine.settings import EngineSettings
-from kvboost_hf.progress import Progress
+from kvboost_hf.outputs import Progress
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.http.guard import JsonLines
 from kvboost_hf.server.settings import ServerSettings

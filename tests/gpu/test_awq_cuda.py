@@ -7,7 +7,8 @@ import torch
 
 from kvboost_hf.attention import kernel_calls
 from kvboost_hf.config import QuantKernel
-from kvboost_hf.offload.awq.matmul import Tiling, awq_matmul, plan_tiling
+from kvboost_hf.offload.awq.matmul import awq_matmul
+from kvboost_hf.offload.awq.tiling import Tiling, plan_tiling
 from kvboost_hf.offload.awq.triton_launch import awq_matmul_triton
 from tests.awq import Packed
 from tests.gpu.device import COMPILER, DEVICE, ON_GPU, needs_gpu

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvboost_hf.offload.awq.layout import Stored, dequantize, layout_of, pack
 from kvboost_hf.offload.awq.linear import AwqLinear
-from kvboost_hf.offload.awq.matmul import _TILE, awq_matmul_torch, awq_matmul_transposed_torch
+from kvboost_hf.offload.awq.tiling import _TILE, awq_matmul_torch, awq_matmul_transposed_torch
 from tests.awq import Weight, in_gemm, in_gemv, in_llm_awq, make_linear, random_weight, share_of_budget
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -16,7 +16,8 @@ from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq import matmul as dispatch
 from kvboost_hf.offload.awq import triton_kernels as halfwords
 from kvboost_hf.offload.awq import triton_launch as launch
-from kvboost_hf.offload.awq.matmul import MOST_ROWS, Tiling, awq_matmul, plan_tiling, scratch_columns
+from kvboost_hf.offload.awq.matmul import awq_matmul
+from kvboost_hf.offload.awq.tiling import MOST_ROWS, Tiling, plan_tiling, scratch_columns
 from kvboost_hf.offload.awq.triton_launch import awq_matmul_triton
 from tests.awq import SHIFTS, Packed, Weight, in_gemm, share_of_budget
 from tests.parity.test_triton_halfwords import halves, run
@@ -145,7 +146,7 @@ def test_small_tiles() -> None:
 
 def test_prompts_take_some_columns_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What weights become takes no more memory than one slice of columns."""
-    monkeypatch.setattr("kvboost_hf.offload.awq.matmul.SCRATCH_BYTES", 256 * 96 * 2)
+    monkeypatch.setattr("kvboost_hf.offload.awq.tiling.SCRATCH_BYTES", 256 * 96 * 2)
     product = Product(rows=MOST_ROWS + 1, in_features=96, out_features=520, group_size=32)
     with Shapes(torch.ops.aten.mm.out) as shapes:
         check(product, awq_matmul_triton(*product.tensors()))

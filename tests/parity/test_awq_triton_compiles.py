@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvboost_hf.offload.awq import triton_launch as awq_launch
-from kvboost_hf.offload.awq.matmul import plan_tiling
+from kvboost_hf.offload.awq.tiling import plan_tiling
 from kvboost_hf.offload.awq.triton_launch import Planned, plan_dequantizing, planned, traits_of
 from tests.triton_compile import Compiled, Kernels, Launch, pointer, targets
 

@@ -31,7 +31,7 @@ from kvboost_hf.cache.planning.repair import REPAIRS
 from kvboost_hf.config import Repair
 from kvboost_hf.engine import EngineSettings
 from kvboost_hf.engine import kvboost as engine_module
-from kvboost_hf.engine.watch import Watch
+from kvboost_hf.engine.runner import Watch
 from kvboost_hf.errors import StoreFullError
 from tests.conftest import FULL_ATTENTION, STATEFUL, VOCAB, WINDOWED, counted, make_model, random_ids
 

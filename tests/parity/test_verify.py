@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from benchmarks.turboquant.sabotage import Damage, sabotaged
 from kvboost_hf import ChunkStore, ReusePolicy, attach, detach, verify_correctness
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.assets.chat import encode
+from kvboost_hf.assets.texts import encode
 from kvboost_hf.cache.planning.chunks import ContentChunker
 from kvboost_hf.config import KVQuantConfig, Repair
 from kvboost_hf.demo.workloads import linked_documents, shuffled_documents

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvboost_hf.cli import command_line, main
-from kvboost_hf.cli.config_file import apply_config
+from kvboost_hf.cli.server_settings import apply_config
 
 
 def parsed(file: Path, text: str, *arguments: str, command: str = "serve", mode: int = 0o600) -> argparse.Namespace:

@@ -11,7 +11,7 @@ import torch
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cli import command_line, main
-from kvboost_hf.cli.models import load_model
+from kvboost_hf.cli.arguments import load_model
 from kvboost_hf.cli.server_settings import draft_trees, engine_settings, server_settings, streaming_config
 from kvboost_hf.cli.serving import load_draft
 from kvboost_hf.offload.build import streaming_plan

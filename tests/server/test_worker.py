@@ -19,7 +19,7 @@ from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.compat import kv_bytes_per_token
 from kvboost_hf.errors import StoreClosedError
-from kvboost_hf.kernel_calls import kernel_calls
+from kvboost_hf.kernels import kernel_calls
 from kvboost_hf.ngrams import common_prefix
 from kvboost_hf.server.engine.waiting import WaitingLine
 from kvboost_hf.server.engine.worker import ModelEngine

@@ -14,7 +14,7 @@ from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.cache.planning.chunks import FixedChunker
 from kvboost_hf.demo.workloads import shuffled_documents
 from kvboost_hf.engine import EngineSettings
-from kvboost_hf.engine.encode import PromptEncoder
+from kvboost_hf.engine.prompts import PromptEncoder
 
 NEW = 6
 DOCUMENT = "Maria lives in Rome. She owns the lamp. It is red and costs ten coins. " * 12

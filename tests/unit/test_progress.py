@@ -15,8 +15,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from kvboost_hf.cache.tiers.disk import DiskTier
 from kvboost_hf.cli import command_line, main
-from kvboost_hf.cli.next_steps import next_steps
-from kvboost_hf.progress import Progress, duration
+from kvboost_hf.cli.arguments import next_steps
+from kvboost_hf.outputs import Progress, duration
 
 TEXT = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 8
 
@@ -37,7 +37,7 @@ class Gone(StringIO):
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands on small models take less than two seconds."""
     for name in ("_FIRST_LINE_S", "_LINE_EVERY_S", "_REWRITE_S"):
-        monkeypatch.setattr(f"kvboost_hf.progress.{name}", 0.002)
+        monkeypatch.setattr(f"kvboost_hf.outputs.{name}", 0.002)
 
 
 def typed(out: str) -> list[str]:

@@ -24,8 +24,8 @@ from kvboost_hf import load_streamed, streaming_plan
 from kvboost_hf.compat import bytes_per_token, decoder_layers, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.awq.formats import PackedFormat
-from kvboost_hf.offload.awq.matmul import SCRATCH_BYTES, awq_matmul_torch, scratch_bytes, tile_weights
 from kvboost_hf.offload.awq.swap import swap_linears
+from kvboost_hf.offload.awq.tiling import SCRATCH_BYTES, awq_matmul_torch, scratch_bytes, tile_weights
 from kvboost_hf.offload.backend import use_backend
 from kvboost_hf.offload.build import StreamBuilder
 from kvboost_hf.offload.plan import ModelSizes, plan_residency
@@ -212,7 +212,7 @@ def test_a_token_without_triton_launches_few_kernels(monkeypatch: pytest.MonkeyP
     """22,000 for the 64 layers of Qwen2.5-32B. With the tiles of a CPU it would be 116,000."""
     linears = [LARGEST[2], LARGEST[3], LARGEST[3], LARGEST[2], LARGEST[0], LARGEST[0], LARGEST[1]]
     assert 64 * sum(_product(shape, 1, monkeypatch).launches for shape in linears) < 23_000
-    monkeypatch.setattr("kvboost_hf.offload.awq.matmul.SCRATCH_BYTES", 5 * tile_weights(torch.device("cpu")))
+    monkeypatch.setattr("kvboost_hf.offload.awq.tiling.SCRATCH_BYTES", 5 * tile_weights(torch.device("cpu")))
     assert 64 * sum(_product(shape, 1, monkeypatch).launches for shape in linears) > 100_000
 
 

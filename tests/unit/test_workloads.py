@@ -6,9 +6,8 @@ import pytest
 from transformers import LlamaConfig
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.assets.chat import encode
-from kvboost_hf.demo.real_text import workloads_for
-from kvboost_hf.demo.workloads import linked_documents, shuffled_documents
+from kvboost_hf.assets.texts import encode
+from kvboost_hf.demo.workloads import linked_documents, shuffled_documents, workloads_for
 from recipes.evaluate import answer
 
 

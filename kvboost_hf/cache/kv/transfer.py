@@ -12,7 +12,7 @@ from typing import Protocol, cast
 import torch
 
 from kvboost_hf import forks
-from kvboost_hf.triton_support import triton_runs
+from kvboost_hf.kernels import triton_runs
 
 _log = logging.getLogger(__name__)
 

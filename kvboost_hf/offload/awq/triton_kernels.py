@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvboost_hf.triton_dot import dot
+from kvboost_hf.triton_launch import dot
 
 GROUPS = tl.constexpr(4)  # that a program reads at a time, each warp its own
 _LOADS = tl.constexpr(8)  # of words, that are sent for before the first is multiplied by

@@ -9,7 +9,7 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from kvboost_hf.offload.awq.matmul import MOST_ROWS, Tiling, plan_tiling, scratch_columns
+from kvboost_hf.offload.awq.tiling import MOST_ROWS, Tiling, plan_tiling, scratch_columns
 from kvboost_hf.offload.awq.triton_kernels import dequantize, gemm, gemv, instructions
 from kvboost_hf.triton_launch import Launcher
 

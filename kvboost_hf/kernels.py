@@ -1,7 +1,6 @@
-"""Finds out whether Triton can launch kernels on this machine. Does not import Triton where nothing asks for it.
+"""Finds out whether Triton can launch kernels on this machine, and counts the calls of each kernel.
 
-At the first launch Triton compiles C code of its own, which talks to the driver of the GPU. Without a C compiler that
-fails. So Triton itself is asked for its driver, once, before any kernel is chosen.
+It does not import Triton where nothing asks for it. Tests and users read `kernel_calls` to see which kernels have run.
 """
 
 import logging
@@ -9,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,11 +16,14 @@ from typing import NamedTuple
 
 import torch
 
-_logger = logging.getLogger(__name__)
+from kvboost_hf import forks
 
+_logger = logging.getLogger(__name__)
 _INSTALL = "pip install triton-windows" if sys.platform == "win32" else "pip install triton"
 _COMPILER = "install gcc and the headers of libc, on Debian and Ubuntu by `apt-get install gcc libc6-dev`"
 _HEADERS = "install the headers of libc and Python, on Debian and Ubuntu by `apt-get install libc6-dev python3-dev`"
+_calls: Counter[str] = Counter()
+_lock = forks.lock()
 
 
 class Missing(NamedTuple):
@@ -101,3 +104,17 @@ def _warn(missing: Missing) -> None:
         missing.what,
         missing.remedy,
     )
+
+
+def kernel_calls() -> Counter[str]:
+    """Return how often each kernel was called in this process, by `"<backend>.<kernel>"`."""
+    with _lock:
+        return Counter(_calls)
+
+
+def count(backend: str, kernel: str) -> None:
+    """Count one call, but not while `torch.compile` traces: its graphs hold no lock, and operators count when run."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    with _lock:
+        _calls[f"{backend}.{kernel}"] += 1
