@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from kvboost_hf.attention import reference
-from kvboost_hf.attention.call import AttentionCall, Part
-from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.handles import CodePlanes
+from tests.internals.attention import AttentionCall, Part, Visibility, reference
+from tests.internals.top import CodePlanes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from kvboost_hf.offload.awq.layout import Packed
-from kvboost_hf.offload.awq.linear import AwqLinear
 from tests.attention import SIGMAS, sum_error
+from tests.internals.offload import AwqLinear, Packed
 
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of the columns of a word of gemm
 IN_ORDER = tuple(range(0, 32, 4))

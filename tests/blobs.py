@@ -5,8 +5,7 @@ from hashlib import blake2b, shake_128
 import numpy as np
 import torch
 
-from kvboost_hf.cache.tiers.base import Entry, Kind
-from kvboost_hf.cache.tiers.record import Blob, dump
+from tests.internals.cache import Blob, Entry, Kind, dump
 
 Made = tuple[Entry, list[bytes | memoryview]]
 

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from kvboost_hf.cache.codecs import Codec, Role
-from kvboost_hf.compat import LayerRotation
+from tests.internals.cache import Codec, Role
+from tests.internals.compat import LayerRotation
 
 HEAD_DIM = 128
 

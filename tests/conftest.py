@@ -44,7 +44,7 @@ from transformers import (
 )
 from transformers.utils.import_utils import is_kernels_available
 
-from kvboost_hf.cache.costs.compute_pace import ComputePace
+from tests.internals.cache import ComputePace
 
 # Where transformers takes the release of `kernels`, plain models, too, hold a local function of it: for positions.
 pickles_models = pytest.mark.skipif(

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from kvboost_hf.cache.kv import staging, transfer
-from kvboost_hf.cache.kv.gather_kernel import launch
+from tests.internals.cache import staging, transfer
+from tests.internals.triton import gather_launch as launch
 
 CUDA = torch.device("cuda", 0)
 Clock = dict[str, int]  # of each stream, how many of its operations are done

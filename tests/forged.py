@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from kvboost_hf.cache.tiers import record
+from tests.internals.cache import record
 
 
 class Forged:

@@ -9,8 +9,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from transformers import CompileConfig, GenerationMixin, PreTrainedModel
 
-from kvboost_hf.cache.costs import compile_costs
-from kvboost_hf.cache.live import decoding_form
+from tests.internals.cache import compile_costs, decoding_form
 
 
 class Compiler:

@@ -181,8 +181,8 @@ def host_as_gpu() -> Iterator[None]:
 
 def main() -> None:
     """Run a script, its folder first on the path, as Python does."""
-    from kvboost_hf.offload.awq import matmul as dispatch
-    from kvboost_hf.offload.awq import triton_launch as launch
+    from tests.internals.offload import dispatch
+    from tests.internals.triton import launch_module as launch
 
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # other threads would know of no GPU
     script, *arguments = sys.argv[1:]

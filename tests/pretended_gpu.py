@@ -70,8 +70,9 @@ def pretended_gpu() -> Iterator[PretendedGPU]:
     import torch
     from triton.runtime.driver import driver
 
-    from kvboost_hf.attention import backends, use_tier
-    from kvboost_hf.attention.triton import codes, combine, dense, mixed, pieces, tiling
+    from tests.internals.attention import backends, use_tier
+    from tests.internals.triton import codes, dense, mixed, pieces, tiling
+    from tests.internals.triton import combine_module as combine
 
     gpu, h100 = PretendedGPU(), tiling.Device(processors=132, shared_bytes=227 * 1024)
 
@@ -104,7 +105,7 @@ def _pieced(columns: int) -> Any:
     """Two pieces of 128 tokens, and columns behind them."""
     import torch
 
-    from kvboost_hf.handles import PiecedKV, PieceTable
+    from tests.internals.top import PiecedKV, PieceTable
 
     pieces = tuple(torch.zeros(8, 128, 128, dtype=torch.bfloat16) for _ in range(2))
     table = PieceTable(pieces, pieces, torch.tensor([[[0, 0, -1], [1, 128, -1]]]), 256)
@@ -115,8 +116,8 @@ def _coded(columns: int, method: str) -> Any:
     """Two blocks of 128 tokens as codes, and columns behind them."""
     import torch
 
-    from kvboost_hf.cache.codecs import make_codec
-    from kvboost_hf.handles import CodedKV
+    from tests.internals.cache import make_codec
+    from tests.internals.top import CodedKV
 
     codec = make_codec(method)
     planes = []
@@ -135,7 +136,7 @@ def _layer(query: Any, *held: Any, mask: Any = None, softcap: float | None = Non
 
     import torch
 
-    from kvboost_hf.handles import KVHandle
+    from tests.internals.top import KVHandle
 
     attention = import_module("kvboost_hf.attention.layer").attention
     if len(held) == 1:
@@ -255,7 +256,7 @@ def compilations() -> dict[str, Any]:
     """How many kernels calls compile, by kind; and launches for which Triton would have taken another one."""
     import torch
 
-    from kvboost_hf.triton_launch import Launcher
+    from tests.internals.triton import Launcher
 
     found: dict[str, int] = {}
     wrong: list[str] = []
@@ -286,8 +287,8 @@ def generation() -> dict[str, Any]:
     from torch.overrides import TorchFunctionMode
     from transformers import DynamicCache
 
-    from kvboost_hf.attention import kernel_calls
     from tests.conftest import make_model
+    from tests.internals.attention import kernel_calls
 
     class Looks(TorchFunctionMode):
         """Counts what a GPU would be waited for."""
@@ -324,9 +325,8 @@ def awq() -> dict[str, Any]:
     """Kernels and Python's functions of a linear layer on weights of four bits, for one row."""
     import torch
 
-    from kvboost_hf.offload.awq import matmul as dispatch
-    from kvboost_hf.offload.awq import triton_launch as launch
-    from kvboost_hf.offload.awq.linear import AwqLinear
+    from tests.internals.offload import AwqLinear, dispatch
+    from tests.internals.triton import launch_module as launch
 
     def runs(kernel: str, device: torch.device) -> bool:
         return True

@@ -7,8 +7,8 @@ import torch
 import transformers as tf
 from transformers import DynamicCache, PreTrainedModel
 
-from kvboost_hf.compat import LayerRotation
 from tests.conftest import _COMMON
+from tests.internals.compat import LayerRotation
 
 LIMIT = 600  # the original length of those whose frequencies depend on it
 _ROPE: dict[str, Any] = {"rope_theta": 10_000.0}

@@ -24,10 +24,10 @@ from kvboost_hf import (
     stream_layers,
 )
 from kvboost_hf.assets import load_embedded, load_embedded_draft
-from kvboost_hf.assets.world import make_documents
-from kvboost_hf.compat import decoder_layers
-from kvboost_hf.offload.backend import use_backend
 from recipes.evaluate_draft import held_out_prompts, use_constant_drafts
+from tests.internals.assets import make_documents
+from tests.internals.compat import decoder_layers
+from tests.internals.offload import use_backend
 from tests.offload.poisoning import PoisoningBackend
 
 ASSISTANTS = ("adaptive", "constant", "lookup", "prompt lookup", "early exit", "other tokenizer", "trees")

@@ -8,11 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import StreamingConfig
-from kvboost_hf.offload.backend import Backend, use_backend
-from kvboost_hf.offload.build import StreamBuilder
-from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan
-from kvboost_hf.offload.stream import LayerStream
 from tests.conftest import make_model
+from tests.internals.offload import Backend, LayerStream, ModelSizes, ResidencyPlan, StreamBuilder, use_backend
 from tests.offload.poisoning import PoisoningBackend
 
 FULL_STREAM = StreamingConfig(residency_mode="full_stream")

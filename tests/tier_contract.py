@@ -7,7 +7,7 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 
-from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
+from tests.internals.cache import Entry, Kind, Tier
 
 MODEL, OTHER_MODEL = b"model" * 4, b"other" * 4
 ROOT = b"root!" * 4

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from kvboost_hf.server.chats.tools import Parsed, ToolCallStream, joined
+from tests.internals.server import Parsed, ToolCallStream, joined
 
 
 def parse_tool_calls(

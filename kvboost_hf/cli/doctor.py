@@ -1,4 +1,4 @@
-"""`kvboost-hf doctor`, `check` and `fits`: what of this machine and a model works, what fits on a device, and what to do."""
+"""`kvboost-hf doctor`, `check` and `fits`: what of this machine and a model works, and what fits on a device."""
 
 import argparse
 import os

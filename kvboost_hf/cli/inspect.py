@@ -1,4 +1,4 @@
-"""`kvboost-hf inspect` lists the chunks and states in tiers; `kvboost-hf prune` removes unused files of streamed layers."""
+"""`kvboost-hf inspect` lists what tiers hold, and `kvboost-hf prune` removes unused files of streamed layers."""
 
 import argparse
 import json

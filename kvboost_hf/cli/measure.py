@@ -1,4 +1,4 @@
-"""`kvboost-hf demo`, `bench` and `verify`: how long answers take with reuse and without, and how reuse changes them."""
+"""`kvboost-hf demo`, `bench` and `verify`: the time of answers with reuse and without, and how reuse changes them."""
 
 import argparse
 import json

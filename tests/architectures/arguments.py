@@ -17,9 +17,9 @@ from transformers import GenerationMixin
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.utils.generic import TransformersKwargs
 
-from kvboost_hf.cache.prompt.inputs import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ
 from tests.architectures.models import CAUSAL_LM_TYPES, classes_of
 from tests.architectures.table import recorded
+from tests.internals.cache import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ
 
 TABLE = Path(__file__).with_name("arguments.json")
 RELEASE = transformers.__version__

@@ -9,12 +9,9 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
-from kvboost_hf.cache.forward.moved_probe import blend_reason
-from kvboost_hf.cache.layers.choose import make_layers
-from kvboost_hf.cache.live.ledger import copier, offer_content
-from kvboost_hf.cache.planning.repair import REPAIRS
-from kvboost_hf.compat import cache_argument, key_rotation
 from tests.conftest import as_inputs, counted, left_pad, random_ids
+from tests.internals.cache import REPAIRS, blend_reason, copier, make_layers, offer_content
+from tests.internals.compat import cache_argument, key_rotation
 
 NEW = 6
 # In standard deviations of the logits: what rounding explains in float32.

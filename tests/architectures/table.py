@@ -8,7 +8,6 @@ import pytest
 import transformers
 from transformers import PreTrainedModel
 
-from kvboost_hf.compatibility import known_architectures
 from tests.architectures.models import (
     BROKEN_SINCE,
     CAUSAL_LM_TYPES,
@@ -19,6 +18,7 @@ from tests.architectures.models import (
     make_architecture,
 )
 from tests.architectures.outcome import Outcome
+from tests.internals.top import known_architectures
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "kvboost_hf" / "architectures.json"

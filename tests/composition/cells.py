@@ -25,15 +25,13 @@ from kvboost_hf import (
     load_streamed,
     lookup_assistant,
 )
-from kvboost_hf.assisted.branch_probe import branch_reason
-from kvboost_hf.cache.forward.moved_probe import blend_reason
-from kvboost_hf.cache.planning.repair import REPAIRS
-from kvboost_hf.compat import decoder_layers
-from kvboost_hf.compat.probes import padding_reason
-from kvboost_hf.offload.backend import use_backend
 from recipes.awq import quantize_awq
 from tests.composition.factors import CHAINS, Cell
 from tests.conftest import left_pad, make_model, random_ids
+from tests.internals.assisted import branch_reason
+from tests.internals.cache import REPAIRS, blend_reason
+from tests.internals.compat import decoder_layers, padding_reason
+from tests.internals.offload import use_backend
 from tests.offload.poisoning import PoisoningBackend
 from tests.speculation import Passes
 from tests.streaming import FULL_STREAM, stream_except

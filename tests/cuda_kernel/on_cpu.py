@@ -5,8 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from kvboost_hf.attention.cuda import nvrtc
-from kvboost_hf.attention.cuda.launch import Arguments
+from tests.internals.attention import Arguments, nvrtc
 
 _HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")

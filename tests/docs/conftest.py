@@ -6,9 +6,7 @@ import pytest
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.app import make_app
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.settings import ServerSettings
+from tests.internals.server import ModelEngine, ServerSettings, make_app
 from tests.server.conftest import listening
 
 

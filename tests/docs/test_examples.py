@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvboost_hf.cli import command_line
 from tests.docs.pages import PAGES, ROOT, blocks, name_of
+from tests.internals.cli import command_line
 
 # Blocks that say that they cannot run here. A new one has to be counted.
 NOT_RUN = {"docs/recipes/mac.md": 1, "docs/recipes/pipelines.md": 2, "docs/scaling.md": 1, "docs/scoring.md": 1}

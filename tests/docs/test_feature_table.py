@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import kvboost_hf
-from kvboost_hf.assisted.branch_probe import branch_reason
 from tests.architectures import TRIED, make_architecture
 from tests.docs.pages import PAGES, ROOT, name_of
+from tests.internals.assisted import branch_reason
 
 FEATURES = (ROOT / "docs" / "features.md").read_text("utf-8")
 

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 import kvboost_hf
-from kvboost_hf.cache.costs.compile_costs import CompileCosts
-from kvboost_hf.cache.forward import admission
-from kvboost_hf.cache.forward.moved_probe import blend_reason
-from kvboost_hf.cache.identity.foreign import holder_of_cache
-from kvboost_hf.cache.live.decoding_form import reason_for_eager
-from kvboost_hf.cache.prompt.inputs import read_inputs
-from kvboost_hf.cache.prompt.media import read_prompt
-from kvboost_hf.compat import key_rotation, known_reason, padding_reason, probe_reason, training_reason
 from tests.docs.pages import ROOT
+from tests.internals.cache import (
+    CompileCosts,
+    admission,
+    blend_reason,
+    holder_of_cache,
+    read_inputs,
+    read_prompt,
+    reason_for_eager,
+)
+from tests.internals.compat import key_rotation, known_reason, padding_reason, probe_reason, training_reason
 
 PAGE = (ROOT / "docs" / "reasons.md").read_text("utf-8")
 ROWS = [row.split(" | ")[0][2:] for row in PAGE.splitlines() if row.startswith("| ")]

@@ -11,9 +11,9 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvboost_hf import load_assistant
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.compat import cache_argument
 from tests.architectures.models import make_architecture
 from tests.fuzz.history import TEXTS
+from tests.internals.compat import cache_argument
 from tests.parity.test_assistants import noisy
 
 # How often each is drawn: states, windows and learned positions have rules of their own, and some models are slow.

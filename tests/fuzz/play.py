@@ -27,14 +27,12 @@ from kvboost_hf import (
     detach,
     lookup_assistant,
 )
-from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.cache.costs.compute_pace import ComputePace
-from kvboost_hf.cache.store.settings import chunk_bytes
-from kvboost_hf.compat import CACHE, cache_argument, cache_in, decoder_layers
 from kvboost_hf.errors import KVBoostError
 from tests.conftest import as_inputs, left_pad
 from tests.fuzz.families import OWN_DRAFTS, Family, draft, family, tokenizer
 from tests.fuzz.history import REUSES, Call, History, Row
+from tests.internals.cache import ComputePace, chunk_bytes, make_codec
+from tests.internals.compat import CACHE, cache_argument, cache_in, decoder_layers
 
 INNER = Row(text=3, head=33)  # what is asked in the middle of a call
 # Errors that plain generate() has not, as documented: parts of their messages.

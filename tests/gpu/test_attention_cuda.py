@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, handles
-from kvboost_hf.attention import active_tier, kernel_calls, ops, use_tier
-from kvboost_hf.attention.call import AttentionCall, Part
-from kvboost_hf.cache.layers import pieced
-from kvboost_hf.cache.layers.pieced import PiecedLayer
+from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig
 from tests.attention import Problem
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
 from tests.gpu.device import COMPILER, DEVICE, ON_GPU, needs_gpu
+from tests.internals.attention import AttentionCall, Part, active_tier, kernel_calls, ops, use_tier
+from tests.internals.cache import PiecedLayer, pieced
+from tests.internals.top import handles
 from tests.parity import test_blend, test_tree_attention, test_triton_codes, test_triton_dense, test_triton_pieces
 
 pytestmark = [

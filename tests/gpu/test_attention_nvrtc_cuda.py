@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf.attention import kernel_calls, use_tier
-from kvboost_hf.attention.call import Part
-from kvboost_hf.attention.cuda import can_attend, nvrtc
-from kvboost_hf.attention.ops import attend
 from tests.attention import Problem
 from tests.cuda_kernel.problems import PROBLEMS
 from tests.gpu.device import DEVICE, needs_gpu
+from tests.internals.attention import Part, can_attend, kernel_calls, nvrtc, use_tier
+from tests.internals.attention import ops_attend as attend
 
 pytestmark = [
     needs_gpu("CUDA compiles and launches; tests/parity/test_cuda_on_cpu.py runs the kernel on the host"),

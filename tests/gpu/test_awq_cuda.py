@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvboost_hf.attention import kernel_calls
 from kvboost_hf.config import QuantKernel
-from kvboost_hf.offload.awq.matmul import awq_matmul
-from kvboost_hf.offload.awq.tiling import Tiling, plan_tiling
-from kvboost_hf.offload.awq.triton_launch import awq_matmul_triton
 from tests.awq import Packed
 from tests.gpu.device import COMPILER, DEVICE, ON_GPU, needs_gpu
+from tests.internals.attention import kernel_calls
+from tests.internals.offload import awq_matmul
+from tests.internals.triton import AwqTiling as Tiling
+from tests.internals.triton import awq_matmul_triton
+from tests.internals.triton import awq_plan_tiling as plan_tiling
 from tests.parity.test_awq_triton import (
     BF16,
     CASES,

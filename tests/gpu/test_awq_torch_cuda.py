@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from kvboost_hf.offload.awq.layout import dequantize, pack, unpack
-from kvboost_hf.offload.awq.tiling import awq_matmul_torch, awq_matmul_transposed_torch
 from tests.awq import in_gemm, make_linear, random_weight, share_of_budget
 from tests.gpu.device import DEVICE
+from tests.internals.offload import awq_matmul_torch, awq_matmul_transposed_torch, dequantize, pack, unpack
 
 
 def test_packing() -> None:

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from kvboost_hf import ChunkReuseCache
-from kvboost_hf.cache.forward.moved_probe import blend_reason
-from kvboost_hf.cache.planning.repair import REPAIRS
 from tests.conftest import as_inputs, counted, left_pad, make_model
 from tests.gpu.device import DEVICE
+from tests.internals.cache import REPAIRS, blend_reason
 from tests.parity.test_blend import MOVABLE, assert_same, blend, generate, prompt, store_with_documents
 
 

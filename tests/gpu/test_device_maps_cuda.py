@@ -4,9 +4,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
-from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
 from tests.conftest import make_model, random_ids
 from tests.gpu.device import DEVICE, ON_GPU
+from tests.internals.cache import ModelFingerprint
 from tests.parity.compare import same_as_plain
 
 accelerate = pytest.importorskip("accelerate")

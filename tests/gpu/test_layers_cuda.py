@@ -8,12 +8,10 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, detach
-from kvboost_hf.cache.costs import compile_costs
-from kvboost_hf.cache.costs.compile_costs import CompileCosts
-from kvboost_hf.cache.live import decoding_form
 from tests import multimodal
 from tests.conftest import STATEFUL, WINDOWED, left_pad, make_model, random_ids
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
+from tests.internals.cache import CompileCosts, compile_costs, decoding_form
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

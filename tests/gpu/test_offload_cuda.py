@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvboost_hf.offload.cuda import CudaBackend
-from kvboost_hf.offload.disk import LayerFolder
-from kvboost_hf.offload.host import HostMemory, HostSource, cuda_pinning
-from kvboost_hf.offload.sources import FlatLayout, Source
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
+from tests.internals.offload import CudaBackend, FlatLayout, HostMemory, HostSource, LayerFolder, Source, cuda_pinning
 from tests.offload.at_once import HostRuntime
 
 UNIT = 1 << 20 if ON_GPU else 1 << 10

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
-from kvboost_hf.cache.identity.weights import WeightsWatch, _reads_addresses, _window
 from tests.conftest import FULL_ATTENTION, counted, left_pad, make_model, random_ids
 from tests.gpu.device import DEVICE
+from tests.internals.cache import WeightsWatch, _reads_addresses, _window
 from tests.parity.test_changed_weights import SAMPLED, sampled, values
 
 BASE = random_ids(200, seed=1)

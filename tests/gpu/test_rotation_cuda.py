@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvboost_hf.compat import KeyRotation, LayerRotation, key_rotation
 from tests.gpu.device import DEVICE
+from tests.internals.compat import KeyRotation, LayerRotation, key_rotation
 from tests.rotations import KINDS, make_rotary, off, rotated_bound
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvboost_hf.attention import kernel_calls
-from kvboost_hf.server.generation.batch import BatchKV
-from kvboost_hf.server.generation.sharing import choose_attention, sharing_reason
 from tests.conftest import make_model, random_ids
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
+from tests.internals.attention import kernel_calls
+from tests.internals.server import BatchKV, choose_attention, sharing_reason
 
 
 @needs_gpu("on a host it takes another one")

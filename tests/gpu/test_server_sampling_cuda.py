@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 
-from kvboost_hf.server.generation.sampling import Sampler, choose_rows
-from kvboost_hf.server.jobs import SamplingOptions
 from tests.conftest import VOCAB, make_model, random_ids
 from tests.gpu.device import DEVICE, ON_GPU
+from tests.internals.server import Sampler, SamplingOptions, choose_rows
 
 OPTIONS: list[dict[str, Any]] = [
     {},

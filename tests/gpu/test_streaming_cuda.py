@@ -17,12 +17,10 @@ from kvboost_hf import (
     streaming_plan,
     streaming_stats,
 )
-from kvboost_hf.offload.backend import use_backend
-from kvboost_hf.offload.cuda import CudaBackend, can_map, map_to_cuda
-from kvboost_hf.offload.host import HostMemory, cuda_pinning
 from recipes.awq import write_random_awq
 from tests.conftest import as_inputs, random_ids
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
+from tests.internals.offload import CudaBackend, HostMemory, can_map, cuda_pinning, map_to_cuda, use_backend
 from tests.offload.at_once import HostRuntime
 
 LAYERS, SIZE, NEW = (8, 32, 12) if ON_GPU else (6, 4, 3)

@@ -8,11 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, check_model_compatibility
-from kvboost_hf.cache.costs.compute_pace import ComputePace
-from kvboost_hf.cache.forward import loading
-from kvboost_hf.cache.kv import transfer
 from tests.conftest import counted, left_pad, make_model, random_ids
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
+from tests.internals.cache import ComputePace, loading, transfer
 
 BASE = random_ids(2000, seed=1)
 

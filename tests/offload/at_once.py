@@ -2,7 +2,7 @@
 
 import torch
 
-from kvboost_hf.offload.cuda import Event, Stream
+from tests.internals.offload import Event, Stream
 
 
 class HappenedEvent:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvboost_hf.offload.sources import Source
+from tests.internals.offload import Source
 
 POISON = 0xFF  # NaN in floating point, -1 in integers
 

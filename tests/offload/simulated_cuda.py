@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvboost_hf.offload.cuda import Stream
+from tests.internals.offload import Stream
 
 POISON = 0xAB
 BYTES_PER_MS = 1000

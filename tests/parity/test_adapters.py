@@ -19,8 +19,8 @@ from peft import (
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, last_cache
-from kvboost_hf.compat import CACHE
 from tests.conftest import as_inputs, left_pad, random_ids
+from tests.internals.compat import CACHE
 from tests.parity.compare import same_as_plain
 
 BASE = random_ids(100, seed=1)

@@ -20,12 +20,11 @@ from kvboost_hf import (
     check_model_compatibility,
     last_cache,
 )
-from kvboost_hf.cache.forward import loading
-from kvboost_hf.cache.layers.hidden_states import HiddenStates
-from kvboost_hf.compat import decoder_layers, hidden_states_reason, padding_reason, text_model
 from tests import multimodal
 from tests.architectures import make_architecture
 from tests.conftest import counted, left_pad, make_model, random_ids
+from tests.internals.cache import HiddenStates, loading
+from tests.internals.compat import decoder_layers, hidden_states_reason, padding_reason, text_model
 from tests.parity.test_audit import corrupt
 from tests.parity.test_loading import blobs, flip
 

@@ -20,8 +20,8 @@ from kvboost_hf import (
     speculation_stats,
 )
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
-from kvboost_hf.compat import decoder_layers
 from tests.conftest import as_inputs, make_model, random_ids
+from tests.internals.compat import decoder_layers
 from tests.streaming import make_layers, stream_except
 
 MODELS = ["llama", "qwen2", "gpt2", "deepseek_v3"]

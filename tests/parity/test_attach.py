@@ -27,9 +27,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, detach, last_cache
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.prompt.inputs import OF_GENERATE
 from tests.architectures import make_architecture
 from tests.conftest import EOS, as_inputs, counted, left_pad, make_model, random_ids
+from tests.internals.cache import OF_GENERATE
 
 BASE = random_ids(200, seed=1)
 

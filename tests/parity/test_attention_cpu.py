@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf.attention import kernel_calls, ops, reference
-from kvboost_hf.attention.call import AttentionCall
-from kvboost_hf.attention.cpu import attend, codes, dense
-from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.handles import CodePlanes
 from tests.attention import UNIT, Problem, assert_within_budget, of_codes
+from tests.internals.attention import AttentionCall, Visibility, codes, dense, kernel_calls, ops, reference
+from tests.internals.attention import cpu_attend as attend
+from tests.internals.top import CodePlanes
 
 PROBLEMS = {
     "suffix": Problem(),

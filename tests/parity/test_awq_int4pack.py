@@ -14,23 +14,24 @@ from safetensors.torch import load_file
 from torch import nn
 
 from kvboost_hf import StreamingConfig, load_streamed, stop_streaming
-from kvboost_hf.attention import kernel_calls
-from kvboost_hf.offload import load as quantizer
-from kvboost_hf.offload.awq import int4pack
-from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts
-from kvboost_hf.offload.awq.int4pack import (
+from recipes.awq import quantize_awq
+from tests.awq import in_gemm, make_linear, random_weight
+from tests.internals.attention import kernel_calls
+from tests.internals.offload import (
+    EXPERT_PARTS,
     MOST_TOKENS,
     TILE,
+    AwqExperts,
+    AwqLinear,
     Int4Packed,
     dense_dtype,
     gemm_qweight,
+    int4pack,
     int4pack_from_gemm,
     int4pack_matmul,
+    quantizer,
+    use_backend,
 )
-from kvboost_hf.offload.awq.linear import AwqLinear
-from kvboost_hf.offload.backend import use_backend
-from recipes.awq import quantize_awq
-from tests.awq import in_gemm, make_linear, random_weight
 from tests.offload.poisoning import PoisoningBackend
 from tests.parity.test_awq_linear import Largest
 from tests.parity.test_streaming_awq import IDS, dense, qwen3_moe, write_experts

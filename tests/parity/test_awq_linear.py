@@ -10,10 +10,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvboost_hf.offload.awq.layout import Stored, dequantize, layout_of, pack
-from kvboost_hf.offload.awq.linear import AwqLinear
-from kvboost_hf.offload.awq.tiling import _TILE, awq_matmul_torch, awq_matmul_transposed_torch
 from tests.awq import Weight, in_gemm, in_gemv, in_llm_awq, make_linear, random_weight, share_of_budget
+from tests.internals.offload import (
+    _TILE,
+    AwqLinear,
+    Stored,
+    awq_matmul_torch,
+    awq_matmul_transposed_torch,
+    dequantize,
+    layout_of,
+    pack,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = [1, 3, 7, 8, 40]  # either side of where weights are scaled instead of products

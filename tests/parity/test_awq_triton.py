@@ -10,16 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
-from kvboost_hf import triton_support
-from kvboost_hf.attention import kernel_calls
 from kvboost_hf.config import QuantKernel
-from kvboost_hf.offload.awq import matmul as dispatch
-from kvboost_hf.offload.awq import triton_kernels as halfwords
-from kvboost_hf.offload.awq import triton_launch as launch
-from kvboost_hf.offload.awq.matmul import awq_matmul
-from kvboost_hf.offload.awq.tiling import MOST_ROWS, Tiling, plan_tiling, scratch_columns
-from kvboost_hf.offload.awq.triton_launch import awq_matmul_triton
 from tests.awq import SHIFTS, Packed, Weight, in_gemm, share_of_budget
+from tests.internals.attention import kernel_calls
+from tests.internals.offload import awq_matmul, dispatch
+from tests.internals.triton import MOST_ROWS, awq_matmul_triton, halfwords, scratch_columns, triton_support
+from tests.internals.triton import AwqTiling as Tiling
+from tests.internals.triton import awq_plan_tiling as plan_tiling
+from tests.internals.triton import launch_module as launch
 from tests.parity.test_triton_halfwords import halves, run
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
-from kvboost_hf.offload.awq import triton_launch as awq_launch
-from kvboost_hf.offload.awq.tiling import plan_tiling
-from kvboost_hf.offload.awq.triton_launch import Planned, plan_dequantizing, planned, traits_of
+from tests.internals.triton import Planned, plan_dequantizing, planned, traits_of
+from tests.internals.triton import awq_plan_tiling as plan_tiling
+from tests.internals.triton import launch_module as awq_launch
 from tests.triton_compile import Compiled, Kernels, Launch, pointer, targets
 
 pytestmark = pytest.mark.slow

@@ -17,16 +17,31 @@ import torch
 
 from benchmarks.turboquant.sabotage import sabotaged
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
-from kvboost_hf.bench.arms import ARMS, PLAIN, Arm, OurServer
-from kvboost_hf.bench.environments import PeerElsewhere, PeerError, PeerProcess, make_environment, peers_at_hand
-from kvboost_hf.bench.models import Models, ModelSource
-from kvboost_hf.bench.peers import PEERS, Peer
-from kvboost_hf.bench.run import Contender, Result, Row, Settings, run
-from kvboost_hf.bench.show import summaries
-from kvboost_hf.bench.workloads import WORKLOADS
-from kvboost_hf.cli import main
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.demo.workloads import Prompt
+from tests.internals.bench import (
+    ARMS,
+    PEERS,
+    PLAIN,
+    WORKLOADS,
+    Arm,
+    Contender,
+    Models,
+    ModelSource,
+    OurServer,
+    Peer,
+    PeerElsewhere,
+    PeerError,
+    PeerProcess,
+    Result,
+    Row,
+    Settings,
+    make_environment,
+    peers_at_hand,
+    run,
+    summaries,
+)
+from tests.internals.cli import main
+from tests.internals.demo import Prompt
 
 EMBEDDED = ModelSource()
 

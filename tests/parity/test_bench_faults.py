@@ -19,15 +19,29 @@ import transformers
 from packaging.version import Version
 from transformers import Mamba2Config, Mamba2ForCausalLM, MistralConfig, MistralForCausalLM
 
-from kvboost_hf.bench.arms import ARMS, Arm, OurServer
-from kvboost_hf.bench.environments import PeerElsewhere, PeerProcess
-from kvboost_hf.bench.models import Counted, Models, ModelSource
-from kvboost_hf.bench.peers import PEERS, ContinuousBatching, Peer
-from kvboost_hf.bench.run import Contender, Result, Settings, run
-from kvboost_hf.bench.served import Served, Turns, served
-from kvboost_hf.bench.show import remarks
-from kvboost_hf.bench.workloads import WORKLOADS
-from kvboost_hf.cli import main
+from tests.internals.bench import (
+    ARMS,
+    PEERS,
+    WORKLOADS,
+    Arm,
+    Contender,
+    ContinuousBatching,
+    Counted,
+    Models,
+    ModelSource,
+    OurServer,
+    Peer,
+    PeerElsewhere,
+    PeerProcess,
+    Result,
+    Served,
+    Settings,
+    Turns,
+    remarks,
+    run,
+    served,
+)
+from tests.internals.cli import main
 
 EMBEDDED = ModelSource()
 

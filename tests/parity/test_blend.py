@@ -15,12 +15,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
-from kvboost_hf.assisted.branch_probe import branch_reason
-from kvboost_hf.cache.forward import moved_probe, repair_later, scatter
-from kvboost_hf.cache.forward.moved_probe import blend_reason
-from kvboost_hf.cache.identity.hooks import only_looks
-from kvboost_hf.cache.planning.repair import REPAIRS, RepairRow
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
+from tests.internals.assisted import branch_reason
+from tests.internals.cache import REPAIRS, RepairRow, blend_reason, moved_probe, only_looks, repair_later, scatter
 
 MOVABLE = ["llama", "qwen2", "qwen3", "phi", "mistral", "gemma2", "deepseek_v3"]
 DOCUMENTS = [random_ids(64, seed=100 + i) for i in range(4)]
@@ -410,7 +407,7 @@ def test_rows_of_a_batch_get_what_they_would_get_alone() -> None:
 
 def test_keys_that_are_not_rotated_give_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control for all others: with a wrong rotation, logits of moved K/V are far off."""
-    from kvboost_hf.compat import KeyRotation
+    from tests.internals.compat import KeyRotation
 
     model = make_model("llama")
     inputs = as_inputs(prompt([2, 0, 3, 1]))

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
-from kvboost_hf.compat import CACHE
 from tests.architectures import make_architecture
 from tests.conftest import as_inputs, make_model, random_ids
+from tests.internals.compat import CACHE
 from tests.parity.compare import same_as_plain
 
 BASE = random_ids(100, seed=1)

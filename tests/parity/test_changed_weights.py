@@ -16,12 +16,10 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
 from kvboost_hf import checksum as checksums
-from kvboost_hf.cache.identity.aliases import Memories, _memory
-from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
-from kvboost_hf.cache.identity.weights import WeightsWatch, _SampleInPlace, _window
-from kvboost_hf.checksum import checksum
 from kvboost_hf.config import WeightsCheck
 from tests.conftest import make_model, random_ids
+from tests.internals.cache import Memories, ModelFingerprint, WeightsWatch, _memory, _SampleInPlace, _window
+from tests.internals.top import checksum
 from tests.parity.compare import same_as_plain
 
 BASE = random_ids(100, seed=1)

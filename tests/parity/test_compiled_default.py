@@ -21,13 +21,18 @@ from kvboost_hf import (
     detach,
     last_cache,
 )
-from kvboost_hf.cache.costs.compile_costs import TOKENS_PER_GRAPH, CompileCosts, Graph
-from kvboost_hf.cache.identity.walk import COMPILED_CALL
-from kvboost_hf.cache.layers.static import StaticReuseLayer
-from kvboost_hf.cache.live import decoding_form
-from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
 from tests.graphs import Compiler, StopsAt, pretended_gpu
+from tests.internals.cache import (
+    COMPILED_CALL,
+    NOT_ON_GPU,
+    TOKENS_PER_GRAPH,
+    CompileCosts,
+    Graph,
+    StaticReuseLayer,
+    columns_for,
+    decoding_form,
+)
 
 BASE, OTHER = random_ids(300, seed=1), random_ids(300, seed=2)
 

@@ -25,10 +25,9 @@ from kvboost_hf import (
     stream_layers,
     streaming_stats,
 )
-from kvboost_hf.cache.costs.compute_pace import ComputePace
-from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
-from kvboost_hf.cli import main
 from tests.conftest import as_inputs, random_ids
+from tests.internals.cache import ComputePace, ModelFingerprint
+from tests.internals.cli import main
 
 IDS = random_ids(200, seed=1)
 LAYERS = 5
@@ -306,7 +305,7 @@ def test_layers_that_are_there_are_not_loaded_again(monkeypatch: pytest.MonkeyPa
     wanted = logits(streamed("m", "F"))
     before = {path: path.stat().st_mtime_ns for path in Path("F").glob("layer-*")}
     loads: list[Any] = []
-    from kvboost_hf.offload.checkpoint import Checkpoint
+    from tests.internals.offload import Checkpoint
 
     load = Checkpoint.load
     monkeypatch.setattr(Checkpoint, "load", lambda *args: (loads.append(args), load(*args))[1])

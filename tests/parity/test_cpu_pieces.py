@@ -5,12 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvboost_hf.attention import kernel_calls, reference, use_tier
-from kvboost_hf.attention.call import AttentionCall
-from kvboost_hf.attention.cpu.pieces import holders
-from kvboost_hf.attention.layer import attention
-from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.handles import KVHandle, PiecedKV, PieceTable
+from tests.internals.attention import AttentionCall, Visibility, attention, holders, kernel_calls, reference, use_tier
+from tests.internals.top import KVHandle, PiecedKV, PieceTable
 
 TOKENS = (30, 7, 70, 1)  # of pieces
 ROWS = [[0, 2], [0, 1, 3], [], [0, 2], [2]]  # the pieces of each row

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvboost_hf.attention.cuda import launch, nvrtc
+from tests.internals.attention import launch, nvrtc
 
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason="kvboost_hf[cuda] is not installed")
 

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvboost_hf.attention import backends, kernel_calls, use_tier
-from kvboost_hf.attention.call import Part
-from kvboost_hf.attention.cuda import launch, nvrtc
-from kvboost_hf.attention.ops import attend
 from tests.attention import Problem, assert_within_budget
 from tests.cuda_kernel.on_cpu import COMPILER, CpuKernel
 from tests.cuda_kernel.problems import PROBLEMS
+from tests.internals.attention import Part, backends, kernel_calls, launch, nvrtc, use_tier
+from tests.internals.attention import ops_attend as attend
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 HALF = torch.float16

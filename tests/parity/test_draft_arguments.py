@@ -38,8 +38,8 @@ from transformers import (
 )
 
 from kvboost_hf import ChunkStore, TreeDecoding, load_assistant, lookup_assistant, speculation_stats
-from kvboost_hf.assisted.pauses import learned_positions
 from tests.conftest import VOCAB, as_inputs, make_model, random_ids
+from tests.internals.assisted import learned_positions
 
 IDS = random_ids(30, seed=3)
 NEW = 12

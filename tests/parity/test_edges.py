@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility
-from kvboost_hf.compat import padding_reason, probe_reason
 from kvboost_hf.errors import StoreClosedError
 from tests.architectures.models import TRIED, make_architecture
 from tests.conftest import VOCAB, as_inputs, counted, left_pad, make_model, random_ids
+from tests.internals.compat import padding_reason, probe_reason
 
 BASE = random_ids(200, seed=1)
 NEXT = random_ids(10, seed=2)

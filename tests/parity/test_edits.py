@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy, attach, detach, last_cache
-from kvboost_hf.cache.planning.chunks import Chunker, FixedChunker
 from tests.conftest import as_inputs, counted, make_model, random_ids
+from tests.internals.cache import Chunker, FixedChunker
 
 LAST_TOKENS = 16  # always computed
 SEAM_TOKENS = 4

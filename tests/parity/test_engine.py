@@ -26,14 +26,13 @@ from kvboost_hf import (
     detach,
 )
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded, load_embedded_draft
-from kvboost_hf.assets.world import Turn, chat_messages, make_documents
-from kvboost_hf.cache.planning.repair import REPAIRS
 from kvboost_hf.config import Repair
-from kvboost_hf.engine import EngineSettings
-from kvboost_hf.engine import kvboost as engine_module
-from kvboost_hf.engine.runner import Watch
 from kvboost_hf.errors import StoreFullError
 from tests.conftest import FULL_ATTENTION, STATEFUL, VOCAB, WINDOWED, counted, make_model, random_ids
+from tests.internals.assets import Turn, chat_messages, make_documents
+from tests.internals.cache import REPAIRS
+from tests.internals.engine import EngineSettings, Watch
+from tests.internals.engine import kvboost as engine_module
 
 NEW = 10
 DOCUMENTS = [

@@ -7,10 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache.forward import fill
-from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from tests.conftest import EOS, FULL_ATTENTION, as_inputs, left_pad, make_model, random_ids
+from tests.internals.cache import GrowingLayer, GrowingTensor, fill
 
 TOKENS = 400
 

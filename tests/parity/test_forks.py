@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf import ChunkStore, KVBoost, StreamingConfig, attach, forks, stream_layers
+from kvboost_hf import ChunkStore, KVBoost, StreamingConfig, attach, stream_layers
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.offload.backend import ThreadedBackend, use_backend
 from tests.conftest import as_inputs, make_model, random_ids
+from tests.internals.offload import ThreadedBackend, use_backend
+from tests.internals.top import forks
 
 HEAD = random_ids(120, seed=1)
 PROMPTS = [as_inputs(torch.cat([HEAD, random_ids(20 + n, seed=n)], dim=1)) for n in range(3)]

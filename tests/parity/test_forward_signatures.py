@@ -9,8 +9,8 @@ import torch
 from transformers import GenerationMixin, LlamaForCausalLM, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, detach, last_cache
-from kvboost_hf.compat import forward_arguments
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
+from tests.internals.compat import forward_arguments
 
 
 def unnamed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
-from kvboost_hf.cache.store.records import payback
 from tests.conftest import FULL_ATTENTION, as_inputs, counted, left_pad, make_model, random_ids
+from tests.internals.cache import payback
 
 NEW = 6
 

@@ -10,10 +10,9 @@ import transformers
 from transformers import DynamicCache
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
-from kvboost_hf.cache.kv.records import StoredChunk, StoredStates
-from kvboost_hf.cache.planning.chunks import content_only_key, prefix_key, states_key
 from tests import golden_store
 from tests.golden_store import write as golden
+from tests.internals.cache import StoredChunk, StoredStates, content_only_key, prefix_key, states_key
 
 REPAIRED = ReusePolicy(mode="blend", repair="first_k", recompute_ratio=1.0, min_prefill_saving=0, sink_tokens=0)
 STORED = {

@@ -11,9 +11,9 @@ from transformers.integrations import hub_kernels
 from transformers.utils.import_utils import is_kernels_available
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.compat import attention_function
 from recipes import hub_kernel
 from tests.conftest import counted, make_model, random_ids
+from tests.internals.compat import attention_function
 
 HUB = Path(__file__).parents[2] / "hub"
 TEXT = "Maria lives in Rome. She owns the lamp. It is red. " * 12

@@ -13,8 +13,8 @@ from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, Stoppin
 from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import CacheInUseError, ChunkReuseCache, ChunkStore, attach, last_cache
-from kvboost_hf.compat import CACHE
 from tests.conftest import as_inputs, make_model, random_ids
+from tests.internals.compat import CACHE
 
 FIRST, SECOND = random_ids(40, seed=1), random_ids(33, seed=2)
 KINDS: dict[str, dict[str, Any]] = {

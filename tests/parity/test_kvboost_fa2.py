@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from triton import knobs
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.attention import backends, kernel_calls, use_tier
 from tests.architectures.models import TRIED, make_architecture
 from tests.architectures.table import of_tested_release
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
+from tests.internals.attention import backends, kernel_calls, use_tier
 
 MODELS = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss", "phi", "gpt2", "deepseek_v3", "bloom"]
 

@@ -11,10 +11,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy, check_model_compatibility
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.layers.quantized import QuantizedLayer
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
+from tests.internals.cache import GrowingLayer, QuantizedLayer, make_codec
 
 # As good as lossless, so that words must not change; and in small blocks, so that every prompt fills several.
 EIGHT = KVQuantConfig(method="kivi", key_bits=8, value_bits=8, group_size=16, window=16, exact_layers=0)

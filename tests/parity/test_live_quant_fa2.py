@@ -7,10 +7,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, attach
-from kvboost_hf.attention import kernel_calls
-from kvboost_hf.cache.layers.coded import CodedTensor
-from kvboost_hf.cache.layers.quantized import QuantizedLayer
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
+from tests.internals.attention import kernel_calls
+from tests.internals.cache import CodedTensor, QuantizedLayer
 
 SMALL: dict[str, Any] = {"window": 16, "exact_layers": 0}
 CONFIGS = {

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache.forward import loading, reused
 from tests.conftest import as_inputs, counted, left_pad, random_ids
+from tests.internals.cache import loading, reused
 from tests.parity.test_tiers import BASE, fill, generate, restart
 from tests.parity.test_tiers import serve as same_as_plain
 

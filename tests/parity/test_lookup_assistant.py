@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility, lookup_assistant
-from kvboost_hf.assisted.lookup import LookupAssistant
 from tests.conftest import VOCAB, as_inputs, counted, make_model, random_ids
+from tests.internals.assisted import LookupAssistant
 
 NEW = 48
 

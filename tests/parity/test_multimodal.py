@@ -8,9 +8,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, last_cache
-from kvboost_hf.cache.prompt import media
 from tests.architectures.models import NOT_BUILT
 from tests.conftest import counted
+from tests.internals.cache import media
 from tests.multimodal import FAMILIES, make_model, prompt, text
 
 NEW = 4

@@ -34,12 +34,12 @@ from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, attach, check_model_compatibility, last_cache
-from kvboost_hf.cache.identity.foreign import foreign_functions
-from kvboost_hf.compat import CACHE
 from tests import multimodal
 from tests.architectures.models import make_architecture
 from tests.conftest import _MAKERS as MODELS
 from tests.conftest import STATEFUL, as_inputs, counted, make_model, pickles_models, random_ids
+from tests.internals.cache import foreign_functions
+from tests.internals.compat import CACHE
 
 CHANGED = "the cache was changed by somebody else"
 BASE = random_ids(100, seed=1)

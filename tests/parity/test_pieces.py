@@ -7,13 +7,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, handles
-from kvboost_hf.attention import kernel_calls, use_tier
-from kvboost_hf.cache.layers import pieced as of_pieces
-from kvboost_hf.cache.layers.pieced import PiecedLayer
-from kvboost_hf.compat import probe_reason
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
+from tests.internals.attention import kernel_calls, use_tier
+from tests.internals.cache import PiecedLayer
+from tests.internals.cache import pieced as of_pieces
+from tests.internals.compat import probe_reason
+from tests.internals.top import handles
 
 
 @pytest.fixture

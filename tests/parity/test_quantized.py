@@ -13,9 +13,8 @@ import torch
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
-from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
-from kvboost_hf.cache.identity.weights import plain_tensors
 from tests.conftest import as_inputs, random_ids
+from tests.internals.cache import ModelFingerprint, plain_tensors
 from tests.parity.compare import same_as_plain
 
 BASE = random_ids(100, seed=1)

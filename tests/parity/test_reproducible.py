@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy, attach, check_model_compatibility
 from kvboost_hf import last_cache as last
-from kvboost_hf.cache.forward import admission
-from kvboost_hf.cache.planning.chunks import PIECE, piece_ends, whole_pieces
 from recipes.real_model import FLOAT32
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
+from tests.internals.cache import PIECE, admission, piece_ends, whole_pieces
 
 FIXED = ReusePolicy(reproducible=True)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

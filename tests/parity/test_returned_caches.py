@@ -11,9 +11,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach
-from kvboost_hf.compat import CACHE
 from kvboost_hf.errors import CacheModelMismatchError
 from tests.conftest import as_inputs, make_model, random_ids
+from tests.internals.compat import CACHE
 
 IDS, NEW = random_ids(30, seed=3), random_ids(80, seed=4)
 KINDS: dict[str, dict[str, Any]] = {"growing": {"max_cache_len": None}, "fixed": {"max_cache_len": 96}, "static": {}}

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import FalconConfig, FalconForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from kvboost_hf import check_model_compatibility
-from kvboost_hf.compat import KeyRotation, key_rotation, rope_regime
 from tests.architectures import make_architecture
 from tests.conftest import counted, make_model, random_ids
+from tests.internals.compat import KeyRotation, key_rotation, rope_regime
 from tests.rotations import KINDS, LIMITS, computed, make_rotary
 
 TEXT = random_ids(40, seed=1)

@@ -10,10 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
-from kvboost_hf.cache.forward import loading, reused
-from kvboost_hf.cache.kv.layer_kv import LayerKV
-from kvboost_hf.cache.planning.repair import REPAIRS
 from tests.conftest import make_model, random_ids
+from tests.internals.cache import REPAIRS, LayerKV, loading, reused
 
 BASE = random_ids(200)
 

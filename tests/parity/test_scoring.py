@@ -18,8 +18,8 @@ from kvboost_hf import (
     score_ids,
 )
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.planning.score_batches import plan_batches
 from tests.conftest import EOS, counted, make_model
+from tests.internals.cache import plan_batches
 
 Pair = tuple[list[int], list[int]]
 

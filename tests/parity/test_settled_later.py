@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, detach
-from kvboost_hf.cache.forward import running
-from kvboost_hf.cache.forward.reused import Reused
 from tests.conftest import as_inputs, make_model, random_ids
+from tests.internals.cache import Reused, running
 from tests.parity.compare import same_as_plain
 
 PROMPT = random_ids(300)

@@ -17,12 +17,12 @@ from kvboost_hf import (
     attach,
     check_model_compatibility,
     detach,
-    handles,
     last_cache,
 )
-from kvboost_hf.cache.layers.pieced import PiecedLayer
-from kvboost_hf.compat import padding_reason
 from tests.conftest import EOS, as_inputs, counted, left_pad, make_model, random_ids
+from tests.internals.cache import PiecedLayer
+from tests.internals.compat import padding_reason
+from tests.internals.top import handles
 
 CHUNK = 32
 EIGHT_BITS = KVQuantConfig(method="kivi", key_bits=8, value_bits=8)
@@ -270,7 +270,7 @@ class TestCompositions:
 
     def test_negative_control(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """With the K/V of another row the answers are wrong: the comparison above can fail."""
-        from kvboost_hf.cache.forward.fill import StemReader
+        from tests.internals.cache import StemReader
 
         read = StemReader.layer
         monkeypatch.setattr(StemReader, "layer", lambda self, idx: tuple(0.5 * each for each in read(self, idx) or ()))

@@ -35,10 +35,9 @@ from kvboost_hf import (
     with_streaming,
 )
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
-from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
-from kvboost_hf.offload import disk
-from kvboost_hf.offload.backend import use_backend
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
+from tests.internals.cache import ModelFingerprint
+from tests.internals.offload import disk, use_backend
 from tests.offload.poisoning import PoisoningBackend
 from tests.parity.compare import same_as_plain
 from tests.streaming import FULL_STREAM, double_of, make_layers, stream_except

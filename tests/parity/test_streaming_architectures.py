@@ -7,11 +7,11 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import stop_streaming, stream_layers, streaming_stats, with_streaming
-from kvboost_hf.compat import decoder_layers
-from kvboost_hf.offload.backend import use_backend
 from tests.architectures.models import TRIED, make_architecture
 from tests.architectures.table import of_tested_release
 from tests.conftest import random_ids
+from tests.internals.compat import decoder_layers
+from tests.internals.offload import use_backend
 from tests.offload.poisoning import PoisoningBackend
 from tests.streaming import FULL_STREAM, stream_everything
 

@@ -28,14 +28,11 @@ from kvboost_hf import (
     streaming_stats,
     with_streaming,
 )
-from kvboost_hf.attention import kernel_calls
-from kvboost_hf.cache.costs.compute_pace import ComputePace
-from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts
-from kvboost_hf.offload.awq.layout import Stored, dequantize
-from kvboost_hf.offload.backend import use_backend
-from kvboost_hf.offload.sizes import estimate_sizes
 from recipes.awq import quantize, quantize_awq
 from tests.conftest import as_inputs, random_ids
+from tests.internals.attention import kernel_calls
+from tests.internals.cache import ComputePace
+from tests.internals.offload import EXPERT_PARTS, AwqExperts, Stored, dequantize, estimate_sizes, use_backend
 from tests.offload.poisoning import PoisoningBackend
 from tests.streaming import FULL_STREAM
 

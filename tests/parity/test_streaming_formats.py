@@ -23,13 +23,11 @@ from kvboost_hf import (
     what_fits,
 )
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
-from kvboost_hf.attention import kernel_calls
-from kvboost_hf.cli import main
-from kvboost_hf.offload.awq.linear import AwqLinear
-from kvboost_hf.offload.backend import use_backend
-from kvboost_hf.offload.sizes import estimate_sizes
 from tests.awq import in_gptq, random_weight
 from tests.formats.write import CASES, HERE, IDS, LOGITS
+from tests.internals.attention import kernel_calls
+from tests.internals.cli import main
+from tests.internals.offload import AwqLinear, estimate_sizes, use_backend
 from tests.offload.poisoning import PoisoningBackend
 from tests.streaming import FULL_STREAM
 

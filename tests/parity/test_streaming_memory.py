@@ -15,11 +15,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvboost_hf import StreamingConfig, load_streamed, streaming_plan, streaming_stats
-from kvboost_hf.offload import build
-from kvboost_hf.offload.cuda import CudaBackend
-from kvboost_hf.offload.host import Pinning
-from kvboost_hf.offload.plan import ResidencyPlan
 from tests.device_double import CUDA, DoubleDevice, DoubleTensor
+from tests.internals.offload import CudaBackend, Pinning, ResidencyPlan, build
 
 TOKENS, LAYERS, VOCAB = 32, 8, 4096
 PIECE_BYTES = 100_000

@@ -19,8 +19,8 @@ from kvboost_hf import (
     streaming_stats,
 )
 from kvboost_hf.errors import StreamingError
-from kvboost_hf.offload.backend import use_backend
 from tests.conftest import as_inputs, random_ids
+from tests.internals.offload import use_backend
 from tests.offload.poisoning import PoisoningBackend
 from tests.streaming import FULL_STREAM, make_layers
 
@@ -195,7 +195,7 @@ def test_quanto(weights: str, dtype: torch.dtype, on_disk: bool, tmp_path: Path)
 def test_quanto_goes_to_another_device(weights: str, tmp_path: Path) -> None:
     """4-bit weights are packed for kernels of the CPU in bfloat16; streamed to another device, they must not be."""
     quanto = pytest.importorskip("optimum.quanto")
-    from kvboost_hf.offload.build import _make_portable
+    from tests.internals.offload import _make_portable
 
     wide().save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(

@@ -14,11 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, detach, last_cache
-from kvboost_hf.cache.kv.records import Put
-from kvboost_hf.cache.tiers.disk import DiskTier
-from kvboost_hf.cache.tiers.filesystem import FilesystemTier
-from kvboost_hf.cache.tiers.valkey import ValkeyTier
 from tests.conftest import as_inputs, counted, random_ids
+from tests.internals.cache import DiskTier, FilesystemTier, Put, ValkeyTier
 from tests.parity.test_loading import blobs
 from tests.parity.test_tiers import BASE, fill, generate, restart, serve
 from tests.servers import BINARY, Server

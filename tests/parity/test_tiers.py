@@ -14,11 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, ReuseReport, check_model_compatibility
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.planning.chunks import prefix_key
-from kvboost_hf.cache.store.records import lower
-from kvboost_hf.cache.tiers.base import Kind
-from kvboost_hf.cache.tiers.record import read_entry
 from tests.conftest import FULL_ATTENTION, STATEFUL, WINDOWED, as_inputs, counted, left_pad, make_model, random_ids
+from tests.internals.cache import Kind, lower, prefix_key, read_entry
 
 CHUNK = 32
 CODECS = ["raw", "int8", "int4", "turboquant", "turboquant:3.5"]

@@ -10,18 +10,13 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, handles
-from kvboost_hf.attention import kernel_calls, ops, use_tier
-from kvboost_hf.attention.call import Part
-from kvboost_hf.attention.layer import attention
-from kvboost_hf.attention.merge import no_log
-from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.cache.layers.pieced import PiecedLayer
-from kvboost_hf.cache.layers.quantized import QuantizedLayer
-from kvboost_hf.compat import decoder_layers
-from kvboost_hf.handles import make_tree
+from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig
 from tests.attention import UNIT, Problem, shares_of_budget
 from tests.conftest import make_model, random_ids
+from tests.internals.attention import Part, Visibility, attention, kernel_calls, no_log, ops, use_tier
+from tests.internals.cache import PiecedLayer, QuantizedLayer
+from tests.internals.compat import decoder_layers
+from tests.internals.top import handles, make_tree
 
 PROMPT, NODES = 40, 12  # windows are of 24 columns
 Parents = list[int]  # of each node, another one before it, or -1 for none

@@ -29,10 +29,9 @@ from kvboost_hf import (
     speculation_stats,
 )
 from kvboost_hf.assets import load_embedded, load_embedded_draft
-from kvboost_hf.assisted import branches
-from kvboost_hf.assisted.tree import as_bits
 from recipes.evaluate_draft import held_out_prompts
 from tests.conftest import as_inputs, make_model, random_ids
+from tests.internals.assisted import as_bits, branches
 from tests.parity.test_assistants import noisy
 from tests.streaming import make_layers, stream_except
 

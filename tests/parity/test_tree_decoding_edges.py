@@ -7,19 +7,11 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
-from kvboost_hf import (
-    ChunkReuseCache,
-    ChunkStore,
-    DraftTreeConfig,
-    KVQuantConfig,
-    TreeDecoding,
-    handles,
-    speculation_stats,
-)
-from kvboost_hf.cache.layers.coded import CodedTensor
-from kvboost_hf.cache.layers.pieced import PiecedLayer
+from kvboost_hf import ChunkReuseCache, ChunkStore, DraftTreeConfig, KVQuantConfig, TreeDecoding, speculation_stats
 from tests import multimodal
 from tests.conftest import as_inputs, counted, make_model, random_ids
+from tests.internals.cache import CodedTensor, PiecedLayer
+from tests.internals.top import handles
 from tests.parity.test_assistants import noisy
 
 WIDE = DraftTreeConfig(policy="tree", depth=4, width=3, branching=3, max_nodes=40)

@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf.attention import kernel_calls, ops, reference, use_tier
-from kvboost_hf.attention.call import AttentionCall, Part
-from kvboost_hf.attention.triton import codes
-from kvboost_hf.attention.triton.tiling import Tiling
-from kvboost_hf.cache.codecs import Role, make_codec
-from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.handles import CodePlanes
 from tests.attention import Problem, assert_within_budget, of_codes
+from tests.internals.attention import AttentionCall, Part, kernel_calls, ops, reference, use_tier
+from tests.internals.cache import Role, make_codec
+from tests.internals.compat import LayerRotation
+from tests.internals.top import CodePlanes
+from tests.internals.triton import AttentionTiling as Tiling
+from tests.internals.triton import codes
 
 BLOCKS = 3
 BF16, FP16 = torch.bfloat16, torch.float16

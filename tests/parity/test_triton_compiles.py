@@ -6,10 +6,9 @@ from itertools import chain
 import pytest
 import torch
 
-from kvboost_hf.attention.call import AttentionCall
-from kvboost_hf.attention.triton import dense
-from kvboost_hf.attention.triton.tiling import Device, plan_tiling
-from kvboost_hf.attention.visibility import Visibility
+from tests.internals.attention import AttentionCall, Visibility
+from tests.internals.triton import Device, dense
+from tests.internals.triton import attention_plan_tiling as plan_tiling
 from tests.triton_compile import Kernels, Launch, in_groups, pointer
 
 pytestmark = pytest.mark.slow

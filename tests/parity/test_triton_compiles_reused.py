@@ -11,16 +11,12 @@ import pytest
 import torch
 from triton import knobs
 
-from kvboost_hf.attention.call import AttentionCall
-from kvboost_hf.attention.triton import codes, pieces
-from kvboost_hf.attention.triton.tiling import Device, empty_parts
-from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.cache.codecs import Role, make_codec
-from kvboost_hf.cache.kv import gather_kernel
-from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.handles import CodePlanes, PieceTable
-from kvboost_hf.triton_launch import Arguments
+from tests.internals.attention import AttentionCall, Visibility
+from tests.internals.cache import Role, make_codec
+from tests.internals.compat import LayerRotation
+from tests.internals.top import CodePlanes, PieceTable
+from tests.internals.triton import Arguments, Device, codes, empty_parts, gather_kernel, pieces
 from tests.parity.test_triton_compiles import SHARED
 from tests.parity.test_triton_compiles import launch as dense_launch
 from tests.triton_compile import Compiled, Kernels, Launch, compile_launches, in_groups, pointer

@@ -10,14 +10,11 @@ import pytest
 import torch
 from triton import knobs
 
-from kvboost_hf.attention import kernel_calls, ops, use_tier
-from kvboost_hf.attention.call import AttentionCall, Part
-from kvboost_hf.attention.merge import merge
-from kvboost_hf.attention.triton import dense
-from kvboost_hf.attention.triton.combine import blocks_of, combine
-from kvboost_hf.attention.triton.tiling import MAX_SPLITS, Device, Tiling, plan_splits, plan_tiling
-from kvboost_hf.attention.visibility import Visibility
 from tests.attention import Problem, assert_within_budget, roundings
+from tests.internals.attention import AttentionCall, Part, Visibility, kernel_calls, merge, ops, use_tier
+from tests.internals.triton import MAX_SPLITS, Device, blocks_of, combine, dense, plan_splits
+from tests.internals.triton import AttentionTiling as Tiling
+from tests.internals.triton import attention_plan_tiling as plan_tiling
 
 H100, A100, RTX = Device(132, 227 * 1024), Device(108, 163 * 1024), Device(84, 99 * 1024)
 

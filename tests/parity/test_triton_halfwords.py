@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvboost_hf.attention.triton.halfwords import instructions, load_table, nibbles_of, numbers, unit_of
-from kvboost_hf.cache.codecs.lloyd_max import centroids
+from tests.internals.cache import centroids
+from tests.internals.triton import instructions, load_table, nibbles_of, numbers, unit_of
 
 ALL = 1 << 16
 

@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf.attention import kernel_calls, ops, reference, use_tier
-from kvboost_hf.attention.call import Part
-from kvboost_hf.attention.merge import merge, no_log
-from kvboost_hf.attention.triton import dense, mixed, pieces
-from kvboost_hf.attention.triton.tiling import Device, Tiling
-from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.compat import LayerRotation
-from kvboost_hf.handles import PiecedKV, PieceTable
 from tests.attention import Problem, assert_within_budget, roundings
+from tests.internals.attention import Part, Visibility, kernel_calls, merge, no_log, ops, reference, use_tier
+from tests.internals.compat import LayerRotation
+from tests.internals.top import PiecedKV, PieceTable
+from tests.internals.triton import AttentionTiling as Tiling
+from tests.internals.triton import Device, dense, mixed, pieces
 
 TOKENS = 16, 37, 1, 5, 22  # of each piece
 ROWS = (  # piece, first column, shift: the first piece is shared, and the second row has a gap

@@ -19,10 +19,9 @@ from benchmarks.turboquant.needle import make_needles
 from benchmarks.turboquant.sabotage import sabotaged
 from benchmarks.turboquant.validate import TurboQuantReport, validate_turboquant
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.codecs import Codec, Planes, Role, make_codec
-from kvboost_hf.cache.codecs.turboquant import TurboQuant
 from kvboost_hf.config import KVQuantConfig
 from tests.conftest import make_model, random_ids
+from tests.internals.cache import Codec, Planes, Role, TurboQuant, make_codec
 
 Reader = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 IDS = torch.arange(3, 203)[None]

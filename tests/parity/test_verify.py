@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 from benchmarks.turboquant.sabotage import Damage, sabotaged
 from kvboost_hf import ChunkStore, ReusePolicy, attach, detach, verify_correctness
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.assets.texts import encode
-from kvboost_hf.cache.planning.chunks import ContentChunker
 from kvboost_hf.config import KVQuantConfig, Repair
-from kvboost_hf.demo.workloads import linked_documents, shuffled_documents
-from kvboost_hf.verify import CorrectnessReport
 from tests.architectures.models import make_architecture
 from tests.conftest import counted, make_model, random_ids
+from tests.internals.assets import encode
+from tests.internals.cache import ContentChunker
+from tests.internals.demo import linked_documents, shuffled_documents
+from tests.internals.verify import CorrectnessReport
 
 
 class Zeroed(ChunkStore):

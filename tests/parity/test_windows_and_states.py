@@ -16,13 +16,10 @@ from kvboost_hf import (
     check_model_compatibility,
     detach,
 )
-from kvboost_hf.cache.layers.windows import SlidingLayer
-from kvboost_hf.cache.planning.plan import Border
-from kvboost_hf.cache.prompt.token_log import TokenLog
-from kvboost_hf.cache.store.records.view import Row
-from kvboost_hf.compat import CACHE, cache_argument, steps_reason
 from tests.architectures.models import make_architecture
 from tests.conftest import STATEFUL, WINDOWED, as_inputs, counted, left_pad, make_model, random_ids
+from tests.internals.cache import Border, Row, SlidingLayer, TokenLog
+from tests.internals.compat import CACHE, cache_argument, steps_reason
 
 NEW = 8
 CHUNK = 32

@@ -10,9 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from transformers.cache_utils import Cache
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
-from kvboost_hf.cache.layers.choose import make_layers
-from kvboost_hf.cache.store.chunk_store import StoredChunk
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
+from tests.internals.cache import StoredChunk, make_layers
 
 MODEL = make_model("llama")
 CHUNK = 16

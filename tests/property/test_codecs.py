@@ -4,11 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.cache.codecs.packing import pack, packed_width, unpack
-from kvboost_hf.cache.codecs.rotation import random_rotation, rotated, rotated_back
-from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
+from tests.internals.cache import make_codec, pack, packed_width, random_rotation, rotated, rotated_back, unpack
+from tests.internals.compat import LayerRotation
 
 DIMS = st.integers(1, 136).map(lambda half: 2 * half)
 BITS = st.sampled_from([1, 2, 3, 4, 8])

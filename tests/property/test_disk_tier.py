@@ -11,9 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvboost_hf.cache.tiers.disk import DiskTier
-from kvboost_hf.cache.tiers.disk.rows import charge
 from tests.blobs import is_right, key_of, make_blob
+from tests.internals.cache import DiskTier, charge
 
 MAX_BYTES = 16_000  # about six blobs
 NOBODY = 2**31 - 1  # no process has this number

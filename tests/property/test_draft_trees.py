@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost_hf import DraftTreeConfig
-from kvboost_hf.assisted.growth import Calibration, Growth
-from kvboost_hf.assisted.tree import ROOT, Tree, as_bits, depths, lineage
+from tests.internals.assisted import ROOT, Calibration, Growth, Tree, as_bits, depths, lineage
 
 
 @st.composite

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf.cache.forward import fill, spans
 from tests.fuzz import __main__ as command
 from tests.fuzz.draw import draw_history
 from tests.fuzz.history import Call, History, Row
 from tests.fuzz.play import Wrong, play
+from tests.internals.cache import fill, spans
 
 ONCE_WRONG = [
     # A one-token piece was taken for a decoding step.

@@ -8,9 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.cache.layers.quantized import QuantizedLayer
 from kvboost_hf.config import KVQuantConfig
+from tests.internals.cache import QuantizedLayer, make_codec
 
 HEADS, DIM = 2, 16
 CONFIGS = [

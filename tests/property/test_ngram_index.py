@@ -5,10 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvboost_hf.cache.planning import ngram_index
-from kvboost_hf.cache.planning.chunks import media_ids
-from kvboost_hf.cache.planning.ngram_index import NgramIndex
-from kvboost_hf.ngrams import MAX_NGRAM
+from tests.internals.cache import NgramIndex, media_ids, ngram_index
+from tests.internals.top import MAX_NGRAM
 
 WORDS = [0, 1, 70_000]  # few, so that n-grams come again
 MEDIA = int(media_ids(b"a picture", 1)[0])

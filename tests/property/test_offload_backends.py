@@ -9,11 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost_hf.offload.backend import Backend, ThreadedBackend
-from kvboost_hf.offload.cuda import CudaBackend
-from kvboost_hf.offload.disk import LayerFolder
-from kvboost_hf.offload.host import HostSource
-from kvboost_hf.offload.sources import FlatLayout, Source
+from tests.internals.offload import Backend, CudaBackend, FlatLayout, HostSource, LayerFolder, Source, ThreadedBackend
 from tests.offload.poisoning import PoisoningBackend
 from tests.offload.simulated_cuda import SimulatedEvent, SimulatedGpu
 

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost_hf.ngrams import common_prefix
-from kvboost_hf.server.generation.prefixes import PrefixTree
+from tests.internals.server import PrefixTree
+from tests.internals.top import common_prefix
 
 LEAST = 3
 texts = st.lists(st.integers(0, 1), max_size=14).map(tuple)

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvboost_hf.config import StreamingConfig
-from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
+from tests.internals.offload import ModelSizes, ResidencyPlan, plan_residency
 
 LAYERS = st.one_of(
     st.lists(st.integers(1, 400), min_size=1, max_size=24),

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat import KeyRotation, LayerRotation, key_rotation
 from tests.conftest import random_ids
+from tests.internals.compat import KeyRotation, LayerRotation, key_rotation
 from tests.rotations import (
     KINDS,
     LIMITS,

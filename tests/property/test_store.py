@@ -8,16 +8,27 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvboost_hf.cache.kv.blocks import Block
-from kvboost_hf.cache.kv.layer_kv import LayerKV
-from kvboost_hf.cache.kv.model_form import ColumnForm, ModelForm
-from kvboost_hf.cache.planning.chunks import Tokens, common_length, content_only_key, prefix_key
-from kvboost_hf.cache.planning.eviction import EvictionOrder
-from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, find_moved
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, plan_row
-from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
-from kvboost_hf.cache.store.records.view import Row
 from tests.conftest import make_model
+from tests.internals.cache import (
+    HEAD_TOKENS,
+    MIN_MOVED_TOKENS,
+    Block,
+    Border,
+    ChunkStore,
+    ColumnForm,
+    EvictionOrder,
+    LayerKV,
+    ModelForm,
+    Put,
+    Row,
+    StoredChunk,
+    Tokens,
+    common_length,
+    content_only_key,
+    find_moved,
+    plan_row,
+    prefix_key,
+)
 
 MODEL = make_model("llama")
 BYTES_PER_TOKEN = 8

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.generation.text import TextStream
+from tests.internals.server import TextStream
 
 CORPUS = [
     "the cat sat on the mat, and the dog did not. What does Anna play?",

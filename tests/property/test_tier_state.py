@@ -9,9 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
-from kvboost_hf.cache.tiers.filesystem import FilesystemTier
-from kvboost_hf.cache.tiers.valkey import ValkeyTier
+from tests.internals.cache import Entry, FilesystemTier, Kind, Tier, ValkeyTier
 from tests.servers import BINARY, Server
 from tests.tier_contract import OpenTier, make_blob, make_entry, name_of
 

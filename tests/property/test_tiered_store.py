@@ -10,11 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.match import find_moved
-from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
-from kvboost_hf.cache.store.integrity import chain
-from kvboost_hf.cache.store.records import lower as lower_memory
+from tests.internals.cache import ChunkStore, Put, StoredChunk, Tokens, chain, find_moved
+from tests.internals.cache import lower as lower_memory
 from tests.property.test_store import BYTES_PER_TOKEN, kv_of
 from tests.unit.test_tiered_store import CHUNK, found_of, open_store, put_all
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.chats.token_cache import TokenCache
+from tests.internals.server import TokenCache
 from tests.server.test_attacks_text import TOKENIZERS
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<think>", "<|im_start|>x"]  # the last one is longer than another

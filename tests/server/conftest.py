@@ -15,12 +15,7 @@ import uvicorn
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.app import make_app
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.http.guard import JsonLines
-from kvboost_hf.server.jobs import Engine
-from kvboost_hf.server.settings import ServerSettings
-from kvboost_hf.server.startup import TextLines
+from tests.internals.server import Engine, JsonLines, ModelEngine, ServerSettings, TextLines, make_app
 from tests.server.browser import CHROMIUM, DRIVER, Browser
 from tests.server.fake_engine import FakeEngine
 

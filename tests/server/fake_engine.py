@@ -6,18 +6,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvboost_hf.server.jobs import (
+from tests.internals.server import (
     DrainingError,
     Finished,
     FinishReason,
     Job,
     Listener,
+    ModelCard,
     Progress,
     Session,
     SessionChange,
     TokenLogprob,
 )
-from kvboost_hf.server.jobs.model_card import ModelCard
 
 
 @dataclass

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from benchmarks.server_process import OURS, serving
-from kvboost_hf.server.chats import encoding
-from kvboost_hf.server.grammars.compiling import Grammars
+from tests.internals.server import Grammars, encoding
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 from tests.server.wire import Wire, post_json, until

@@ -17,19 +17,25 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.forward import loading
-from kvboost_hf.cache.kv.column_format import ColumnFormat
-from kvboost_hf.cache.kv.model_form import ModelForm, read_kv, read_states
-from kvboost_hf.cache.tiers import below
-from kvboost_hf.cache.tiers.base import Entry, Kind
-from kvboost_hf.cache.tiers.below import MeasuredTier
-from kvboost_hf.cache.tiers.disk import DiskTier
-from kvboost_hf.cache.tiers.packing import pack_entry, unpack_entry
-from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
-from kvboost_hf.server.app import make_app
-from kvboost_hf.server.engine.worker import ModelEngine
 from tests.conftest import random_ids
 from tests.forged import Forged, change_all, tokens_of, with_tokens
+from tests.internals.cache import (
+    Blob,
+    ColumnFormat,
+    DamagedBlobError,
+    DiskTier,
+    Entry,
+    Kind,
+    MeasuredTier,
+    ModelForm,
+    below,
+    loading,
+    pack_entry,
+    read_kv,
+    read_states,
+    unpack_entry,
+)
+from tests.internals.server import ModelEngine, make_app
 from tests.parity.test_tiers import BASE, DOCUMENTS, fill, prompt_of, restart, serve, serve_blended
 from tests.server.conftest import SETTINGS, listening
 

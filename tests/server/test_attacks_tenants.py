@@ -22,9 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.chats.encoding import Encoder
-from kvboost_hf.server.chats.markers import Markers
-from kvboost_hf.server.engine.worker import ModelEngine
+from tests.internals.server import Encoder, Markers, ModelEngine
 from tests.server.conftest import Listening, Serve
 
 WORDS = ["anna", "noah", "plays", "reads", "the", "piano", "book", "in", "a", "red", "hall", "lamp", "and", "then"]

@@ -18,15 +18,23 @@ from transformers import PreTrainedTokenizerFast
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.chats import encoding
-from kvboost_hf.server.chats.encoding import Encoder
-from kvboost_hf.server.chats.lengths import UNSURE_CHARS, Reach, reach_of
-from kvboost_hf.server.chats.markers import Markers
-from kvboost_hf.server.chats.rendering import Rendering
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.http.errors import ApiError
-from kvboost_hf.server.http.turns import Turns
-from kvboost_hf.server.jobs import Finished, Job, QueueFullError, SamplingOptions, TooLongError
+from tests.internals.server import (
+    UNSURE_CHARS,
+    ApiError,
+    Encoder,
+    Finished,
+    Job,
+    Markers,
+    ModelEngine,
+    QueueFullError,
+    Reach,
+    Rendering,
+    SamplingOptions,
+    TooLongError,
+    Turns,
+    encoding,
+    reach_of,
+)
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 

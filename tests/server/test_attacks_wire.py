@@ -17,9 +17,16 @@ import httpx
 import pytest
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.http.connections import ConnectionLimits, connections_that_fit
-from kvboost_hf.server.jobs import DrainingError, Event, Finished, Job, SamplingOptions
+from tests.internals.server import (
+    ConnectionLimits,
+    DrainingError,
+    Event,
+    Finished,
+    Job,
+    ModelEngine,
+    SamplingOptions,
+    connections_that_fit,
+)
 from tests.server.fake_engine import FakeEngine, FakeTicket
 from tests.server.wire import CHAT, HALF, WAIT_S, Slow, Wire, post, process, running, until
 

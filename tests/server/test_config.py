@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvboost_hf.cli import command_line, main
-from kvboost_hf.cli.server_settings import apply_config
+from tests.internals.cli import apply_config, command_line, main
 
 
 def parsed(file: Path, text: str, *arguments: str, command: str = "serve", mode: int = 0o600) -> argparse.Namespace:

@@ -15,11 +15,8 @@ import yaml
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cli import command_line
-from kvboost_hf.cli.server_settings import apply_config
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.http.metrics import Meter
-from kvboost_hf.server.jobs import QueueFullError
+from tests.internals.cli import apply_config, command_line
+from tests.internals.server import Meter, ModelEngine, QueueFullError
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
 

@@ -11,14 +11,9 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore, DraftTreeConfig
 from kvboost_hf.assets import load_embedded, load_embedded_draft
-from kvboost_hf.assisted.branches import Branches
-from kvboost_hf.assisted.tree_draft import TreeDraft
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.generation.batch import BatchKV
-from kvboost_hf.server.generation.drafted import DraftedText
-from kvboost_hf.server.http.metrics import Meter
-from kvboost_hf.server.jobs import Finished, Job, Progress, SamplingOptions
 from tests.conftest import make_model, random_ids
+from tests.internals.assisted import Branches, TreeDraft
+from tests.internals.server import BatchKV, DraftedText, Finished, Job, Meter, ModelEngine, Progress, SamplingOptions
 from tests.parity.test_assistants import noisy
 from tests.server.test_worker import Told, numbers
 

@@ -13,10 +13,16 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.engine.embedding import embed
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.jobs import DrainingError, Job, QueueFullError, SamplingOptions, TooLongError
 from tests.conftest import make_model, random_ids
+from tests.internals.server import (
+    DrainingError,
+    Job,
+    ModelEngine,
+    QueueFullError,
+    SamplingOptions,
+    TooLongError,
+    embed,
+)
 from tests.server.conftest import Listening, Serve
 from tests.server.test_worker import Told, numbers
 

@@ -8,12 +8,16 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from kvboost_hf import ChunkStore, DraftTreeConfig
-from kvboost_hf.server.app import make_app
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.generation.text import TextStream
-from kvboost_hf.server.jobs import Job, SamplingDefaults, SamplingOptions
-from kvboost_hf.server.settings import ServerSettings
 from tests.conftest import as_inputs, make_model, random_ids
+from tests.internals.server import (
+    Job,
+    ModelEngine,
+    SamplingDefaults,
+    SamplingOptions,
+    ServerSettings,
+    TextStream,
+    make_app,
+)
 from tests.server.conftest import Listening, listening
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_worker import Told, numbers

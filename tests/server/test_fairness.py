@@ -11,11 +11,18 @@ import torch
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns
-from kvboost_hf.server.engine.limits import EngineLimits
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.jobs import Event, Job, Progress, QueueFullError, SamplingOptions
 from tests.conftest import make_model, random_ids
+from tests.internals.server import (
+    EmbeddingJob,
+    EmbeddingTurns,
+    EngineLimits,
+    Event,
+    Job,
+    ModelEngine,
+    Progress,
+    QueueFullError,
+    SamplingOptions,
+)
 from tests.server.test_worker import Told, job, numbers
 
 PIECE = 16

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from kvboost_hf.server.grammars.closed_schema import closed
+from tests.internals.server import closed
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
 

@@ -7,12 +7,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvboost_hf.server.apis.anthropic.schema import MessagesRequest
-from kvboost_hf.server.apis.kvboost.schema import WarmRequest
-from kvboost_hf.server.apis.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
-from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
-from kvboost_hf.server.requests.chat import ChatRequest
-from kvboost_hf.server.requests.texts import CompletionRequest
+from tests.internals.server import (
+    ChatRequest,
+    CompletionRequest,
+    MessagesRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ResponseRequest,
+    WarmRequest,
+)
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
 

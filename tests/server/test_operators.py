@@ -9,11 +9,7 @@ import pytest
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.app import make_app
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.http.guard import JsonLines
-from kvboost_hf.server.jobs import Keep, QueueFullError
-from kvboost_hf.server.settings import ServerSettings
+from tests.internals.server import JsonLines, Keep, ModelEngine, QueueFullError, ServerSettings, make_app
 from tests.server.conftest import SETTINGS, Listening, Serve, listening
 from tests.server.fake_engine import FakeEngine
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvboost_hf.server.jobs import QueueFullError
+from tests.internals.server import QueueFullError
 from tests.server.browser import Browser
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine, FakeTicket

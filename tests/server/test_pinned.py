@@ -9,12 +9,8 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore, ReusePolicy
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.app import make_app
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.jobs import Finished, Job, Keep, SamplingOptions
-from kvboost_hf.server.serve import _warm
-from kvboost_hf.server.settings import ServerSettings
 from tests.conftest import STATEFUL, make_model, random_ids
+from tests.internals.server import Finished, Job, Keep, ModelEngine, SamplingOptions, ServerSettings, _warm, make_app
 from tests.server.conftest import listening
 from tests.server.test_worker import Told, numbers
 

@@ -7,10 +7,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore, DraftTreeConfig
-from kvboost_hf.assisted.branches import Branches
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.jobs import Finished, Job, SamplingOptions
 from tests.conftest import make_model, random_ids
+from tests.internals.assisted import Branches
+from tests.internals.server import Finished, Job, ModelEngine, SamplingOptions
 from tests.server.conftest import Listening
 from tests.server.test_worker import Told, numbers
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from kvboost_hf.server.prompt_keys import prompt_keys
+from tests.internals.server import prompt_keys
 
 
 def _chat(*texts: str, **more: Any) -> bytes:

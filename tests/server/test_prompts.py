@@ -7,8 +7,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.app import make_app
-from kvboost_hf.server.jobs import Job, Listener, TooLongError
+from tests.internals.server import Job, Listener, TooLongError, make_app
 from tests.server.conftest import SETTINGS, Listening, Serve, listening
 from tests.server.fake_engine import FakeEngine, FakeTicket
 

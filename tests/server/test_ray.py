@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.engine.settings import EngineSettings
-from kvboost_hf.server.settings import ServerSettings
+from tests.internals.engine import EngineSettings
+from tests.internals.server import ServerSettings
 from tests.servers import free_port
 
 ray = pytest.importorskip("ray", reason="`make clients` runs it")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.app import make_app
+from tests.internals.server import make_app
 from tests.server.conftest import SETTINGS, Listening, listening
 from tests.server.fake_engine import FakeEngine
 

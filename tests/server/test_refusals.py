@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from kvboost_hf.server.jobs import DrainingError, QueueFullError, TooLongError
+from tests.internals.server import DrainingError, QueueFullError, TooLongError
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 

@@ -8,12 +8,10 @@ import torch
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.compat import bytes_per_token
-from kvboost_hf.server.engine import memory as room
-from kvboost_hf.server.engine.memory import tokens_that_fit
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.settings import ServerSettings
 from tests.conftest import make_model
+from tests.internals.compat import bytes_per_token
+from tests.internals.server import ModelEngine, ServerSettings, tokens_that_fit
+from tests.internals.server import memory as room
 from tests.server.conftest import Listening
 
 

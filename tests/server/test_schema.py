@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.app import make_app
+from tests.internals.server import make_app
 from tests.server.conftest import SETTINGS
 from tests.server.fake_engine import FakeEngine
 

@@ -7,9 +7,8 @@ import torch
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.jobs import Job, SamplingOptions, TokenLogprob
 from tests.conftest import make_model, random_ids
+from tests.internals.server import Job, ModelEngine, SamplingOptions, TokenLogprob
 from tests.server.conftest import Listening
 from tests.server.test_worker import Told, numbers
 

@@ -16,11 +16,9 @@ import torch
 
 from kvboost_hf import ChunkStore, DraftTreeConfig
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, load_embedded
-from kvboost_hf.cli import main
-from kvboost_hf.cli.server_flags import add_options
-from kvboost_hf.cli.server_settings import draft_trees, engine_settings, server_settings
-from kvboost_hf.engine import EngineSettings
-from kvboost_hf.server.settings import ServerSettings
+from tests.internals.cli import add_options, draft_trees, engine_settings, main, server_settings
+from tests.internals.engine import EngineSettings
+from tests.internals.server import ServerSettings
 from tests.servers import free_port
 
 _ASK: list[Any] = [

@@ -13,15 +13,22 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore, ReusePolicy
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.costs.compute_pace import ComputePace
-from kvboost_hf.server.app import make_app
-from kvboost_hf.server.engine.model_runner import ModelRunner
-from kvboost_hf.server.engine.waiting import WaitingLine
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.generation.sharing import choose_attention
-from kvboost_hf.server.jobs import Finished, Job, Keep, Progress, SamplingOptions, SessionChange
-from kvboost_hf.server.settings import ServerSettings
 from tests.conftest import make_model, random_ids
+from tests.internals.cache import ComputePace
+from tests.internals.server import (
+    Finished,
+    Job,
+    Keep,
+    ModelEngine,
+    ModelRunner,
+    Progress,
+    SamplingOptions,
+    ServerSettings,
+    SessionChange,
+    WaitingLine,
+    choose_attention,
+    make_app,
+)
 from tests.server.conftest import Listening, listening
 from tests.server.test_worker import Told, numbers
 from tests.server.wire import until

@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.engine.settings import EngineSettings
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.serve import _warm, start_engine
-from kvboost_hf.server.settings import ServerSettings
-from kvboost_hf.server.startup import Chosen, Startup, TextLines
-from kvboost_hf.server.tier_check import InTiers
+from tests.internals.engine import EngineSettings
+from tests.internals.server import (
+    Chosen,
+    InTiers,
+    ModelEngine,
+    ServerSettings,
+    Startup,
+    TextLines,
+    _warm,
+    start_engine,
+)
 
 TEXT = "The lamp is red. It stands in the hall. " * 20
 

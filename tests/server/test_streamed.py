@@ -9,16 +9,19 @@ import pytest
 import torch
 
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded
-from kvboost_hf.cache.costs.compute_pace import ComputePace
-from kvboost_hf.cli import command_line, main
-from kvboost_hf.cli.arguments import load_model
-from kvboost_hf.cli.server_settings import draft_trees, engine_settings, server_settings, streaming_config
-from kvboost_hf.cli.serving import load_draft
-from kvboost_hf.offload.build import streaming_plan
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.jobs import Finished, Job, SamplingOptions
-from kvboost_hf.server.serve import start_engine
-from kvboost_hf.server.tier_check import unfound
+from tests.internals.cache import ComputePace
+from tests.internals.cli import (
+    command_line,
+    draft_trees,
+    engine_settings,
+    load_draft,
+    load_model,
+    main,
+    server_settings,
+    streaming_config,
+)
+from tests.internals.offload import streaming_plan
+from tests.internals.server import Finished, Job, ModelEngine, SamplingOptions, start_engine, unfound
 from tests.server.test_worker import Told
 
 TEXT = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 8

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvboost_hf.server.app import make_app
+from tests.internals.server import make_app
 from tests.server.conftest import SETTINGS, Listening, Serve, listening
 from tests.server.fake_engine import FakeEngine, FakeTicket
 from tests.server.wire import Wire, post_json, until

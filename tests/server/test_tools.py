@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvboost_hf.server.jobs import Constraint
+from tests.internals.server import Constraint
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvboost_hf.cli import main
-from kvboost_hf.server.app import make_app
+from tests.internals.cli import main
+from tests.internals.server import make_app
 from tests.server.conftest import SETTINGS, Listening, listening
 from tests.server.fake_engine import FakeEngine
 from tests.server.wire import until
@@ -127,7 +127,7 @@ def test_polls_and_strangers_have_no_spans(tokenizer: Any, engine: FakeEngine) -
 
 
 def test_spans_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvboost_hf.server.http.traces import otlp_provider
+    from tests.internals.server import otlp_provider
 
     received: list[tuple[str, bytes]] = []
 

@@ -13,19 +13,20 @@ import pytest
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
-from kvboost_hf.cache.costs.compute_pace import ComputePace
-from kvboost_hf.cache.prompt.chats import ChatTemplate
-from kvboost_hf.cli import command_line, main
-from kvboost_hf.cli.server_settings import add_secrets, engine_settings, server_settings
-from kvboost_hf.cli.warm import _chats
-from kvboost_hf.engine import EngineSettings
-from kvboost_hf.server.app import make_app
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.http.keys import prompt_salt
-from kvboost_hf.server.jobs import Finished, Job, SamplingOptions
-from kvboost_hf.server.serve import start_engine
-from kvboost_hf.server.settings import ServerSettings
-from kvboost_hf.server.tier_check import unfound
+from tests.internals.cache import ChatTemplate, ComputePace
+from tests.internals.cli import _chats, add_secrets, command_line, engine_settings, main, server_settings
+from tests.internals.engine import EngineSettings
+from tests.internals.server import (
+    Finished,
+    Job,
+    ModelEngine,
+    SamplingOptions,
+    ServerSettings,
+    make_app,
+    prompt_salt,
+    start_engine,
+    unfound,
+)
 from tests.server.conftest import SETTINGS, listening
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_worker import Told

@@ -11,14 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvboost_hf.cli import main
-from kvboost_hf.cli.server_flags import add_options
-from kvboost_hf.cli.server_settings import add_secrets, server_settings
-from kvboost_hf.cli.serving import model_name
-from kvboost_hf.server.http.guard import JsonLines
-from kvboost_hf.server.http.hosts import Hosts
-from kvboost_hf.server.http.keys import read_keys
-from kvboost_hf.server.tls import TlsFiles
+from tests.internals.cli import add_options, add_secrets, main, model_name, server_settings
+from tests.internals.server import Hosts, JsonLines, TlsFiles, read_keys
 from tests.server.browser import CHROMIUM, DRIVER, Browser
 from tests.server.conftest import Serve
 from tests.server.fake_engine import FakeEngine

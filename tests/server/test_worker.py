@@ -16,27 +16,27 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, PreTra
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.compat import kv_bytes_per_token
 from kvboost_hf.errors import StoreClosedError
-from kvboost_hf.kernels import kernel_calls
-from kvboost_hf.ngrams import common_prefix
-from kvboost_hf.server.engine.waiting import WaitingLine
-from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.generation.batch import BatchKV, _BatchLayer
-from kvboost_hf.server.generation.sharing import choose_attention
-from kvboost_hf.server.jobs import (
+from tests.architectures.models import make_architecture
+from tests.conftest import as_inputs, counted, make_model, random_ids
+from tests.internals.cache import ChunkReuseCache
+from tests.internals.compat import kv_bytes_per_token
+from tests.internals.server import (
+    BatchKV,
     DrainingError,
     Event,
     Finished,
     Job,
+    ModelEngine,
     Progress,
     QueueFullError,
     SamplingOptions,
     TooLongError,
+    WaitingLine,
+    _BatchLayer,
+    choose_attention,
 )
-from tests.architectures.models import make_architecture
-from tests.conftest import as_inputs, counted, make_model, random_ids
+from tests.internals.top import common_prefix, kernel_calls
 
 WAIT_S = 60
 

@@ -15,9 +15,7 @@ from typing import Any
 
 import httpx
 
-from kvboost_hf.server.app import make_app
-from kvboost_hf.server.http.listen import FrontServer
-from kvboost_hf.server.jobs import Engine
+from tests.internals.server import Engine, FrontServer, make_app
 from tests.server.conftest import SETTINGS
 from tests.servers import free_port
 

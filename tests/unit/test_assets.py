@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded, load_embedded_draft
-from kvboost_hf.assets.world import MAX_SUBJECTS, Document, Turn, chat_messages, make_chat, make_documents
 from recipes.evaluate import accuracy, answer, chat_accuracy, encode_chat
 from recipes.evaluate_draft import (
     Round,
@@ -34,6 +33,7 @@ from recipes.train import (
     make_reading_batch,
 )
 from recipes.train_draft import build_draft, distill
+from tests.internals.assets import MAX_SUBJECTS, Document, Turn, chat_messages, make_chat, make_documents
 
 MAX_BYTES = 12_000_000
 HELD_OUT_SEED = 77

@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvboost_hf.attention import reference
-from kvboost_hf.attention.call import Part
-from kvboost_hf.attention.visibility import Visibility
 from tests.attention import Problem, assert_within_budget, shares_of_budget
+from tests.internals.attention import Part, Visibility, reference
 
 PROBLEM = Problem(queries=20, columns=60, head_dim=64)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -8,13 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvboost_hf import KVQuantConfig
-from kvboost_hf.attention import kernel_calls, ops, reference, sdpa, use_tier
-from kvboost_hf.attention.call import AttentionCall
-from kvboost_hf.attention.merge import no_log
-from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.handles import CodePlanes, KVHandle, PieceTable, make_reach, read_reach
 from tests.attention import UNIT, Problem
+from tests.internals.attention import AttentionCall, Visibility, kernel_calls, no_log, ops, reference, sdpa, use_tier
+from tests.internals.cache import make_codec
+from tests.internals.top import CodePlanes, KVHandle, PieceTable, make_reach, read_reach
 
 OPERATORS = torch.ops.kvboost_hf
 

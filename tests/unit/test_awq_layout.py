@@ -5,15 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost_hf.offload.awq.layout import (
-    Stored,
-    dequantize,
-    layout_of,
-    pack,
-    to_gemm,
-    unpack,
-)
 from tests.awq import SHIFTS, in_gemm, in_gemv, in_gptq, in_llm_awq, in_pack_quantized, random_weight
+from tests.internals.offload import Stored, dequantize, layout_of, pack, to_gemm, unpack
 
 SEEDS = st.integers(0, 2**32)
 GROUP_SIZES = st.sampled_from([32, 64, 128])

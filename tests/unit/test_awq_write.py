@@ -12,11 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvboost_hf.offload.awq.layout import dequantize, layout_of
-from kvboost_hf.offload.awq.linear import AwqLinear
 from recipes import awq
 from recipes.awq import quantize, quantize_awq, write_random_awq
 from tests.conftest import make_model, random_ids
+from tests.internals.offload import AwqLinear, dequantize, layout_of
 
 GROUP_SIZE = 32
 

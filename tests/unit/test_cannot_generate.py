@@ -39,8 +39,8 @@ from kvboost_hf import (
     verify_correctness,
     what_fits,
 )
-from kvboost_hf.compat import loader_of
 from tests.conftest import make_model
+from tests.internals.compat import loader_of
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 40,

@@ -5,25 +5,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost_hf.cache.planning.chunks import (
+from tests.internals.cache import (
+    HEAD_TOKENS,
+    Border,
     FixedChunker,
+    RowPlan,
+    Segment,
     Tokens,
     common_length,
     content_only_key,
+    find_stems,
+    paths_of,
+    plan_batch,
+    plan_row,
+    plan_shared,
     prefix_key,
     root_key,
     states_key,
 )
-from kvboost_hf.cache.planning.plan import (
-    HEAD_TOKENS,
-    Border,
-    RowPlan,
-    Segment,
-    plan_batch,
-    plan_row,
-    plan_shared,
-)
-from kvboost_hf.cache.planning.stems import find_stems, paths_of
 
 ROOT = root_key(b"model", b"")
 

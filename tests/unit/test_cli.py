@@ -11,8 +11,8 @@ import pytest
 from transformers import BertConfig, BertGenerationConfig, BertGenerationDecoder
 
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
-from kvboost_hf.cli import main
-from kvboost_hf.demo.workloads import CHAT_SHAPE
+from tests.internals.cli import main
+from tests.internals.demo import CHAT_SHAPE
 
 
 def rows(told: dict[str, Any], workload: str) -> list[dict[str, Any]]:

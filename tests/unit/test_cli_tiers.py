@@ -7,8 +7,8 @@ import pytest
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.costs.compute_pace import ComputePace
-from kvboost_hf.cli import main
+from tests.internals.cache import ComputePace
+from tests.internals.cli import main
 
 TEXT = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 8
 

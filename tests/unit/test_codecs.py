@@ -13,13 +13,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvboost_hf.cache.codecs import Codec, Role, lloyd_max, make_codec, turboquant
-from kvboost_hf.cache.codecs.exact_start import ExactStart
-from kvboost_hf.cache.codecs.lloyd_max import centroids, round_to
-from kvboost_hf.cache.codecs.rotation import random_projection, random_rotation
-from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
 from tests.codecs import HEAD_DIM, ROTATION, error, gaussian, heavy_tailed, outliers, through
+from tests.internals.cache import (
+    Codec,
+    ExactStart,
+    Role,
+    centroids,
+    lloyd_max,
+    make_codec,
+    random_projection,
+    random_rotation,
+    round_to,
+    turboquant,
+)
+from tests.internals.compat import LayerRotation
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

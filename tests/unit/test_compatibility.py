@@ -11,13 +11,11 @@ from packaging.version import Version
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvboost_hf import check_model_compatibility
-from kvboost_hf.assisted.branch_probe import branch_reason
-from kvboost_hf.cache.forward.moved_probe import blend_reason
-from kvboost_hf.cache.layers.choose import make_layers
-from kvboost_hf.cache.planning.repair import Measure
-from kvboost_hf.compat import probe_reason
-from kvboost_hf.compatibility import known_architectures
 from tests.conftest import counted, make_model
+from tests.internals.assisted import branch_reason
+from tests.internals.cache import Measure, blend_reason, make_layers
+from tests.internals.compat import probe_reason
+from tests.internals.top import known_architectures
 
 
 class HomeMade(LlamaForCausalLM):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.planning.chunks import ContentChunker, Tokens, media_ids, shifted_ids
+from tests.internals.cache import ContentChunker, Tokens, media_ids, shifted_ids
 
 END, NEWLINE, START = 3, 4, 5  # a sentence's end, half of a separator, the start of a message
 

@@ -23,12 +23,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
-from kvboost_hf.cache.tiers.disk import DiskTier
-from kvboost_hf.cache.tiers.disk import files as disk_files
-from kvboost_hf.cache.tiers.disk import writers as disk_writers
-from kvboost_hf.cache.tiers.disk.rows import charge
 from tests.blobs import is_right, key_of, make_blob
+from tests.internals.cache import DiskTier, Entry, Kind, Tier, charge
+from tests.internals.cache import files as disk_files
+from tests.internals.cache import writers as disk_writers
 
 Open = Callable[..., DiskTier]
 fork = multiprocessing.get_context("fork")

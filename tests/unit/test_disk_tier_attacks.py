@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvboost_hf.cache.tiers.disk import DiskTier
 from tests.blobs import is_right, key_of, make_blob
+from tests.internals.cache import DiskTier
 
 NUMBERS = range(4)
 NOBODY = 2**31 - 1  # no process has this number

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvboost_hf.cli import main
+from tests.internals.cli import main
 
 
 def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -6,8 +6,7 @@ from operator import mul
 
 import pytest
 
-from kvboost_hf.assisted.host_reads import HostReads
-from kvboost_hf.assisted.schedule import Adaptive, ConfidentLength, Constant, DraftLength, Heuristic
+from tests.internals.assisted import Adaptive, ConfidentLength, Constant, DraftLength, Heuristic, HostReads
 
 
 def speed(rate: float, target_s: float, length: int) -> float:

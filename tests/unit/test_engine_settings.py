@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore, ContentChunker, GenerationMode, KVBoost, KVQuantConfig, ReusePolicy
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
-from kvboost_hf.cache.planning.chunks import FixedChunker
-from kvboost_hf.demo.workloads import shuffled_documents
-from kvboost_hf.engine import EngineSettings
-from kvboost_hf.engine.prompts import PromptEncoder
+from tests.internals.cache import FixedChunker
+from tests.internals.demo import shuffled_documents
+from tests.internals.engine import EngineSettings, PromptEncoder
 
 NEW = 6
 DOCUMENT = "Maria lives in Rome. She owns the lamp. It is red and costs ten coins. " * 12

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost_hf.engine import group_by_prefix
+from tests.internals.engine import group_by_prefix
 
 ROWS = st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=12)
 

@@ -1,5 +1,8 @@
 """The files of the package import each other in one direction."""
 
+import ast
+from pathlib import Path
+
 import grimp
 
 
@@ -17,3 +20,27 @@ def test_no_file_imports_itself_through_others() -> None:
     assert _on_circles(graph) == set()
     graph.add_import(importer="kvboost_hf.errors", imported="kvboost_hf.cache.reuse")
     assert {"kvboost_hf.errors", "kvboost_hf.cache.reuse"} <= _on_circles(graph)
+
+
+# What the documentation names, and what is imported by programs of their own environments.
+_PUBLIC = {f"kvboost_hf{name}" for name in ("", ".assets", ".config", ".errors", ".lm_eval", ".server.ray_app")}
+_ALONE = ("formats", "golden_store", "internals", "libraries")
+
+
+def _internals_of(text: str) -> set[str]:
+    """Modules below the public ones that a file imports."""
+    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.module]
+    return {node.module for node in imports if node.module.split(".")[0] == "kvboost_hf"} - _PUBLIC
+
+
+def test_tests_reach_what_is_not_public_through_one_package() -> None:
+    """What moves within the package is changed in `tests/internals`, and in no test."""
+    tests = Path(__file__).parents[1]
+    files = [path for path in tests.rglob("*.py") if path.relative_to(tests).parts[0] not in _ALONE]
+    assert len(files) > 300
+    old = {"kvboost_hf.compat", "kvboost_hf.streaming"}  # names that are gone, in the test of what is said of them
+    found = {path.name: _internals_of(path.read_text()) for path in files}
+    assert {name: names for name, names in found.items() if names} == {"test_migration.py": old}
+    assert _internals_of("def f():\n    from kvboost_hf.cache.reuse import ChunkReuseCache") == {
+        "kvboost_hf.cache.reuse"
+    }

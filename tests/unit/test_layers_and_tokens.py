@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer
 
-from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.prompt.token_log import MaskShape, TokenLog
+from tests.internals.cache import GrowingLayer, MaskShape, TokenLog
 
 OPERATIONS = st.lists(
     st.one_of(

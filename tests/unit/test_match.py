@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost_hf.cache.planning.chunks import Chunker, ContentChunker, FixedChunker, Tokens
-from kvboost_hf.cache.planning.content_index import ContentIndex
-from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, MovedSegment, find_moved, window_hashes
+from tests.internals.cache import (
+    MIN_MOVED_TOKENS,
+    Chunker,
+    ContentChunker,
+    ContentIndex,
+    FixedChunker,
+    MovedIndex,
+    MovedSegment,
+    Tokens,
+    find_moved,
+    window_hashes,
+)
 
 
 @dataclass(frozen=True, eq=False)

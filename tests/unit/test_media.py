@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvboost_hf.cache.planning.chunks import media_ids, shifted_ids, text_ids
-from kvboost_hf.cache.prompt.media import Prompt, _hash, _split_items
-from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
+from tests.internals.cache import (
+    Prompt,
+    _hash,
+    _split_items,
+    common_shift,
+    media_ids,
+    position_shifts,
+    shifted_ids,
+    text_ids,
+)
 
 
 def test_codes_of_text_and_media_never_meet() -> None:

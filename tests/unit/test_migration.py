@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import kvboost_hf
-from kvboost_hf.cli import main
 from kvboost_hf.config import DraftTreeConfig, StreamingConfig
-from kvboost_hf.engine import EngineSettings
-from kvboost_hf.migration import TABLE, Entry, missing, refuse
+from tests.internals.cli import main
+from tests.internals.engine import EngineSettings
+from tests.internals.migration import TABLE, Entry, missing, refuse
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = [entry for entries in TABLE.values() for entry in entries]

@@ -22,15 +22,26 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf.checksum import contents
-from kvboost_hf.offload import cuda as mapped
-from kvboost_hf.offload import disk
-from kvboost_hf.offload.backend import Backend, ThreadedBackend
-from kvboost_hf.offload.cuda import CudaBackend, CudaRuntime, Timings
-from kvboost_hf.offload.disk import FileSource, LayerFolder, Origin
-from kvboost_hf.offload.host import HostMemory, HostSource, Pinning, cuda_pinning
-from kvboost_hf.offload.prune import former_files, prune_layers
-from kvboost_hf.offload.sources import FlatLayout
+from tests.internals.offload import (
+    Backend,
+    CudaBackend,
+    CudaRuntime,
+    FileSource,
+    FlatLayout,
+    HostMemory,
+    HostSource,
+    LayerFolder,
+    Origin,
+    Pinning,
+    ThreadedBackend,
+    Timings,
+    cuda_pinning,
+    disk,
+    former_files,
+    mapped,
+    prune_layers,
+)
+from tests.internals.top import contents
 from tests.offload.poisoning import PoisoningBackend
 from tests.offload.simulated_cuda import BYTES_PER_MS, SimulatedGpu
 

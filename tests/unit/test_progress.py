@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from kvboost_hf.cache.tiers.disk import DiskTier
-from kvboost_hf.cli import command_line, main
-from kvboost_hf.cli.arguments import next_steps
-from kvboost_hf.outputs import Progress, duration
+from tests.internals.cache import DiskTier
+from tests.internals.cli import command_line, main, next_steps
+from tests.internals.top import Progress, duration
 
 TEXT = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 8
 

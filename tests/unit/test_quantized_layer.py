@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.layers.coded import CodedTensor
-from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.layers.quantized import QuantizedLayer, exact_layers, live_bytes
 from kvboost_hf.config import KVQuantConfig
+from tests.internals.cache import (
+    CodedTensor,
+    GrowingLayer,
+    QuantizedLayer,
+    ReuseLayer,
+    exact_layers,
+    live_bytes,
+    make_codec,
+)
 
 SINKS, WINDOW, HEADS, DIM = 4, 16, 2, 64
 CONFIGS = [

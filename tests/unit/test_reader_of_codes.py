@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from kvboost_hf.cache.codecs import Planes, make_codec
-from kvboost_hf.cache.kv import blocks
-from kvboost_hf.cache.kv.blocks import Block
-from kvboost_hf.cache.kv.layer_kv import LayerKV
-from kvboost_hf.compat import LayerRotation
+from tests.internals.cache import Block, LayerKV, Planes, blocks, make_codec
+from tests.internals.compat import LayerRotation
 
 SHAPE = (2, 32, 64)
 TURNS = [LayerRotation(10.0 ** -torch.arange(32), "half", 0), LayerRotation(2.0 ** -torch.arange(32), "half", 0)]

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvboost_hf.server.chats.reasoning import AfterReasoning, Marks, ReasoningReader
-from kvboost_hf.server.chats.tools import Parsed, ToolCallStream, joined
+from tests.internals.server import AfterReasoning, Marks, Parsed, ReasoningReader, ToolCallStream, joined
 from tests.unit.test_server_tools import ADD, TEMPLATES, TOOLS, cuts, tokenizer_for, told
 
 THINK = Marks("<think>", "</think>")

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from kvboost_hf.cache.tiers import record
-from kvboost_hf.cache.tiers.base import Entry, Kind
-from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump, read_entry
+from tests.internals.cache import Blob, DamagedBlobError, Entry, Kind, dump, read_entry, record
 
 DTYPES = sorted(record._NAMES, key=str)
 ENTRY = Entry(b"k" * 20, Kind.CHUNK, b"model", b"root", b"parent", b"head", 7, np.arange(-2, 30), 0)

@@ -11,12 +11,16 @@ import fsspec
 import numpy as np
 import pytest
 
-from kvboost_hf.cache.tiers.addresses import open_tier, parse_tier
-from kvboost_hf.cache.tiers.base import Tier
-from kvboost_hf.cache.tiers.filesystem import FilesystemTier
-from kvboost_hf.cache.tiers.guard import Guard
-from kvboost_hf.cache.tiers.packing import pack_entry, unpack_entry
-from kvboost_hf.cache.tiers.valkey import ValkeyTier
+from tests.internals.cache import (
+    FilesystemTier,
+    Guard,
+    Tier,
+    ValkeyTier,
+    open_tier,
+    pack_entry,
+    parse_tier,
+    unpack_entry,
+)
 from tests.servers import BINARY, Impostor, Server, free_port
 from tests.tier_contract import ROOT, OpenTier, TierContract, assert_same, keys, make_blob, make_entry, name_of, write
 

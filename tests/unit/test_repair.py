@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost_hf import ReusePolicy
-from kvboost_hf.cache.forward.moved import choose_columns
-from kvboost_hf.cache.forward.repair_later import goes_on
-from kvboost_hf.cache.planning.repair import REPAIRS, MovedColumns, RepairRow, Scores
+from tests.internals.cache import REPAIRS, MovedColumns, RepairRow, Scores, choose_columns, goes_on
 
 
 def row(*moved: tuple[int, int], length: int = 100, seams: tuple[int, ...] | None = None) -> RepairRow:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvboost_hf.config import StreamingConfig
-from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
+from tests.internals.offload import ModelSizes, ResidencyPlan, plan_residency
 
 SIZES = ModelSizes(layer_bytes=(100,) * 10, other_bytes=40, kv_bytes=30, activation_bytes=20)
 TOTAL = 1090

@@ -3,8 +3,7 @@
 import pytest
 
 from kvboost_hf.config import StreamingConfig
-from kvboost_hf.offload.plan import ModelSizes, plan_residency
-from kvboost_hf.offload.simulate import Pass, Successor, next_of_slot, simulate
+from tests.internals.offload import ModelSizes, Pass, Successor, next_of_slot, plan_residency, simulate
 
 LAYERS = 64
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost_hf.server.routing import PrefixRouter
+from tests.internals.server import PrefixRouter
 
 _NAMES = [f"replica-{number}" for number in range(8)]
 _KEYS = [str(number).encode() for number in range(400)]

@@ -13,15 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache.tiers.base import Entry, Tier
-from kvboost_hf.cache.tiers.disk import DiskTier
-from kvboost_hf.cache.tiers.filesystem import FilesystemTier
-from kvboost_hf.cache.tiers.record import Blob
-from kvboost_hf.cache.tiers.sealed import SealedTier, read_tier_key
-from kvboost_hf.cli import main
-from kvboost_hf.engine.settings import EngineSettings
 from tests.conftest import as_inputs
 from tests.forged import Forged, change_all
+from tests.internals.cache import Blob, DiskTier, Entry, FilesystemTier, SealedTier, Tier, read_tier_key
+from tests.internals.cli import main
+from tests.internals.engine import EngineSettings
 from tests.parity.test_tiers import BASE, fill, generate, restart, serve
 from tests.tier_contract import OTHER_MODEL, OpenTier, TierContract, make_blob, make_entry
 

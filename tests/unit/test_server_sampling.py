@@ -10,9 +10,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from kvboost_hf.errors import KVBoostError
-from kvboost_hf.server.generation.sampling import Sampler, choose_rows
-from kvboost_hf.server.jobs import SamplingOptions, TokenLogprob
 from tests.conftest import EOS, VOCAB, make_model, random_ids
+from tests.internals.server import Sampler, SamplingOptions, TokenLogprob, choose_rows
 
 GREEDY = SamplingOptions(max_tokens=16)
 SAMPLED = [

@@ -14,11 +14,16 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.errors import KVBoostError
-from kvboost_hf.server.generation.sampling import Sampler
-from kvboost_hf.server.grammars import program
-from kvboost_hf.server.grammars.compiling import Grammars
-from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema, regex, tool_calls
-from kvboost_hf.server.jobs import SamplingOptions
+from tests.internals.server import (
+    GrammarConstraint,
+    Grammars,
+    Sampler,
+    SamplingOptions,
+    json_schema,
+    program,
+    regex,
+    tool_calls,
+)
 from tests.tool_calls import parse_tool_calls
 from tests.unit.test_server_tools import TEMPLATES, TOOLS
 

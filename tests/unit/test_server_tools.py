@@ -9,16 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.chats.tools import (
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    MISTRAL_NAMED,
-    Parsed,
-    ToolCallStream,
-    format_of,
-    joined,
-)
+from tests.internals.server import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, Parsed, ToolCallStream, format_of, joined
 from tests.tool_calls import parse_tool_calls
 
 

@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache.costs.compute_pace import ComputePace
-from kvboost_hf.cache.kv.records import Put
-from kvboost_hf.cache.planning.plan import Border, plan_row
-from kvboost_hf.cache.store.records.view import Row
 from tests.conftest import make_model
+from tests.internals.cache import Border, ComputePace, Put, Row, plan_row
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 simulate = pytest.importorskip("simulate")

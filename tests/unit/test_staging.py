@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf.cache.kv import transfer
-from kvboost_hf.cache.kv.blocks import Block
-from kvboost_hf.cache.kv.staging import Staging
+from tests.internals.cache import Block, Staging, transfer
 
 
 class FakeEvent:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvboost_hf.cache.prompt.step_log import StepLog, Windows, seen_columns
-from kvboost_hf.cache.prompt.token_log import TokenLog
-from kvboost_hf.handles import make_reach
+from tests.internals.cache import StepLog, TokenLog, Windows, seen_columns
+from tests.internals.top import make_reach
 
 TOTAL, HELD, WINDOW = 32, 20, 8
 PADS = np.array([0, 3])

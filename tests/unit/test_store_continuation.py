@@ -9,13 +9,18 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore, StoreClosedError
-from kvboost_hf.cache.kv.blocks import Block
-from kvboost_hf.cache.kv.layer_kv import LayerKV
-from kvboost_hf.cache.planning import ngram_index
-from kvboost_hf.cache.planning.chunks import Tokens, media_ids, prefix_key, shifted_ids
-from kvboost_hf.cache.store.chunk_store import Put
-from kvboost_hf.cache.store.records.history import History
-from kvboost_hf.cache.store.records.text import StoredText
+from tests.internals.cache import (
+    Block,
+    History,
+    LayerKV,
+    Put,
+    StoredText,
+    Tokens,
+    media_ids,
+    ngram_index,
+    prefix_key,
+    shifted_ids,
+)
 
 CHUNK = 16
 

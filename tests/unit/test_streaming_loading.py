@@ -18,12 +18,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from kvboost_hf import StreamingConfig, load_streamed, stream_layers, streaming_plan, streaming_stats, with_streaming
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
-from kvboost_hf.offload import build
-from kvboost_hf.offload import checkpoint as checkpoints
-from kvboost_hf.offload.backend import use_backend
-from kvboost_hf.offload.checkpoint import any_of
 from recipes.awq import quantize_awq, write_random_awq
 from tests.conftest import make_model, random_ids
+from tests.internals.offload import any_of, build, use_backend
+from tests.internals.offload import checkpoint as checkpoints
 from tests.offload.poisoning import PoisoningBackend
 from tests.streaming import FULL_STREAM, make_layers
 

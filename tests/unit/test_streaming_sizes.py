@@ -21,17 +21,27 @@ from transformers import (
 )
 
 from kvboost_hf import load_streamed, streaming_plan
-from kvboost_hf.compat import bytes_per_token, decoder_layers, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
-from kvboost_hf.offload.awq.formats import PackedFormat
-from kvboost_hf.offload.awq.swap import swap_linears
-from kvboost_hf.offload.awq.tiling import SCRATCH_BYTES, awq_matmul_torch, scratch_bytes, tile_weights
-from kvboost_hf.offload.backend import use_backend
-from kvboost_hf.offload.build import StreamBuilder
-from kvboost_hf.offload.plan import ModelSizes, plan_residency
-from kvboost_hf.offload.sizes import CUBLAS_BYTES, activation_bytes, estimate_sizes, sizes_of, what_fits
-from kvboost_hf.offload.units import find_units
 from recipes.awq import write_random_awq
+from tests.internals.compat import bytes_per_token, decoder_layers, kv_bytes_per_token
+from tests.internals.offload import (
+    CUBLAS_BYTES,
+    ModelSizes,
+    PackedFormat,
+    StreamBuilder,
+    activation_bytes,
+    awq_matmul_torch,
+    estimate_sizes,
+    find_units,
+    plan_residency,
+    scratch_bytes,
+    sizes_of,
+    swap_linears,
+    tile_weights,
+    use_backend,
+    what_fits,
+)
+from tests.internals.triton import SCRATCH_BYTES
 from tests.offload.poisoning import PoisoningBackend
 
 

@@ -4,10 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, TierSpec, open_tier, parse_tier
-from kvboost_hf.cache.tiers.filesystem import FilesystemTier
-from kvboost_hf.cache.tiers.guard import secrets_in, without_secrets
-from kvboost_hf.cache.tiers.valkey import ValkeyTier
+from tests.internals.cache import (
+    DEFAULT_DISK_BYTES,
+    FilesystemTier,
+    TierSpec,
+    ValkeyTier,
+    open_tier,
+    parse_tier,
+    secrets_in,
+    without_secrets,
+)
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,26 @@ import pytest
 import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, StoreClosedError, StoreFullError
-from kvboost_hf.cache.costs import compute_pace as pace
-from kvboost_hf.cache.costs.compute_pace import ComputePace
-from kvboost_hf.cache.identity.fingerprint import model_name
-from kvboost_hf.cache.kv.model_form import ModelForm
-from kvboost_hf.cache.planning.chunks import Tokens, prefix_key
-from kvboost_hf.cache.planning.plan import Border, RowPlan, Segment, plan_row, trim_row
-from kvboost_hf.cache.store.chunk_store import Put, StoredChunk
-from kvboost_hf.cache.store.records.view import Row
-from kvboost_hf.cache.tiers.base import Entry, Tier
-from kvboost_hf.cache.tiers.disk import DiskTier
 from tests.conftest import as_inputs, make_model, random_ids
+from tests.internals.cache import (
+    Border,
+    ComputePace,
+    DiskTier,
+    Entry,
+    ModelForm,
+    Put,
+    Row,
+    RowPlan,
+    Segment,
+    StoredChunk,
+    Tier,
+    Tokens,
+    model_name,
+    plan_row,
+    prefix_key,
+    trim_row,
+)
+from tests.internals.cache import compute_pace as pace
 from tests.property.test_store import BYTES_PER_TOKEN, KV_FORM, kv_of
 
 MODEL = make_model("llama")

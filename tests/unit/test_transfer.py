@@ -14,20 +14,26 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache.codecs import lloyd_max, make_codec, turboquant
-from kvboost_hf.cache.forward import loading
-from kvboost_hf.cache.forward import moved as blend
-from kvboost_hf.cache.kv import transfer
-from kvboost_hf.cache.kv.blocks import Block
-from kvboost_hf.cache.kv.column_format import RAW
-from kvboost_hf.cache.kv.layer_kv import LayerKV
-from kvboost_hf.cache.kv.records import StoredChunk
-from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, Segment
-from kvboost_hf.cache.planning.repair import RepairRow
-from kvboost_hf.compat import KeyRotation, LayerRotation
 from tests.conftest import make_model, random_ids
 from tests.device_double import CUDA, DoubleDevice, DoubleTensor
+from tests.internals.cache import (
+    RAW,
+    Block,
+    GrowingLayer,
+    LayerKV,
+    RepairRow,
+    ReusePlan,
+    RowPlan,
+    Segment,
+    StoredChunk,
+    lloyd_max,
+    loading,
+    make_codec,
+    transfer,
+    turboquant,
+)
+from tests.internals.cache import moved as blend
+from tests.internals.compat import KeyRotation, LayerRotation
 
 IDS = random_ids(170, seed=1)
 LAYER_BYTES = 5 * 2 * 2 * 32 * 16 * 4  # 5 chunks of 32 tokens, keys and values, 2 heads of 16 dims, float32

@@ -17,10 +17,10 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import build
 from triton.runtime.driver import driver
 
-from kvboost_hf import triton_support
-from kvboost_hf.attention import active_tier, backends, use_tier
-from kvboost_hf.cli import main
-from kvboost_hf.offload.awq import matmul as dispatch
+from tests.internals.attention import active_tier, backends, use_tier
+from tests.internals.cli import main
+from tests.internals.offload import dispatch
+from tests.internals.triton import triton_support
 
 GPU = torch.device("cuda", 0)
 CACHES = [
@@ -162,7 +162,7 @@ import os, torch
 torch.cuda.is_available = lambda: True
 torch.cuda.current_device = lambda: 0
 from triton.runtime.driver import driver
-from kvboost_hf import triton_support
+from kvboost_hf import kernels as triton_support
 for path in (os.environ["PATH"], "", ""):
     os.environ["PATH"] = path
     driver._active = driver._default = None

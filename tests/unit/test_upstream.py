@@ -20,10 +20,10 @@ from packaging.version import Version
 from transformers import GenerationMixin, LlamaForCausalLM, cache_utils
 
 import kvboost_hf
-from kvboost_hf.cache.identity.walk import _NOTES, _SAID_OF_CLASSES
-from kvboost_hf.compat import CACHE, SERVED_LAYERS, generate_frame
 from tests import upstream
 from tests.conftest import random_ids
+from tests.internals.cache import _NOTES, _SAID_OF_CLASSES
+from tests.internals.compat import CACHE, SERVED_LAYERS, generate_frame
 
 PACKAGE = Path(kvboost_hf.__file__).parent
 RELEASE = Version(transformers.__version__)

@@ -9,12 +9,21 @@ import pytest
 import torch
 
 from kvboost_hf import CorrectnessReport, ReusePolicy, ReuseReport
-from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.config import KVQuantConfig, Repair
-from kvboost_hf.verify import ArmResult, PromptResult, figure
-from kvboost_hf.verify.arms import EXACT, FULL, NAIVE, Arm, Coding
-from kvboost_hf.verify.measure import Answer, compare
-from kvboost_hf.verify.results import highest_share
+from tests.internals.cache import make_codec
+from tests.internals.verify import (
+    EXACT,
+    FULL,
+    NAIVE,
+    Answer,
+    Arm,
+    ArmResult,
+    Coding,
+    PromptResult,
+    compare,
+    figure,
+    highest_share,
+)
 
 MIN_PROMPTS = CorrectnessReport.min_prompts
 

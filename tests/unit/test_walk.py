@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvboost_hf.cache.identity.walk import Found, ModelWalk, _Walk
+from tests.internals.cache import Found, ModelWalk, _Walk
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, StoreFullError, check_model_compatibility
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.planning.chunks import ContentChunker
-from kvboost_hf.cache.planning.match import find_moved
 from tests.conftest import as_inputs, counted, make_model, random_ids
+from tests.internals.cache import ContentChunker, find_moved
 
 PREFIX, DOCUMENTS = random_ids(50, seed=1), [random_ids(100, seed=2), random_ids(70, seed=3)]
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVBoost, ReusePolicy
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.prompt.chats import ChatTemplate
+from tests.internals.cache import ChatTemplate
 
 TEXT = "You read documents and answer questions about them. " * 4
 SYSTEM, USER = {"role": "system", "content": TEXT.strip()}, {"role": "user", "content": TEXT.strip()}

@@ -6,9 +6,9 @@ import pytest
 from transformers import LlamaConfig
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.assets.texts import encode
-from kvboost_hf.demo.workloads import linked_documents, shuffled_documents, workloads_for
 from recipes.evaluate import answer
+from tests.internals.assets import encode
+from tests.internals.demo import linked_documents, shuffled_documents, workloads_for
 
 
 @pytest.mark.parametrize("make", [shuffled_documents, linked_documents])

@@ -1,0 +1,118 @@
+"""Names of `kvboost_hf.cache`."""
+
+from kvboost_hf.cache.codecs import Codec, Planes, Role, lloyd_max, make_codec, turboquant
+from kvboost_hf.cache.codecs.exact_start import ExactStart
+from kvboost_hf.cache.codecs.lloyd_max import centroids, round_to
+from kvboost_hf.cache.codecs.packing import pack, packed_width, unpack
+from kvboost_hf.cache.codecs.rotation import random_projection, random_rotation, rotated, rotated_back
+from kvboost_hf.cache.codecs.turboquant import TurboQuant
+from kvboost_hf.cache.costs import compile_costs, compute_pace
+from kvboost_hf.cache.costs.compile_costs import TOKENS_PER_GRAPH, CompileCosts, Graph
+from kvboost_hf.cache.costs.compute_pace import ComputePace
+from kvboost_hf.cache.forward import (
+    admission,
+    fill,
+    loading,
+    moved,
+    moved_probe,
+    repair_later,
+    reused,
+    running,
+    scatter,
+    spans,
+)
+from kvboost_hf.cache.forward.fill import StemReader
+from kvboost_hf.cache.forward.moved import choose_columns
+from kvboost_hf.cache.forward.moved_probe import blend_reason
+from kvboost_hf.cache.forward.repair_later import goes_on
+from kvboost_hf.cache.forward.reused import Reused
+from kvboost_hf.cache.identity.aliases import Memories, _memory
+from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, model_name
+from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache
+from kvboost_hf.cache.identity.hooks import only_looks
+from kvboost_hf.cache.identity.walk import _NOTES, _SAID_OF_CLASSES, COMPILED_CALL, Found, ModelWalk, _Walk
+from kvboost_hf.cache.identity.weights import WeightsWatch, _reads_addresses, _SampleInPlace, _window, plain_tensors
+from kvboost_hf.cache.kv import blocks, staging, transfer
+from kvboost_hf.cache.kv.blocks import Block
+from kvboost_hf.cache.kv.column_format import RAW, ColumnFormat
+from kvboost_hf.cache.kv.layer_kv import LayerKV
+from kvboost_hf.cache.kv.model_form import ColumnForm, ModelForm, read_kv, read_states
+from kvboost_hf.cache.kv.records import StoredStates
+from kvboost_hf.cache.kv.staging import Staging
+from kvboost_hf.cache.layers import pieced
+from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.layers.choose import make_layers
+from kvboost_hf.cache.layers.coded import CodedTensor
+from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
+from kvboost_hf.cache.layers.hidden_states import HiddenStates
+from kvboost_hf.cache.layers.pieced import PiecedLayer
+from kvboost_hf.cache.layers.quantized import QuantizedLayer, exact_layers, live_bytes
+from kvboost_hf.cache.layers.static import StaticReuseLayer
+from kvboost_hf.cache.layers.windows import SlidingLayer
+from kvboost_hf.cache.live import decoding_form
+from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager
+from kvboost_hf.cache.live.ledger import copier, offer_content
+from kvboost_hf.cache.planning import ngram_index
+from kvboost_hf.cache.planning.chunks import (
+    PIECE,
+    Chunker,
+    ContentChunker,
+    FixedChunker,
+    Tokens,
+    common_length,
+    content_only_key,
+    media_ids,
+    piece_ends,
+    prefix_key,
+    root_key,
+    shifted_ids,
+    states_key,
+    text_ids,
+    whole_pieces,
+)
+from kvboost_hf.cache.planning.content_index import ContentIndex
+from kvboost_hf.cache.planning.eviction import EvictionOrder
+from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, MovedSegment, find_moved, window_hashes
+from kvboost_hf.cache.planning.ngram_index import NgramIndex
+from kvboost_hf.cache.planning.plan import (
+    HEAD_TOKENS,
+    Border,
+    ReusePlan,
+    RowPlan,
+    Segment,
+    plan_batch,
+    plan_row,
+    plan_shared,
+    trim_row,
+)
+from kvboost_hf.cache.planning.repair import REPAIRS, Measure, MovedColumns, RepairRow, Scores
+from kvboost_hf.cache.planning.score_batches import plan_batches
+from kvboost_hf.cache.planning.stems import find_stems, paths_of
+from kvboost_hf.cache.prompt import media
+from kvboost_hf.cache.prompt.chats import ChatTemplate
+from kvboost_hf.cache.prompt.inputs import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, read_inputs
+from kvboost_hf.cache.prompt.media import Prompt, _hash, _split_items, read_prompt
+from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
+from kvboost_hf.cache.prompt.step_log import StepLog, Windows, seen_columns
+from kvboost_hf.cache.prompt.token_log import MaskShape, TokenLog
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
+from kvboost_hf.cache.store.integrity import chain
+from kvboost_hf.cache.store.records import lower, payback
+from kvboost_hf.cache.store.records.history import History
+from kvboost_hf.cache.store.records.text import StoredText
+from kvboost_hf.cache.store.records.view import Row
+from kvboost_hf.cache.store.settings import chunk_bytes
+from kvboost_hf.cache.tiers import below, record
+from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, TierSpec, open_tier, parse_tier
+from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
+from kvboost_hf.cache.tiers.below import MeasuredTier
+from kvboost_hf.cache.tiers.disk import DiskTier, files, writers
+from kvboost_hf.cache.tiers.disk.rows import charge
+from kvboost_hf.cache.tiers.filesystem import FilesystemTier
+from kvboost_hf.cache.tiers.guard import Guard, secrets_in, without_secrets
+from kvboost_hf.cache.tiers.packing import pack_entry, unpack_entry
+from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump, read_entry
+from kvboost_hf.cache.tiers.sealed import SealedTier, read_tier_key
+from kvboost_hf.cache.tiers.valkey import ValkeyTier

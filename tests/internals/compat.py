@@ -1,0 +1,26 @@
+"""Names of `kvboost_hf.compat`."""
+
+from kvboost_hf.compat import (
+    CACHE,
+    SERVED_LAYERS,
+    KeyRotation,
+    LayerRotation,
+    attention_function,
+    bytes_per_token,
+    cache_argument,
+    cache_in,
+    decoder_layers,
+    forward_arguments,
+    generate_frame,
+    hidden_states_reason,
+    key_rotation,
+    known_reason,
+    kv_bytes_per_token,
+    loader_of,
+    probe_reason,
+    rope_regime,
+    steps_reason,
+    text_model,
+    training_reason,
+)
+from kvboost_hf.compat.probes import padding_reason

@@ -1,0 +1,3 @@
+"""Names of `kvboost_hf.migration`."""
+
+from kvboost_hf.migration import TABLE, Entry, missing, refuse
