@@ -12,9 +12,7 @@ from kvboost_hf.cli.server_flags import REFUSED
 from kvboost_hf.config import DraftTreeConfig, StreamingConfig
 from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy
 from kvboost_hf.migration import refuse
-from kvboost_hf.server.http.keys import read_keys, require_closed
-from kvboost_hf.server.settings import ServerSettings
-from kvboost_hf.server.tls import TlsFiles
+from kvboost_hf.server.settings import ServerSettings, TlsFiles, read_keys, require_closed
 
 _STREAMING = (
     *("streaming_mode", "keep_first_k", "keep_last_k", "vram_budget"),

@@ -31,8 +31,8 @@ def add_serve(commands: Commands) -> None:
 def run_serve(options: argparse.Namespace) -> int:
     """Serve until a signal ends the process."""
     with needs_extra("server", "serve"):
-        from kvboost_hf.server.apis.kvboost.schema import read_chat
         from kvboost_hf.server.http.listen import require_free
+        from kvboost_hf.server.requests.texts import read_chat
         from kvboost_hf.server.serve import serve
         from kvboost_hf.server.startup import Startup, write_log
 

@@ -23,7 +23,7 @@ from kvboost_hf.cli.server_flags import add_api_keys, add_kept, add_streaming
 from kvboost_hf.cli.server_settings import add_config, add_secrets, kept_settings, streaming_config
 from kvboost_hf.outputs import Progress, say
 from kvboost_hf.server.generation.sharing import choose_attention
-from kvboost_hf.server.http.keys import prompt_salt
+from kvboost_hf.server.settings import prompt_salt
 
 _SECRET = ("api_key", "salt")
 _OWN = ("help", "config", "documents", "system", "chat", "prefix")  # flags that `serve` does not have, or not as these
@@ -160,7 +160,7 @@ def _chats(options: argparse.Namespace, texts: list[str]) -> list[dict[str, Any]
     if not options.chat:
         return []
     with needs_extra("server", "warm --chat"):  # messages and tools are read as a server reads them
-        from kvboost_hf.server.apis.kvboost.schema import read_chat
+        from kvboost_hf.server.requests.texts import read_chat
     return [
         {
             "text_or_ids": [message.body for message in chat.messages or ()],

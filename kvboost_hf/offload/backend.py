@@ -85,8 +85,6 @@ def make_backend(device: torch.device) -> Backend:
         from kvboost_hf.offload.cuda import CudaBackend
 
         return CudaBackend(device)
-    from kvboost_hf.offload.backend import ThreadedBackend
-
     return ThreadedBackend(device)
 
 

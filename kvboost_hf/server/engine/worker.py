@@ -25,30 +25,16 @@ from kvboost_hf.compat import require_cache
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.offload.build import streaming_stats
-from kvboost_hf.server.engine.ahead import Ahead, Round
-from kvboost_hf.server.engine.decoding import Decoding
 from kvboost_hf.server.engine.embedding import EmbeddingJob
-from kvboost_hf.server.engine.intake import Intake
-from kvboost_hf.server.engine.limits import EngineLimits
+from kvboost_hf.server.engine.intake import EngineLimits, Intake
 from kvboost_hf.server.engine.model_runner import ModelRunner
-from kvboost_hf.server.engine.prefill import Prefill
-from kvboost_hf.server.engine.session_record import SessionRecord
-from kvboost_hf.server.engine.session_table import SessionTable
-from kvboost_hf.server.engine.task import Task
-from kvboost_hf.server.generation.drafted import Drafts
+from kvboost_hf.server.engine.phases import Ahead, Decoding, Prefill, Round
+from kvboost_hf.server.engine.sessions import SessionTable
+from kvboost_hf.server.engine.task import SessionRecord, Task
 from kvboost_hf.server.generation.sampling import choose_rows
-from kvboost_hf.server.jobs import (
-    ConstraintError,
-    DrainingError,
-    FinishReason,
-    Job,
-    Listener,
-    Session,
-    SessionChange,
-    TokenLogprob,
-    TooLongError,
-)
-from kvboost_hf.server.jobs.model_card import ModelCard
+from kvboost_hf.server.generation.speculation import Drafts
+from kvboost_hf.server.jobs import ConstraintError, FinishReason, Job, Listener, Session, SessionChange, TokenLogprob
+from kvboost_hf.server.protocol import DrainingError, ModelCard, TooLongError
 
 _log = logging.getLogger("kvboost_hf.server")
 

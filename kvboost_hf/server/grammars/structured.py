@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvboost_hf.server.chats.tools import Tool, format_of
-from kvboost_hf.server.grammars.closed_schema import closed
 from kvboost_hf.server.grammars.program import WRITTEN
-from kvboost_hf.server.grammars.references import require_ends
+from kvboost_hf.server.grammars.schemas import closed, require_ends
 from kvboost_hf.server.jobs import ConstraintError
 
 # Between the parts of JSON: a space, or a line end with its indentation, much as llama.cpp allows it. With more room,

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from kvboost_hf.server.jobs import DrainingError, QueueFullError, TooLongError
+from kvboost_hf.server.protocol import DrainingError, QueueFullError, TooLongError
 
 
 class ApiError(Exception):

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from kvboost_hf.server.http.connections import TURNS, ConnectionLimits, Connections, connections_that_fit, protocol_of
-from kvboost_hf.server.jobs import Engine
+from kvboost_hf.server.protocol import Engine
 from kvboost_hf.server.settings import ServerSettings
 
 _log = logging.getLogger("kvboost_hf.server")

@@ -21,7 +21,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost_hf import __version__
-from kvboost_hf.server.jobs import Engine, Event, Finished, Job, Listener, Ticket
+from kvboost_hf.server.jobs import Event, Finished, Job, Listener
+from kvboost_hf.server.protocol import Engine, Ticket
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",

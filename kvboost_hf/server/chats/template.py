@@ -1,27 +1,65 @@
-"""Encodes chats so that special tokens come from the chat template alone, never from the text of clients.
-
-A tokenizer takes the text of a special token, such as `<|im_end|>`, for that token, wherever it stands: a message
-could end itself and begin another one. So a cut, a number that nobody can guess, is put into such text before the
-template gets it. What the template then writes in one piece is a marker; what has a cut in it is text.
-"""
+"""template."""
 
 import copy
+import inspect
 import re
 import secrets
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE, Unigram, WordLevel
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
+_NO_EFFORT = ("none", "minimal")
+# Not for clients: the arguments of the renderer, and the texts of special tokens.
+RESERVED = frozenset(
+    {
+        "messages",
+        *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+        *inspect.signature(render_jinja_template).parameters,
+        *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES,
+    }
+)
 Span = tuple[int, int]  # from, up to
-
 _NUMBER = 10**16
 _START_CHARS = 3
 _NAMES = ("role", "type")  # of a few words, which templates compare
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """How a chat template writes a chat.
+
+    Args:
+        answer: Whether the start of an answer is at its end.
+        continues: The field of the last message that the answer continues, such as `"content"`; None for none.
+        arguments: Other arguments of the template; those that it does not read change nothing.
+    """
+
+    answer: bool = True
+    continues: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def reasoning_arguments(thinks: bool | None, effort: str | None) -> dict[str, Any]:
+    """The arguments of chat templates that switch reasoning, as all families of models spell them.
+
+    Args:
+        thinks: Whether the model is to reason; None to decide it by `effort`.
+        effort: How much; "none" and "minimal" switch reasoning off. None for what the template does.
+    """
+    found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if thinks is None and effort is not None:
+        thinks = effort not in _NO_EFFORT
+    if thinks is not None:
+        found |= {"enable_thinking": thinks, "thinking": thinks}  # Qwen 3, SmolLM 3, GLM; DeepSeek, Granite
+    return found
 
 
 class ForgedMarkerError(ValueError):

@@ -1,25 +1,31 @@
-"""The routes at `/v1/kv/sessions`: which sessions there are, what of them is kept, and for how long."""
+"""kvboost."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Request
+import anyio
+from fastapi import APIRouter, Request, Response
 from fastapi import Query as QueryField
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 
+from kvboost_hf.cache.prompt.chats import why_not_stored
 from kvboost_hf.server.apis.context import RouteContext, client
-from kvboost_hf.server.apis.kvboost.schema import SessionRequest
-from kvboost_hf.server.apis.posted import PostedRoute
-from kvboost_hf.server.apis.request_jobs import unless_gone
+from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
+from kvboost_hf.server.apis.wire import PostedRoute
+from kvboost_hf.server.chats.template import Rendering
 from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.http.guard import require_operator
-from kvboost_hf.server.http.keys import prompt_salt
 from kvboost_hf.server.http.turns import Turns, in_thread
-from kvboost_hf.server.jobs import Keep, Session, SessionChange
+from kvboost_hf.server.jobs import Finished, Job, Keep, SamplingOptions, Session, SessionChange
+from kvboost_hf.server.protocol import QueueFullError
+from kvboost_hf.server.requests.texts import SessionRequest, WarmRequest
+from kvboost_hf.server.settings import prompt_salt
 
 T = TypeVar("T")
-
 _KeyHash = Annotated[str | None, QueryField(description="Of the API key whose session it is; for operators.")]
 
 
@@ -112,3 +118,85 @@ def _body(session: Session, shows_key: bool) -> dict[str, Any]:
         "pinned_until": session.pinned_until,
         **({"key": _hash(session.client) if session.client else None} if shows_key else {}),
     }
+
+
+def warm_routes(context: RouteContext) -> APIRouter:
+    """Make a router with `/v1/warm`."""
+    router = APIRouter(route_class=PostedRoute)
+
+    @router.post("/v1/warm")
+    async def warm(body: WarmRequest, request: Request) -> dict[str, Any]:
+        salt = context.salt(request, body.prompt_cache_key, body.cache_salt)
+        if body.messages is not None:
+            rendering = Rendering(arguments=body.template_arguments)
+            work = context.encode_start(body.messages, body.tools or (), request, rendering=rendering, salt=salt)
+            start, reason = await work
+            prompts = [start.tolist()]
+        else:
+            prompts = [await context.encode(text, request, new=0) for text in body.texts or ()]
+            reason = await context.encoder.why_never(prompts, client(request))
+        reason = next(filter(None, (why_not_stored(len(ids)) for ids in prompts)), reason)
+        keep, name, options = (context.keep(None),), body.prompt_cache_key, SamplingOptions(max_tokens=0)
+        jobs = [replace(context.job(ids, options, salt=salt), keep=keep, session=name) for ids in prompts]
+
+        async def finish() -> dict[str, Any]:
+            found = [event async for event in _one_by_one(context, jobs, request)]
+            return {
+                "object": "warm",
+                "prompt_tokens": sum(event.prompt_tokens for event in found),
+                "cached_tokens": sum(event.cached_tokens for event in found),
+                "pinned": all(bool(event.pinned) for event in found),
+                "start_reason": reason,
+            }
+
+        return await unless_gone(request, None, finish())
+
+    return router
+
+
+async def _one_by_one(context: RouteContext, jobs: Sequence[Job], request: Request) -> AsyncIterator[Finished]:
+    """Run jobs so that only one is in the queue, however many there are."""
+    submitted: RequestJobs | None = None
+    for job in jobs:
+        while True:
+            try:
+                submitted = context.start([job], request)
+                break
+            except QueueFullError as error:
+                if submitted is None:
+                    raise
+                await anyio.sleep(error.retry_after_s)  # what was computed would be in vain
+        try:
+            async for _, event in submitted.events():
+                if isinstance(event, Finished):
+                    yield event
+        finally:
+            submitted.cancel()
+
+
+def operator_routes(context: RouteContext) -> APIRouter:
+    """Make a router with these routes; those of figures require an operator."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        stats = context.engine.stats()
+        full = stats.get("waiting", 0) >= context.settings.max_queue_size
+        status = "draining" if stats.get("draining") else "busy" if full else "ready"
+        return JSONResponse({"status": status}, 200 if status == "ready" else 503)
+
+    @router.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        require_operator(request.scope)
+        return Response(context.meter.page(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/v1/stats")
+    async def stats(request: Request) -> dict[str, Any]:
+        require_operator(request.scope)
+        return context.engine.stats()
+
+    return router

@@ -1,16 +1,26 @@
-"""`embed`: embeds the texts of a request, whatever API it came by."""
+"""texts."""
 
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from fastapi import Request
 
 from kvboost_hf.server.apis.context import RouteContext, client
 from kvboost_hf.server.apis.request_jobs import unless_gone
 from kvboost_hf.server.http.errors import ApiError, refused
-from kvboost_hf.server.jobs import DrainingError
+from kvboost_hf.server.protocol import DrainingError
 from kvboost_hf.server.requests.texts import MAX_TEXTS
+
+_FORMATS = (  # as the models were trained; the answer follows
+    "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",  # Qwen Coder, CodeGemma
+    "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",  # StarCoder, Granite
+    "<fim-prefix>{prefix}<fim-suffix>{suffix}<fim-middle>",  # SantaCoder
+    "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",  # DeepSeek  # noqa: RUF001
+    "▁<PRE>{prefix}▁<SUF>{suffix}▁<MID>",  # CodeLlama
+    "[SUFFIX]{suffix}[PREFIX]{prefix}",  # Codestral
+)
 
 
 def require_embeddings(context: RouteContext) -> None:
@@ -56,3 +66,25 @@ async def _within(future: Future[list[list[float]]], timeout_s: float) -> list[l
     if error is not None and not isinstance(error, DrainingError):
         raise ApiError(500, f"{type(error).__name__}: {error}", code="model_error")
     return found.result()
+
+
+def filled(tokenizer: Any, prefix: str, suffix: str) -> str:
+    """A prompt for the text between two others.
+
+    Args:
+        tokenizer: Of the model.
+        prefix: The text before.
+        suffix: The text behind.
+
+    Raises:
+        ApiError: The model has no tokens for it.
+    """
+    for form in _FORMATS:
+        marks = form.replace("{prefix}", " ").replace("{suffix}", " ").split()
+        if all(mark in tokenizer.added_tokens_encoder for mark in marks):
+            return form.format(prefix=prefix, suffix=suffix)
+    raise refused(
+        "suffix",
+        "The model has no tokens to fill in the middle of a text, as models of code have. Leave suffix out, and send "
+        "the text before the answer as prompt.",
+    )

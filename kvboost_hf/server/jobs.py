@@ -1,6 +1,6 @@
-"""`Job`: one text to continue, and how the tokens of its answer are chosen."""
+"""`Job`, its events, and the `Engine` protocol: the interface between the HTTP routes and the model's thread."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Protocol
 
@@ -8,6 +8,7 @@ from kvboost_hf.config import Repair
 from kvboost_hf.errors import KVBoostError
 
 Reuse = Literal["exact"] | Repair  # "exact", or how moved K/V is repaired
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "constraint", "error"]
 
 
 class ConstraintError(KVBoostError):
@@ -166,3 +167,130 @@ class Job:
     def longest(self) -> int:
         """Tokens of prompt and answer, at most."""
         return len(self.ids) + self.options.max_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """Figures of the requests that belong together: those with a name, or those that begin alike.
+
+    Args:
+        id: Its name, or a hash of its first chunk.
+        client: Whose it is.
+        first_seen: When its first request ran, in seconds since 1970.
+        last_used: When its last one ran.
+        requests: How many ran.
+        tokens: Of the last prompt and its answer.
+        prompt_tokens: Of all prompts.
+        cached_tokens: Of these, reused ones.
+        nbytes: Bytes of its K/V in host memory.
+        priority: Of its pins: those with the largest number give way first.
+        ttl_s: Seconds for which all of it is pinned after each use, as was asked afterwards; None for no limit, and
+            where nothing was asked.
+        pinned: Whether any of its K/V is pinned.
+        pinned_until: When the last of its pins ends, if it is not used before; None without one, and for no end.
+    """
+
+    id: str
+    client: bytes
+    first_seen: float
+    last_used: float
+    requests: int
+    tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    nbytes: int
+    priority: int
+    ttl_s: float | None
+    pinned: bool
+    pinned_until: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionChange:
+    """What to change of a session; None leaves it as it is.
+
+    Args:
+        keep: Pin all of its K/V, now and with each later request; False lets go of all its pins.
+        priority: Of its pins.
+    """
+
+    keep: Keep | Literal[False] | None = None
+    priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log probability of a token, and those of the likeliest ones at its place.
+
+    Args:
+        token: The id of the token.
+        logprob: Natural logarithm of its probability; None for the first token of a prompt.
+        top: The likeliest tokens and theirs, the likeliest first.
+    """
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The next part of an answer.
+
+    Args:
+        text: New text, without parts of a stop text or of a character; may be empty.
+        tokens: The number of new tokens.
+        logprobs: Of each token, if they were asked for. Those of the prompt come without new tokens.
+    """
+
+    text: str
+    tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The end of a job, and its last event.
+
+    Args:
+        reason: `"stop"`: an end of the text, a stop text or the end of a constraint. `"length"`: `max_tokens`.
+            `"constraint"`: the constraint could not be followed.
+        prompt_tokens: Tokens of the prompt.
+        completion_tokens: Generated tokens, the one that ends the text included.
+        cached_tokens: Tokens of the prompt that were reused.
+        moved_tokens: Of the reused tokens, those whose K/V was computed at another place, or behind another text.
+        repaired_tokens: Tokens that went through the model again to repair moved K/V.
+        computed_tokens: Tokens that went through the model for the prompt, the repaired ones included.
+        tiers: Reused tokens by the tier that they came from.
+        queue_s: Seconds from `submit` to the first forward.
+        ttft_s: Seconds from `submit` to the first token on the host; None without one.
+        total_s: Seconds from `submit` to the end.
+        error: What went wrong, for `"constraint"` and `"error"`.
+        stop: The stop text that has ended it; None for none.
+        ids: The generated tokens.
+        pinned: Whether all that `Job.keep` asks for is pinned; None if it asks for nothing.
+        accepted_prediction: Tokens of the prediction that were checked and are in the answer; None without one.
+        rejected_prediction: Those that were checked and are not.
+    """
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    moved_tokens: int = 0
+    repaired_tokens: int = 0
+    computed_tokens: int = 0
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    queue_s: float = 0.0
+    ttft_s: float | None = None
+    total_s: float = 0.0
+    error: str | None = None
+    stop: str | None = None
+    ids: Sequence[int] = ()
+    pinned: bool | None = None
+    accepted_prediction: int | None = None
+    rejected_prediction: int | None = None
+
+
+Event = Progress | Finished
+Listener = Callable[[Event], None]  # called by the thread that runs the model: must not block
