@@ -27,7 +27,7 @@ from reuse import Result, measured_on, provenance
 
 from kvboost_hf.cache.planning.chunks import prefix_key, root_key
 from kvboost_hf.cache.planning.eviction import EvictionOrder
-from kvboost_hf.cache.store.records.device import DeviceMemory
+from kvboost_hf.cache.store.memory import DeviceMemory
 from kvboost_hf.server.routing import PrefixRouter
 
 CHUNK = 128  # tokens

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.internals.cache import staging, transfer
+from tests.internals.cache import transfer
 from tests.internals.triton import gather_launch as launch
 
 CUDA = torch.device("cuda", 0)
@@ -204,8 +204,8 @@ class DoubleDevice:
             patch.setattr(transfer, "link", self)
             patch.setattr(torch.cuda, "_lazy_init", lambda: None)
             patch.setattr(torch.cuda, "current_device", lambda: 0)
-            staging.staging_of.cache_clear()
-            stack.callback(staging.staging_of.cache_clear)
+            transfer.staging_of.cache_clear()
+            stack.callback(transfer.staging_of.cache_clear)
             stack.enter_context(_Functions())
             stack.enter_context(_Dispatch(self))
             yield self

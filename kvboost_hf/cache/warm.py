@@ -16,7 +16,7 @@ from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt.chats import ChatTemplate, is_chat, text_tokenizer, why_not_stored
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
-from kvboost_hf.cache.store.warming import Starts, Texts, WarmSettings, register_warmer
+from kvboost_hf.cache.store.settings import Starts, Texts, WarmSettings, register_warmer
 from kvboost_hf.compat import cache_argument, input_device, known_reason, probe_reason, rope_regime
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import StoreFullError

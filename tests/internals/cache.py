@@ -1,11 +1,9 @@
 """Names of `kvboost_hf.cache`."""
 
-from kvboost_hf.cache.codecs import Codec, Planes, Role, lloyd_max, make_codec, turboquant
-from kvboost_hf.cache.codecs.exact_start import ExactStart
-from kvboost_hf.cache.codecs.lloyd_max import centroids, round_to
-from kvboost_hf.cache.codecs.packing import pack, packed_width, unpack
-from kvboost_hf.cache.codecs.rotation import random_projection, random_rotation, rotated, rotated_back
-from kvboost_hf.cache.codecs.turboquant import TurboQuant
+from kvboost_hf.cache.codecs import Codec, Planes, Role, make_codec, packing, turboquant
+from kvboost_hf.cache.codecs.base import ExactStart
+from kvboost_hf.cache.codecs.packing import centroids, pack, packed_width, round_to, unpack
+from kvboost_hf.cache.codecs.turboquant import TurboQuant, random_projection, random_rotation, rotated, rotated_back
 from kvboost_hf.cache.costs import compile_costs, compute_pace
 from kvboost_hf.cache.costs.compile_costs import TOKENS_PER_GRAPH, CompileCosts, Graph
 from kvboost_hf.cache.costs.compute_pace import ComputePace
@@ -32,13 +30,12 @@ from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache
 from kvboost_hf.cache.identity.hooks import only_looks
 from kvboost_hf.cache.identity.walk import _NOTES, _SAID_OF_CLASSES, COMPILED_CALL, Found, ModelWalk, _Walk
 from kvboost_hf.cache.identity.weights import WeightsWatch, _reads_addresses, _SampleInPlace, _window, plain_tensors
-from kvboost_hf.cache.kv import blocks, staging, transfer
-from kvboost_hf.cache.kv.blocks import Block
-from kvboost_hf.cache.kv.column_format import RAW, ColumnFormat
+from kvboost_hf.cache.kv import blocks, transfer
+from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.kv.model_form import ColumnForm, ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv.records import StoredStates
-from kvboost_hf.cache.kv.staging import Staging
+from kvboost_hf.cache.kv.transfer import Staging
 from kvboost_hf.cache.layers import pieced
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
@@ -97,22 +94,20 @@ from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
 from kvboost_hf.cache.prompt.step_log import StepLog, Windows, seen_columns
 from kvboost_hf.cache.prompt.token_log import MaskShape, TokenLog
 from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.cache.store import history, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
+from kvboost_hf.cache.store.history import History
+from kvboost_hf.cache.store.indexes import Row, StoredText
 from kvboost_hf.cache.store.integrity import chain
-from kvboost_hf.cache.store.records import lower, payback
-from kvboost_hf.cache.store.records.history import History
-from kvboost_hf.cache.store.records.text import StoredText
-from kvboost_hf.cache.store.records.view import Row
 from kvboost_hf.cache.store.settings import chunk_bytes
 from kvboost_hf.cache.tiers import below, record
 from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, TierSpec, open_tier, parse_tier
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
 from kvboost_hf.cache.tiers.below import MeasuredTier
-from kvboost_hf.cache.tiers.disk import DiskTier, files, writers
+from kvboost_hf.cache.tiers.disk import DiskTier, files
 from kvboost_hf.cache.tiers.disk.rows import charge
+from kvboost_hf.cache.tiers.failures import Guard, secrets_in, without_secrets
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier
-from kvboost_hf.cache.tiers.guard import Guard, secrets_in, without_secrets
-from kvboost_hf.cache.tiers.packing import pack_entry, unpack_entry
-from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump, read_entry
+from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump, pack_entry, read_entry, unpack_entry
 from kvboost_hf.cache.tiers.sealed import SealedTier, read_tier_key
 from kvboost_hf.cache.tiers.valkey import ValkeyTier

@@ -20,8 +20,8 @@ from tests.internals.cache import (
     ExactStart,
     Role,
     centroids,
-    lloyd_max,
     make_codec,
+    packing,
     random_projection,
     random_rotation,
     round_to,
@@ -215,7 +215,7 @@ def test_what_streams_share_is_copied_to_the_device() -> None:
             *turboquant._turns(ROTATION, 16, HEAD_DIM, meta),
             turboquant._partners(ROTATION, HEAD_DIM, meta),
             centroids(4, meta),
-            lloyd_max._squares_of_pairs(4, meta),
+            packing._squares_of_pairs(4, meta),
             random_rotation("hadamard", 64, 0, meta),
             random_projection(64, 0, meta),
         ]
@@ -317,7 +317,7 @@ def test_whatever_the_default_dtype(bits: float, dtype: torch.dtype, monkeypatch
     """Also where it has been set before the tables are made, which are kept."""
     codec, x = turbo(bits, qjl=True), gaussian()
     expected = through(codec, x, "keys", ROTATION)
-    for table in (lloyd_max.centroids, lloyd_max._squares_of_pairs, turboquant._turns):
+    for table in (packing.centroids, packing._squares_of_pairs, turboquant._turns):
         monkeypatch.setattr(sys.modules[table.__module__], table.__name__, table.__wrapped__)
     torch.set_default_dtype(dtype)
     try:

@@ -26,7 +26,6 @@ import torch
 from tests.blobs import is_right, key_of, make_blob
 from tests.internals.cache import DiskTier, Entry, Kind, Tier, charge
 from tests.internals.cache import files as disk_files
-from tests.internals.cache import writers as disk_writers
 
 Open = Callable[..., DiskTier]
 fork = multiprocessing.get_context("fork")
@@ -428,20 +427,20 @@ def writer(age_s: float) -> tuple[str, int]:
 
 
 def test_who_is_dead() -> None:
-    host, pid, now = disk_writers.signature()
-    assert not disk_writers.is_dead("t", host, os.getppid(), now)
-    assert not disk_writers.is_dead("t", host, 1, now)
-    assert not disk_writers.is_dead("t", "another", pid, now)
-    assert disk_writers.is_dead("t", "another", pid, now - 200 * 10**9)
-    assert disk_writers.is_dead("t", host, os.getppid(), now - 200 * 10**9)
-    assert disk_writers.is_dead("t", host, os.getppid(), now + 200 * 10**9)
-    assert disk_writers.is_dead("t", host, 2**31 - 1, now)
-    assert disk_writers.is_dead("t", host, pid, now)  # had the same number as this process
-    disk_writers.in_flight.add("t")
+    host, pid, now = disk_files.signature()
+    assert not disk_files.is_dead("t", host, os.getppid(), now)
+    assert not disk_files.is_dead("t", host, 1, now)
+    assert not disk_files.is_dead("t", "another", pid, now)
+    assert disk_files.is_dead("t", "another", pid, now - 200 * 10**9)
+    assert disk_files.is_dead("t", host, os.getppid(), now - 200 * 10**9)
+    assert disk_files.is_dead("t", host, os.getppid(), now + 200 * 10**9)
+    assert disk_files.is_dead("t", host, 2**31 - 1, now)
+    assert disk_files.is_dead("t", host, pid, now)  # had the same number as this process
+    disk_files.in_flight.add("t")
     try:
-        assert not disk_writers.is_dead("t", host, pid, now)
+        assert not disk_files.is_dead("t", host, pid, now)
     finally:
-        disk_writers.in_flight.remove("t")
+        disk_files.in_flight.remove("t")
 
 
 def test_a_writer_that_was_given_up_does_not_come_back(

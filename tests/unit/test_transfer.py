@@ -26,9 +26,9 @@ from tests.internals.cache import (
     RowPlan,
     Segment,
     StoredChunk,
-    lloyd_max,
     loading,
     make_codec,
+    packing,
     transfer,
     turboquant,
 )
@@ -325,10 +325,10 @@ def test_pinned_memory_goes_with_its_chunks(gpu: DoubleDevice) -> None:
 
 def test_tables_of_codecs_are_there_for_every_stream(gpu: DoubleDevice) -> None:
     rotation = LayerRotation(torch.ones(8), "half", 0)
-    lloyd_max._squares_of_pairs.cache_clear()
+    packing._squares_of_pairs.cache_clear()
     with gpu.using(gpu.stream("loading", CUDA)):
         tables = [*turboquant._turns(rotation, 32, 16, CUDA), turboquant._partners(rotation, 16, CUDA)]
-        tables.append(lloyd_max._squares_of_pairs(4, CUDA))
+        tables.append(packing._squares_of_pairs(4, CUDA))
     assert all(isinstance(table.add(1), DoubleTensor) for table in tables)  # by a stream that has waited for nothing
     assert not gpu.races
     with gpu.using(gpu.stream("loading", CUDA)):

@@ -2,9 +2,8 @@
 
 import re
 
-from kvboost_hf.cache.codecs.base import Codec, Planes, Role
+from kvboost_hf.cache.codecs.base import Codec, Planes, Raw, Role
 from kvboost_hf.cache.codecs.kivi import Kivi
-from kvboost_hf.cache.codecs.raw import Raw
 from kvboost_hf.cache.codecs.turboquant import TurboQuant
 from kvboost_hf.config import KVQuantConfig
 

@@ -1,10 +1,11 @@
-"""The protocol of codecs: encode keys and values into planes of codes and scales, and back.
+"""The protocol of codecs, which encode keys and values into planes of codes and scales, and K/V as it is.
 
 A codec has no state: whatever it needs besides planes follows from its `name`. Planes have as many leading entries as
 there were tensors, so that one layer can be read without the others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Literal, Protocol
 
 import torch
@@ -114,3 +115,80 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`x`, float32, which may be written to, in a dtype; what float16 has no room for becomes the largest it has."""
     limit = torch.finfo(torch.float16).max
     return (x.clamp_(-limit, limit) if dtype == torch.float16 else x).to(dtype)
+
+
+class Raw(Codec):
+    """Keeps every bit. What is encoded is not copied where it is contiguous."""
+
+    name = "raw"
+    lossless = True
+    sink_tokens = 0  # all are as they are
+
+    def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
+        """See `Codec.encode`."""
+        return {"exact": x.contiguous()}
+
+    def decode(
+        self,
+        planes: Mapping[str, torch.Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        role: Role,
+        rotation: LayerRotation | None,
+    ) -> torch.Tensor:
+        """See `Codec.decode`; the plane itself."""
+        return planes["exact"]
+
+    def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
+        """See `Codec.nbytes`."""
+        return prod(shape) * dtype.itemsize
+
+
+_EXACT = "start"  # the name of the plane
+
+
+class ExactStart(Codec):
+    """A codec for the chunk that a prompt begins with: its first tokens as they are, the others through another codec.
+
+    Attention goes to the first token of a text wherever nothing else is relevant (Xiao et al., "Efficient Streaming
+    Language Models with Attention Sinks", ICLR 2024, https://arxiv.org/abs/2309.17453). Its key and its value are
+    unlike all others, so that a codec makes a larger error in them than in any other token, and all later tokens read
+    them.
+
+    Args:
+        codec: Encodes all but the first `codec.sink_tokens` tokens.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec, self.name = codec, codec.name
+        self.lossless, self.sink_tokens = codec.lossless, codec.sink_tokens
+
+    def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
+        """See `Codec.encode`."""
+        start, rest = x[..., : self.sink_tokens, :], x[..., self.sink_tokens :, :]
+        return {
+            _EXACT: start.clone(memory_format=torch.contiguous_format),
+            **self._codec.encode(rest, role, rotations),
+        }
+
+    def decode(
+        self,
+        planes: Mapping[str, torch.Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        role: Role,
+        rotation: LayerRotation | None,
+    ) -> torch.Tensor:
+        """See `Codec.decode`."""
+        *outer, tokens, head_dim = shape
+        start = planes[_EXACT].to(dtype)
+        rest = {name: plane for name, plane in planes.items() if name != _EXACT}
+        left = (*outer, tokens - start.shape[-2], head_dim)
+        return torch.cat([start, self._codec.decode(rest, left, dtype, role, rotation)], dim=-2)
+
+    def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
+        """See `Codec.nbytes`."""
+        layers, heads, tokens, head_dim = shape
+        exact = min(tokens, self.sink_tokens)
+        rest = self._codec.nbytes((layers, heads, tokens - exact, head_dim), dtype, role)
+        return layers * heads * exact * head_dim * dtype.itemsize + rest

@@ -19,8 +19,8 @@ from kvboost_hf.cache.layers.hidden_states import private_cache
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, StoredChunk, StoredStates
+from kvboost_hf.cache.store.indexes import Row
 from kvboost_hf.cache.store.integrity import chain
-from kvboost_hf.cache.store.records.view import Row
 from kvboost_hf.compat import cache_argument, difference, tolerance
 
 _log = logging.getLogger("kvboost_hf")

@@ -17,7 +17,7 @@ import torch
 from kvboost_hf.cache.forward.spans import Spans, pieces_of, spans_of, stored_chunk
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.blocks import Groups
-from kvboost_hf.cache.kv.gather import Run, can_gather, places_in_table, planes_of, table_of
+from kvboost_hf.cache.kv.layer_kv import Run, can_gather, places_in_table, planes_of, table_of
 from kvboost_hf.cache.kv.records import StoredChunk
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer

@@ -15,8 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs.base import Codec, Role
-from kvboost_hf.cache.kv.blocks import Block
-from kvboost_hf.cache.kv.column_format import ColumnFormat
+from kvboost_hf.cache.kv.blocks import Block, ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, Place
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers

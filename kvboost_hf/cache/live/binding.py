@@ -12,8 +12,7 @@ from kvboost_hf.cache.identity.settings import arithmetic, autocast
 from kvboost_hf.cache.layers.quantized import mark
 from kvboost_hf.cache.planning.chunks import PIECE
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS
-from kvboost_hf.cache.store.chunk_store import ChunkStore, salt_bytes
-from kvboost_hf.cache.store.default import default_store
+from kvboost_hf.cache.store.chunk_store import ChunkStore, default_store, salt_bytes
 from kvboost_hf.compat import known_hidden_states_reason, require_cache
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvboost_hf.cache.kv.column_format import ColumnFormat
+from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, copy_columns, copy_states
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.planning.chunks import Tokens, content_only_key, prefix_key, whole_pieces
@@ -15,7 +15,7 @@ from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ReusePlan, RowPl
 from kvboost_hf.cache.planning.repair import MovedColumns
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
-from kvboost_hf.cache.store.records.view import Row
+from kvboost_hf.cache.store.indexes import Row
 
 
 @dataclass(slots=True)

@@ -9,29 +9,37 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from kvboost_hf import forks
 from kvboost_hf.cache.codecs import LiveQuant, live_config, make_codec
 from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cache.costs.prompt_costs import stored_per_computed, worth_loading
 from kvboost_hf.cache.identity.fingerprint import model_name
 from kvboost_hf.cache.identity.model_state import ModelState
-from kvboost_hf.cache.kv.column_format import ColumnFormat
+from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.planning.chunks import Chunker
 from kvboost_hf.cache.planning.plan import RowPlan
 from kvboost_hf.cache.planning.report import ReuseReport
-from kvboost_hf.cache.store.audits import Audits
-from kvboost_hf.cache.store.figures import figures
+from kvboost_hf.cache.store.history import Audits
 from kvboost_hf.cache.store.integrity import IntegrityReport, check_integrity
-from kvboost_hf.cache.store.records.blob_reader import BlobReader
-from kvboost_hf.cache.store.records.tiered import TieredRecords
-from kvboost_hf.cache.store.roots import Roots
-from kvboost_hf.cache.store.settings import Uncut, checked_budget, checked_chunker, chunk_bytes, salt_bytes
-from kvboost_hf.cache.store.warming import Starts, Texts, WarmSettings, warmer
+from kvboost_hf.cache.store.lower import BlobReader, Roots
+from kvboost_hf.cache.store.settings import (
+    Starts,
+    Texts,
+    Uncut,
+    WarmSettings,
+    checked_budget,
+    checked_chunker,
+    chunk_bytes,
+    salt_bytes,
+    warmer,
+)
+from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
-from kvboost_hf.compat import require_cache, rope_regime, unwrapped
+from kvboost_hf.compat import KeptOnModel, require_cache, rope_regime, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.ngrams import MAX_NGRAM
@@ -342,8 +350,7 @@ class ChunkStore:
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""
-        with self._lock:
-            return figures(self.records, self.audits, self.codec.name, self._seconds_per_token())
+        return self.records.stats(self.audits, self.codec.name, self._seconds_per_token())
 
     @property
     def max_bytes(self) -> int:
@@ -406,3 +413,20 @@ def _require_model(ref: "weakref.ref[PreTrainedModel]") -> PreTrainedModel:
     if model is None:
         raise StoreClosedError("The model that this ChunkStore was made for no longer exists. Make a new store.")
     return model
+
+
+class _DefaultStore(KeptOnModel):
+    """The store of a model's caches that were given none."""
+
+    def __init__(self) -> None:
+        self.lock = forks.lock()
+        self.store: ChunkStore | None = None
+
+
+def default_store(model: PreTrainedModel) -> ChunkStore:
+    """The store of a model's caches that were given none; made at the first call, and again after `close()`."""
+    kept = _DefaultStore.of(model)
+    with kept.lock:
+        if kept.store is None or not kept.store.usable:
+            kept.store = ChunkStore(model)
+        return kept.store

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.kv.column_format import ColumnFormat
+from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, copy_columns
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
@@ -21,8 +21,8 @@ from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens, common_length, is_text, prefix_key
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border
 from kvboost_hf.cache.prompt.inputs import with_positions
-from kvboost_hf.cache.store.records.contract import Records
-from kvboost_hf.cache.store.records.view import Row
+from kvboost_hf.cache.store.indexes import Row
+from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.compat import PrivateCache, cache_argument, difference, input_device, tolerance
 
 _log = logging.getLogger("kvboost_hf")
@@ -54,7 +54,7 @@ class IntegrityReport:
 @torch.no_grad()
 def check_integrity(
     model: PreTrainedModel,
-    records: Records,
+    records: TieredRecords,
     is_current: Callable[[Stored, int], bool],
     columns: ColumnFormat,
     sample: float,
@@ -98,7 +98,7 @@ def check_integrity(
     return IntegrityReport(checked, len(wrong), len(stored) - len(texts), forwarded, largest)
 
 
-def chain(records: Records, chunker: Chunker, root: bytes, tokens: Tokens) -> list[tuple[StoredChunk, int, int]]:
+def chain(records: TieredRecords, chunker: Chunker, root: bytes, tokens: Tokens) -> list[tuple[StoredChunk, int, int]]:
     """Every chunk that may serve a row: with the row token that it starts at, and how many tokens it shares."""
     found: list[tuple[StoredChunk, int, int]] = []
     index = records.view(root, Row(tokens, Border(0, root), chunker, stateful=False))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, unloaded, with_descendants
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.store.records.tiered import TieredRecords
+from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers.below import Found
 
 

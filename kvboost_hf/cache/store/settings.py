@@ -1,12 +1,21 @@
-"""Checks of the settings that a store is made with."""
+"""The settings of a store: checks of those that it is made with, and those of `ChunkStore.warm`.
+
+Computing K/V ahead takes caches, which are built on the store: what does it registers itself here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.planning.chunks import Chunker, FixedChunker, Tokens
+from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.compat import bytes_per_token, known_reason
-from kvboost_hf.config import require_size
+from kvboost_hf.config import KVQuantConfig, ReusePolicy, require_size
 
 
 def salt_bytes(salt: str | bytes) -> bytes:
@@ -68,3 +77,36 @@ class Uncut:
     def next_cut(self, tokens: Tokens, start: int) -> int | None:
         """None: there is no cut."""
         return None
+
+
+Texts = str | Sequence[int] | torch.Tensor  # a text, or its token ids
+Starts = Texts | Sequence[Mapping[str, Any]]  # or the first messages of chats
+
+
+@dataclass(frozen=True, slots=True)
+class WarmSettings:
+    """The keyword arguments of `ChunkStore.warm`."""
+
+    tokenizer: Any
+    tools: Sequence[Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    pin: bool
+    policy: ReusePolicy | None
+    salt: bytes
+    progress: Callable[[int, int], None] | None  # given the tokens that are done, and all of them
+    live_quant: KVQuantConfig | None
+
+
+Warmer = Callable[..., ReuseReport]  # of a model, its store, texts, documents, their prefix, and settings
+_warmers: list[Warmer] = []
+
+
+def register_warmer(warmer: Warmer) -> None:
+    """Set the function that computes K/V ahead."""
+    _warmers[:] = [warmer]
+
+
+def warmer() -> Warmer:
+    """The function that computes K/V ahead."""
+    assert _warmers, "kvboost_hf.cache.warm registers itself when it is imported"
+    return _warmers[0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvboost_hf.cache.tiers.base import Tier
-from kvboost_hf.cache.tiers.guard import without_secrets
+from kvboost_hf.cache.tiers.failures import without_secrets
 from kvboost_hf.cache.tiers.sealed import SealedTier, require_key
 from kvboost_hf.config import parse_size
 

@@ -17,8 +17,8 @@ from uuid import uuid4
 
 from kvboost_hf import forks
 from kvboost_hf.cache.tiers.base import Entry
-from kvboost_hf.cache.tiers.guard import without_secrets
-from kvboost_hf.cache.tiers.packing import pack_entry, unpack_entry
+from kvboost_hf.cache.tiers.failures import without_secrets
+from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 from kvboost_hf.cache.tiers.remote import MAX_ALIKE, RemoteTier
 
 # Where a file can be seen while it is written, and renaming it is one step. Object stores show what is complete.

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvboost_hf.cache.tiers.base import Entry
-from kvboost_hf.cache.tiers.guard import Guard, secrets_in, without_secrets
+from kvboost_hf.cache.tiers.failures import Guard, secrets_in, without_secrets
 
 MAX_ALIKE = 256  # of what begins alike, so many are looked at
 _BATCH = 256  # entries that are asked for at once

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvboost_hf.cache.tiers.base import Entry
-from kvboost_hf.cache.tiers.guard import Guard, without_secrets
-from kvboost_hf.cache.tiers.packing import pack_entry, unpack_entry
+from kvboost_hf.cache.tiers.failures import Guard, without_secrets
+from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 from kvboost_hf.cache.tiers.remote import MAX_ALIKE, RemoteTier
 
 _MAX_BLOB_BYTES = 512 * 2**20  # of one transaction the server takes no more than 1 GiB, unless it is told to

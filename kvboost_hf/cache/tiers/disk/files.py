@@ -1,12 +1,15 @@
 """The files of the disk tier: one per blob, and one per blob that is being written.
 
 Links are not followed, in whatever place: what is no folder or file of ours counts as not being there.
+
+Whether a process will ever finish the file that it writes is told by its signature: a wrong answer costs the blob.
 """
 
 import errno
 import os
 import re
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -149,3 +152,31 @@ class _IfThere:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         return isinstance(error, OSError) and error.errno in _ABSENT
+
+
+_EXPIRES_NS = 120 * 10**9
+
+in_flight: set[str] = set()  # tokens of what this process is writing
+
+
+def signature() -> tuple[str, int, int]:
+    """This host, this process, and now."""
+    return os.uname().nodename, os.getpid(), time.time_ns()
+
+
+def is_dead(token: str, host: str, pid: int, since: int) -> bool:
+    """Whether the writer that signed so was killed, or is stuck."""
+    this_host, this_pid, now = signature()
+    if not -_EXPIRES_NS < now - since < _EXPIRES_NS:
+        return True
+    if host != this_host:
+        return False
+    if pid == this_pid:
+        return token not in in_flight  # another one had this number before
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False

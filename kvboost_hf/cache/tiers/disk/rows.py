@@ -17,8 +17,7 @@ import numpy as np
 
 from kvboost_hf.cache.planning.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers.base import Entry, Kind
-from kvboost_hf.cache.tiers.disk.files import is_file_name
-from kvboost_hf.cache.tiers.disk.writers import signature
+from kvboost_hf.cache.tiers.disk.files import is_file_name, signature
 
 VERSION = 0x4B560001  # unlike that of any other database
 SCHEMA = (

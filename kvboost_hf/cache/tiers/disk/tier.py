@@ -18,9 +18,8 @@ from uuid import uuid4
 
 from kvboost_hf.cache.tiers.base import Entry
 from kvboost_hf.cache.tiers.disk import rows
-from kvboost_hf.cache.tiers.disk.files import BlobFiles
+from kvboost_hf.cache.tiers.disk.files import BlobFiles, in_flight, is_dead
 from kvboost_hf.cache.tiers.disk.index import DiskIndex
-from kvboost_hf.cache.tiers.disk.writers import in_flight, is_dead
 from kvboost_hf.cache.tiers.failures import Failures
 from kvboost_hf.cache.tiers.record import read_entry
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
 from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
-from kvboost_hf.cache.store.records.content import ContentIndexes
-from kvboost_hf.cache.store.records.lower import LowerMemory
-from kvboost_hf.cache.store.records.memory import HostMemory, Reservation
-from kvboost_hf.cache.store.records.payback import Payback
+from kvboost_hf.cache.store.history import Payback
+from kvboost_hf.cache.store.indexes import ContentIndexes
+from kvboost_hf.cache.store.lower import LowerMemory
+from kvboost_hf.cache.store.memory import HostMemory, Reservation
 
 
 class Insertion:

@@ -1,5 +1,6 @@
-"""Chunks and states in the tiers below host memory, where they outlive the process and other processes find them."""
+"""The tiers below host memory as a store sees them: chunks and states of one model, under roots that last."""
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -7,17 +8,94 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.codecs.base import Codec
+from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.kv.blocks import ColumnFormat
+from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
+from kvboost_hf.cache.kv.model_form import ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_key, unloaded
+from kvboost_hf.cache.planning.chunks import root_key
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
-from kvboost_hf.cache.store.records.blob_reader import BlobReader
-from kvboost_hf.cache.store.records.history import remember
+from kvboost_hf.cache.store.history import History, remember
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.below import Found, LowerTiers
-from kvboost_hf.cache.tiers.record import DamagedBlobError, dump
+from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
+from kvboost_hf.compat import cache_layers, key_rotation, known_reason
+
+_log = logging.getLogger("kvboost_hf")
 
 _LISTED_ANEW_AFTER = 10.0  # seconds after which other processes are asked for new content again
 
 S = TypeVar("S", bound=Stored)
+
+
+class BlobReader:
+    """Knows the forms that K/V of a model has had under each root, and the format that columns are kept in.
+
+    Args:
+        model: Gives the model.
+        codec: Of the store.
+    """
+
+    def __init__(self, model: Callable[[], PreTrainedModel], codec: Codec) -> None:
+        self._model, self.codec = model, codec
+        self._format: tuple[Codec, ColumnFormat] | None = None  # of the codec
+        self._first_form: ModelForm | None = None
+        self._kinds: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()  # by root, see `note_root`
+        self._forms: OrderedDict[tuple[bytes, bool], ModelForm | None] = OrderedDict()  # by kind
+
+    @property
+    def column_format(self) -> ColumnFormat:
+        """The format of columns."""
+        if self._format is None or self._format[0] is not self.codec:
+            model = self._model()
+            rotation = key_rotation(model) if not self.codec.lossless else "not needed"
+            known = rotation if not isinstance(rotation, str) else None
+            layers = len(cache_layers(model)) if not self.codec.lossless else None
+            self._format = self.codec, ColumnFormat(self.codec, known, layers)
+        return self._format[1]
+
+    def look_at_model(self) -> None:
+        """Find out now what form the K/V of the model has, which takes a moment."""
+        model = self._model()
+        self._first_form = ModelForm.of(model) if known_reason(model) is None else None
+
+    def note_root(self, root: bytes, fingerprint: bytes, *, keeps_hidden: bool) -> None:
+        """Remember which fingerprint of the model a root is of, and whether hidden states are kept under it."""
+        remember(self._kinds, root, (fingerprint, keeps_hidden))
+
+    def read(self, blob: Blob, root: bytes) -> LayerKV | LayerStates | None:
+        """The K/V or the states in a blob, or None where the form that they should have is not known.
+
+        Raises:
+            DamagedBlobError: if they have another form.
+        """
+        damage: DamagedBlobError | None = None
+        for form in self.forms(root):
+            try:
+                if blob.entry.kind is Kind.STATES:
+                    return read_states(blob, form)
+                return read_kv(blob, self.column_format, form)
+            except DamagedBlobError as error:
+                damage = error
+        if damage is not None:
+            raise damage
+        return None
+
+    def forms(self, root: bytes) -> Iterator[ModelForm]:
+        """The form as the model was at first, then, where it may have changed since, as it is."""
+        kind = self._kinds.get(root)
+        if kind is None:
+            return  # nothing of it is in a lower tier
+        if kind not in self._forms:
+            _, keeps_hidden = kind
+            if self._first_form is not None and not keeps_hidden:
+                yield self._first_form
+            remember(self._forms, kind, ModelForm.of(self._model(), keeps_hidden=keeps_hidden))
+        if (form := self._forms[kind]) is not None:
+            yield form
 
 
 class LowerMemory:
@@ -180,3 +258,51 @@ class LowerMemory:
         self.forget_all()
         if self.tiers:
             self.tiers.clear(self._model_name)
+
+
+class Roots:
+    """Derives roots from the model and the salt, and registers them with `History` and `LowerMemory`.
+
+    When weights change, K/V of before is dropped where nothing could ever find it again: in a store without tiers.
+
+    Args:
+        history: Remembers the salt of each root.
+        lower: Registers roots that other processes derive, too.
+        drop: Drops all that is stored under some roots.
+    """
+
+    def __init__(self, history: History, lower: LowerMemory, drop: Callable[[set[bytes]], None]) -> None:
+        self._history, self._lower, self._drop = history, lower, drop
+        self._age = -1, -1  # of the model
+        self._passing: set[bytes] = set()  # roots that last as long as it stays as it is
+        self._warned: set[str] = set()
+
+    def root(self, model: PreTrainedModel, salt: bytes, regime: bytes, *, read_all: bool, keeps_hidden: bool) -> bytes:
+        """The root of a model as it is now.
+
+        Args:
+            model: The model.
+            salt: Whose prompts they are.
+            regime: Of the rotary frequencies, and of the codec.
+            read_all: Read every weight to tell whether one has changed.
+            keeps_hidden: Hidden states are kept beside K/V.
+        """
+        follower = ModelState.of(model).fingerprint
+        fingerprint = follower.durable(model, full=read_all) if self._lower else None
+        if durable := isinstance(fingerprint, bytes):
+            found = fingerprint
+        else:
+            if isinstance(fingerprint, str) and fingerprint not in self._warned:
+                self._warned.add(fingerprint)
+                _log.warning("K/V of this model is kept in host memory only: %s in other processes.", fingerprint)
+            found = follower.current(model, full=read_all)
+        root = root_key(found, salt, regime + (b"hidden states" if keeps_hidden else b""))
+        self._history.note_root(root, salt)
+        if not durable and not read_all:
+            if follower.age != self._age:
+                self._drop(self._passing)
+                self._age, self._passing = follower.age, set()
+            self._passing.add(root)
+        if durable:
+            self._lower.note_root(root, found, keeps_hidden=keeps_hidden)
+        return root

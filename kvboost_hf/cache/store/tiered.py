@@ -1,4 +1,4 @@
-"""Records of one store across its tiers: host memory, devices, and lower tiers."""
+"""The records of one store across its tiers: host memory, devices, and lower tiers."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvboost_hf import forks
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
@@ -16,17 +16,11 @@ from kvboost_hf.cache.planning.chunks import KEY_BYTES, Tokens, content_only_key
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
 from kvboost_hf.cache.planning.plan import ChunkIndex
-from kvboost_hf.cache.store.records.blob_reader import BlobReader
-from kvboost_hf.cache.store.records.content import ContentIndexes
-from kvboost_hf.cache.store.records.contract import Unsettled
-from kvboost_hf.cache.store.records.device import DeviceMemory
-from kvboost_hf.cache.store.records.history import History
-from kvboost_hf.cache.store.records.insertion import Insertion
-from kvboost_hf.cache.store.records.lower import LowerMemory
-from kvboost_hf.cache.store.records.memory import HostMemory
-from kvboost_hf.cache.store.records.payback import Payback
-from kvboost_hf.cache.store.records.text import StoredText
-from kvboost_hf.cache.store.records.view import Row, TieredView
+from kvboost_hf.cache.store.history import Audits, History, Payback
+from kvboost_hf.cache.store.indexes import ContentIndexes, Row, StoredText, TieredView
+from kvboost_hf.cache.store.insertion import Insertion
+from kvboost_hf.cache.store.lower import BlobReader, LowerMemory
+from kvboost_hf.cache.store.memory import DeviceMemory, HostMemory
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.cache.tiers.record import DamagedBlobError
 from kvboost_hf.errors import StoreClosedError
@@ -34,6 +28,16 @@ from kvboost_hf.errors import StoreClosedError
 _log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Stored)
+
+
+class Unsettled(Protocol):
+    """K/V of a prompt that is not stored yet."""
+
+    def settle_here(self) -> None:
+        """Store it, unless another thread may still be computing."""
+
+    def wait_for(self, root: bytes, ids: Tokens) -> None:
+        """Wait for another thread that is about to store a prompt which begins as `ids` [batch, columns] do."""
 
 
 class TieredRecords:
@@ -80,23 +84,40 @@ class TieredRecords:
     # Finding
 
     def wait_for_others(self, root: bytes, ids: Tokens) -> None:
-        """See `Records.wait_for_others`."""
+        """Wait for other threads that are about to store a prompt which begins as `ids` [batch, columns] do."""
         with self.lock:
             unsettled = list(self._unsettled)
         for each in unsettled:
             each.wait_for(root, ids)
 
     def view(self, root: bytes, row: Row, without: frozenset[bytes] = frozenset()) -> ChunkIndex:
-        """See `Records.view`."""
+        """The chunks and states that a row can find by prefix key, in whatever tier.
+
+        Args:
+            root: Of the row.
+            row: The row.
+            without: Keys of records in lower tiers that are not to be found.
+        """
         return TieredView(self.memory, self.lower.tiers, row, without) if self.lower.keeps(root) else self.memory
 
     def moved_index(self, root: bytes) -> ContentIndex[StoredChunk]:
-        """See `Records.moved_index`."""
+        """The chunks under `root` by their content, for `match.find_moved`; follows what is stored from then on.
+
+        Chunks that other processes have stored in lower tiers appear within seconds.
+        """
         self.lower.list_content(root)
         return self.contents.of(root)
 
     def fetch(self, wanted: Iterable[S], *, check: bool = True) -> dict[bytes, S]:
-        """See `Records.fetch`."""
+        """Load records that are in lower tiers only.
+
+        Args:
+            wanted: Records, loaded or not.
+            check: Whether all of each is to be compared with its checksums now, rather than as it is read.
+
+        Returns:
+            By key, what is loaded now. What is missing was lost, and will not be found again.
+        """
         fetched: dict[bytes, S] = {}
         for each in wanted:
             if each.key not in fetched and (loaded := self._fetch(each, check)) is not None:
@@ -118,7 +139,7 @@ class TieredRecords:
         return loaded
 
     def lose(self, stored: Stored, error: DamagedBlobError | None = None) -> None:
-        """See `Records.lose`."""
+        """Give up a record that was found in a lower tier: its blob is not there, or not what was written there."""
         self.lower.give_up(stored, error)
         with self.lock:
             self.contents.drop_below([stored.key])
@@ -137,7 +158,7 @@ class TieredRecords:
     def record_use(
         self, chunks: Sequence[StoredChunk], *, missed: bool, states: StoredStates | None = None, moved: bool = False
     ) -> None:
-        """See `Records.record_use`."""
+        """Count what served a prompt, whether any of it was moved, and whether a look-up failed after it."""
         used: list[Stored] = [*chunks, *([states] if states is not None else [])]
         with self.lock:
             self.memory.use([each.key for each in used], by_content=moved)
@@ -148,7 +169,10 @@ class TieredRecords:
             self.lower.tiers.touch(durable)
 
     def promote(self, used: Sequence[Stored]) -> None:
-        """See `Records.promote`."""
+        """Let records that have served come nearer: to the device, and from lower tiers to host memory, in a while.
+
+        It takes time that a forward under way has more use for.
+        """
         for each in used:
             if each.loaded is None or each.key in self._insertion.offences:  # somebody else has found it to be wrong
                 continue
@@ -178,7 +202,10 @@ class TieredRecords:
     # Taking in
 
     def expects(self, key: bytes) -> bool:
-        """See `Records.expects`."""
+        """Whether a chunk that nobody asked to store is to be: where storing has not paid, one that comes again.
+
+        What serves a prompt pays for what was stored before.
+        """
         with self.lock:
             return self.text.is_used or key in self.memory.chunks or self.payback.admits(key)
 
@@ -194,7 +221,18 @@ class TieredRecords:
         pinned: bool = False,
         unfinished: bool = False,
     ) -> Put:
-        """See `Records.put`."""
+        """Offer a chunk. K/V is copied only if the chunk is new and room for it can be made.
+
+        Args:
+            root: The root that `parent` descends from.
+            parent: Prefix key of the chunk before it, or `root`.
+            start: Row token of its first token.
+            tokens: Its tokens, at least `HEAD_TOKENS` of them.
+            nbytes: Bytes that `copy_kv` will take.
+            copy_kv: Makes the copy; None if it can no longer be made.
+            pinned: Never evict it.
+            unfinished: It ends where no cut is, so that nothing will continue it, and a longer one serves as well.
+        """
         key = prefix_key(parent, tokens)
 
         def holder() -> bytes | None:
@@ -214,7 +252,22 @@ class TieredRecords:
         parent: bytes | None = None,
         pinned: bool = False,
     ) -> Put:
-        """See `Records.put_content`."""
+        """Offer a chunk that is to be found by its content only: one computed alone, or behind K/V that was moved.
+
+        Of those with the same tokens, one is kept: the one that had the fewest tokens before it. None is, where a
+        chunk with a prefix key had no more.
+
+        Args:
+            root: Whose it is.
+            tokens: Its tokens; fewer than `MIN_MOVED_TOKENS` are not stored.
+            start: How many tokens were before it.
+            nbytes: Bytes that `copy_kv` will take.
+            copy_kv: Makes the copy; None if it can no longer be made.
+            parent: Key of the chunk that it was computed directly behind, of either kind (`content_only_key` tells
+                it), or bytes that name its history, such as a digest of it. None if nothing that is stored will ever
+                continue it.
+            pinned: Never evict it.
+        """
         if len(tokens) < MIN_MOVED_TOKENS:
             return Put.TOO_SHORT
         index = self.moved_index(root)
@@ -242,7 +295,16 @@ class TieredRecords:
         *,
         pinned: bool = False,
     ) -> Put:
-        """See `Records.put_states`."""
+        """Offer the states after some token. They are copied only if they are new and room for them can be made.
+
+        Args:
+            root: The root that `parent` descends from.
+            parent: Prefix key of the last chunk border before that token, or `root`.
+            tokens: Tokens from that border to that token, at least `HEAD_TOKENS` of them.
+            nbytes: Bytes that `copy_states` will take.
+            copy_states: Makes the copy.
+            pinned: Never evict them.
+        """
         key = states_key(parent, tokens)
         states = StoredStates(key, root, parent, tokens, None, nbytes + tokens.nbytes)
         return self._open_insertion().take(states, copy_states, lambda: key if key in self.memory else None, pinned)
@@ -255,7 +317,7 @@ class TieredRecords:
     # Pinning, and letting go
 
     def settles_first(self, unsettled: Unsettled) -> None:
-        """See `Records.settles_first`."""
+        """Have it stored before everything is written to the lower tiers, or dropped."""
         with self.lock:
             self._unsettled.add(unsettled)
 
@@ -267,12 +329,16 @@ class TieredRecords:
             each.settle_here()
 
     def has_pinned(self, keys: Iterable[bytes]) -> bool:
-        """See `Records.has_pinned`."""
+        """Whether some of what is stored under these keys is pinned."""
         with self.lock:
             return any(map(self.memory.is_pinned, keys))
 
     def quarantine(self, keys: Iterable[bytes]) -> None:
-        """See `Records.quarantine`."""
+        """Take chunks and states out of service in every tier, and all that continues them.
+
+        What comes again is taken again, for memory may have failed; what is quarantined a second time is refused from
+        then on, until `clear()`.
+        """
         doomed = set(keys)
         self.lower.tiers.flush()  # what was on its way to host memory is there
         below = self.lower.tiers.find(list(doomed))
@@ -333,8 +399,43 @@ class TieredRecords:
 
     # Books
 
+    def stats(self, audits: Audits, codec: str, seconds_per_token: float | None) -> dict[str, Any]:
+        """Counts and bytes by tier, as `ChunkStore.stats()` returns them.
+
+        Args:
+            audits: Those of the store.
+            codec: The name of its codec.
+            seconds_per_token: How long the model computes a token; None where it is not known.
+        """
+        memory, device, lower = self.memory, self.device, self.lower
+        with self.lock:
+            chunks = memory.chunks.values()
+            ram = {"chunks": len(chunks), "bytes": memory.nbytes, "max_bytes": memory.max_bytes}
+            near = {**({"device": device.stats()} if device.max_bytes else {}), "ram": ram}
+            return {
+                **ram,
+                "pinned_chunks": len(memory.pinned_keys()),
+                "content_only": sum(chunk.content_only for chunk in chunks),
+                "states": len(memory.states),
+                "tokens": sum(len(chunk.tokens) for chunk in chunks),
+                "ngram_bytes": self.text.nbytes,
+                **self.counts,
+                "evictions": memory.evictions,
+                "audits": audits.count,
+                "divergences": audits.divergences,
+                "loaded": lower.loaded,
+                "lost": lower.lost,
+                "codec": codec,
+                "seconds_per_token": seconds_per_token,
+                "tiers": {**near, **lower.tiers.stats()},
+            }
+
     def check_consistency(self) -> None:
-        """See `Records.check_consistency`."""
+        """Check bytes, keys, parents, pins and indexes against the records that are there.
+
+        Raises:
+            AssertionError: naming what disagrees.
+        """
         with self.lock:
             chunks = self.memory.chunks.values()
             self.memory.check_consistency(complete=not self.lower)

@@ -1,0 +1,43 @@
+"""No call walks farther through the package than docs/design.md says."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(_ROOT / "benchmarks"))
+walk: Any = pytest.importorskip("walk")
+sys.path.pop(0)
+
+_ROW = re.compile(r"^\| (\w+) \| (\d+) \| (\d+) \| (\d+) \|$", re.M)
+
+
+def _table(text: str) -> dict[str, dict[str, int]]:
+    """The rows of the table of walks."""
+    rows = _ROW.findall(text)
+    return {name: dict(zip(("files", "changes", "calls"), map(int, counts), strict=True)) for name, *counts in rows}
+
+
+def test_calls_walk_no_farther_than_the_table_says() -> None:
+    allowed = _table((_ROOT / "docs" / "design.md").read_text())
+    result = walk.measure(walk.make_model("cpu", "tiny", num_hidden_layers=2))
+    found = result["rows"]
+    assert allowed.keys() == found.keys()
+    assert _table(walk.markdown({**result, "provenance": ""})) == found
+    own = found.keys() - {"transformers"}
+    farther = {name: (found[name], allowed[name]) for name in own if _exceeds(found[name], allowed[name])}
+    assert not farther, "found, allowed"
+
+
+def _exceeds(found: dict[str, int], allowed: dict[str, int]) -> bool:
+    return any(found[name] > allowed[name] for name in allowed)
+
+
+def test_more_than_the_table_says_is_found() -> None:
+    row = {"files": 3, "changes": 20, "calls": 40}
+    assert not _exceeds(row, row)
+    for name in row:
+        assert _exceeds(row | {name: row[name] + 1}, row)
