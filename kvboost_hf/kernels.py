@@ -1,6 +1,8 @@
 """Finds out whether Triton can launch kernels on this machine, and counts the calls of each kernel.
 
-It does not import Triton where nothing asks for it. Tests and users read `kernel_calls` to see which kernels have run.
+At the first launch Triton compiles C code of its own, which talks to the driver of the GPU. Without a C compiler that
+fails. So Triton itself is asked for its driver, once, before any kernel is chosen; it is not imported where nothing
+asks for it. `kernel_calls` tells tests and users which kernels have run.
 """
 
 import logging

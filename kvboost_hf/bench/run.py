@@ -1,4 +1,8 @@
-"""Runs each workload with each arm and peer, and records the commit, hardware, versions and command."""
+"""Runs each workload with each arm and peer, and records the commit, hardware, versions and command.
+
+All arms get the same prompts in the same order. Within a prompt they take turns, and each prompt begins with another
+arm. A round begins with empty caches and stores, after a few short prompts that are not counted.
+"""
 
 import platform
 import subprocess

@@ -1,6 +1,8 @@
 """Series of prompts: a growing chat, questions about one long document, and about documents in changing orders.
 
-On the text of the embedded model the right answers are known; on real text, for any model, they are not.
+On the text of the embedded model the right answers are known. On real text, for any model, they are not; that text is
+the language reference and the standard library of Python, as they are installed. Roles are those of user and assistant
+alone, in turn, which every chat template takes.
 """
 
 import json

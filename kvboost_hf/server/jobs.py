@@ -1,4 +1,4 @@
-"""`Job`, its events, and the `Engine` protocol: the interface between the HTTP routes and the model's thread."""
+"""`Job`, the events of its answer, and the sessions of jobs: what HTTP routes and the model's thread exchange."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields

@@ -1,4 +1,4 @@
-"""`ServerSettings`: the settings of a server."""
+"""`ServerSettings`: the settings of a server, with its files of TLS and of API keys, and the salts made of keys."""
 
 import hashlib
 import ssl

@@ -1,4 +1,8 @@
-"""`start_chat`: submits a job for each answer that a chat asks for, whatever API it came by."""
+"""`start_chat`: submits a job for each answer that a chat asks for, whatever API it came by.
+
+`constraints_of` makes the constraints that a request asks for: JSON, another form of the answer, or tool calls.
+`Reading` tells where the reasoning of an answer ends, and what in it is a call of a tool.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

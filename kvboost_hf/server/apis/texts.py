@@ -1,4 +1,4 @@
-"""texts."""
+"""What routes of several APIs do with texts: `embed` embeds them, `filled` has a model fill in the middle of one."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Encodes texts and chats in threads, each with a tokenizer of its own; clients take turns."""
+"""Encodes texts and chats in threads, each with a tokenizer of its own; clients take turns.
+
+`Reach` bounds the text that a token can stand for, so that a text that cannot fit is refused before it is tokenized.
+"""
 
 import copy
 import json

@@ -1,4 +1,10 @@
-"""template."""
+"""How a chat template writes a chat, with special tokens from the template alone, never from the text of clients.
+
+`Rendering` says what is written, and which arguments of the template clients may choose. A tokenizer takes the text of
+a special token, such as `<|im_end|>`, for that token, wherever it stands: a message could end itself and begin another
+one. So `Markers` puts a cut, a number that nobody can guess, into such text before the template gets it. What the
+template then writes in one piece is a marker; what has a cut in it is text.
+"""
 
 import copy
 import inspect

@@ -1,4 +1,8 @@
-"""`Intake`: takes jobs from any thread, and hands them to the engine's thread when there is room for them."""
+"""`Intake`: takes jobs from any thread, and hands them to the engine's thread when there is room for them.
+
+`EngineLimits` says how many jobs and tokens there is room for. Jobs wait in a `WaitingLine`, in which clients take
+turns.
+"""
 
 import threading
 import time

@@ -1,4 +1,7 @@
-"""phases."""
+"""The phases of a task: `Prefill` computes prompts piece by piece, `Decoding` the answers, one token in a forward.
+
+An answer that runs alone may get several tokens in one forward, which `Ahead` chooses.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""`Task`: a job that the engine has taken, from the queue to its end."""
+"""`Task`: a job that the engine has taken, from the queue to its end, and `SessionRecord`: what is remembered of tasks."""
 
 import logging
 from collections import OrderedDict

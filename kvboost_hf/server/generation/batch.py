@@ -7,7 +7,12 @@
 
 All rows end at the same column, so that a step appends one column to all of them. Where the model's attention can read
 K/V in pieces, the columns hold the decoded tokens only: K/V of the prompts stays where it is, and rows that share a
-prefix read it once.
+prefix read it once. `PrefixTree` finds these, as parts that one or several rows have:
+
+    [ system prompt ─┬─ question a ]        text 0: parts 0, 1
+                     ├─ question b ]        text 1: parts 0, 2
+                     └─ document ─┬─ c ]    text 2: parts 0, 3, 4
+                                  └─ d ]    text 3: parts 0, 3, 5
 """
 
 from collections.abc import Hashable, Sequence

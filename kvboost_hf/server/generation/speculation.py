@@ -1,4 +1,4 @@
-"""speculation."""
+"""Several tokens in one forward for an answer that runs alone, by a draft model or by a text that its client expects."""
 
 import logging
 from collections.abc import Callable, Sequence

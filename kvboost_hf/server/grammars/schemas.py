@@ -1,4 +1,4 @@
-"""schemas."""
+"""Checks the references of a JSON schema before a grammar is made of it, and closes its objects. Pure Python."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

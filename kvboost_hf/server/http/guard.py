@@ -1,4 +1,8 @@
-"""`Guard`: checks the host name, API key and size of every request, gives it an id, and logs it without its text."""
+"""`Guard`: checks the host name, API key and size of every request, gives it an id, and logs it without its text.
+
+`Hosts` checks the header `Host`, so that a foreign web page cannot reach the server by a name of its own. `Body` reads
+request bodies within limits of size and time, and to their end even if the answer comes before.
+"""
 
 import asyncio
 import hmac

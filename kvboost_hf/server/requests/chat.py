@@ -1,4 +1,7 @@
-"""`ChatRequest`: a request to `/v1/chat/completions`; those of the other APIs' chats are turned into it."""
+"""`ChatRequest`: a request to `/v1/chat/completions`, its messages, tools and template arguments.
+
+Requests to the other APIs' chats are turned into it.
+"""
 
 import json
 from typing import Annotated, Any, ClassVar, Literal

@@ -1,4 +1,7 @@
-"""`Body`: a JSON object of a request. Unknown fields are ignored and noted, or refused where the operator says so."""
+"""`Body`: a JSON object of a request, read within limits of size and depth.
+
+Unknown fields are ignored and noted, or refused where the operator says so.
+"""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,7 @@
-"""`Sampled`: the fields that all requests for text have, and those of chats and completions."""
+"""`Sampled`: the fields that all requests for text have, those of chats and completions, and the form of the answer.
+
+A form is asked for as OpenAI, vLLM and llama.cpp spell it; `AnswerForm` is what all of them mean.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

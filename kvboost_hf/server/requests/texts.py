@@ -1,4 +1,4 @@
-"""Requests with texts in place of a chat: completions and embeddings."""
+"""Requests with texts in place of a chat: completions, embeddings, and those to the server's own routes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The routes `/api/chat`, `/api/generate`, `/api/embed` and `/api/embeddings`, as in Ollama's API."""
+"""The routes of Ollama's API: chats, generation, embeddings, and those about models."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""routes."""
+"""The routes of OpenAI's API except `/v1/responses`: chats, completions, embeddings and models."""
 
 import base64
 import time
