@@ -1,4 +1,4 @@
-"""Several tokens in one forward for an answer that runs alone, by a draft model or by a text that its client expects."""
+"""Several tokens in one forward for an answer that runs alone: drafted by a smaller model, or expected by its client."""
 
 import logging
 from collections.abc import Callable, Sequence
