@@ -1,4 +1,4 @@
-"""`Engine`: the protocol of what runs jobs, the errors with which it refuses them, and `ModelCard`: what its model is."""
+"""`Engine`: the protocol of what runs jobs, the errors with which it refuses them, and the card of its model."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future

@@ -1,4 +1,4 @@
-"""The server's own routes: `/v1/kv/sessions`, `/v1/warm`, and those of its operator, `/health` and `/metrics` among them."""
+"""The server's own routes: `/v1/kv/sessions`, `/v1/warm`, and those of its operator, such as `/health`."""
 
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -1,4 +1,4 @@
-"""`SessionTable`: the sessions that an engine knows, and `Pins`: what of them is kept, within a share for each client."""
+"""`SessionTable`: the sessions that an engine knows, and `Pins`: what is kept, within a share for each client."""
 
 import math
 import time

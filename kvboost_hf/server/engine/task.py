@@ -1,4 +1,4 @@
-"""`Task`: a job that the engine has taken, from the queue to its end, and `SessionRecord`: what it remembers of a session."""
+"""`Task`: a job that the engine has taken, from the queue to its end, and `SessionRecord`: a session's memory."""
 
 import logging
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Several tokens in one forward for an answer that runs alone: drafted by a smaller model, or expected by its client."""
+"""Several tokens in one forward for an answer that runs alone: drafted by a model, or expected by its client."""
 
 import logging
 from collections.abc import Callable, Sequence
