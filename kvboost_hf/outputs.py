@@ -56,7 +56,7 @@ def say(console: Any, text: str, end: str = "\n") -> None:
     """Print text as it is: without markup, colours of its own, or wrapping.
 
     Args:
-        console: Of rich.
+        console: A console of rich.
         text: To print.
         end: Behind it.
     """

@@ -65,7 +65,7 @@ def bench(options: argparse.Namespace, last: str) -> int:
     """Measure and show.
 
     Args:
-        options: Of the command line; `given` are its arguments as they were given.
+        options: The options of the command line; `given` are its arguments as they were given.
         last: Lines to print in the end.
 
     Returns:

@@ -37,7 +37,7 @@ def peers_at_hand(names: Sequence[str], source: ModelSource, *, install: bool) -
     """Peers, where they can run, for as long as the context lasts.
 
     Args:
-        names: Of `PEERS`.
+        names: Names of `PEERS`.
         source: The model, which is loaded once more in each environment.
         install: Whether to make environments for what peers need. If not, these peers say so, and do not run.
 
@@ -220,11 +220,9 @@ class _ServerElsewhere:
         self._peer = peer
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
-        """See `Server.answer`."""
         return Served(**self._peer.process.ask("answer", self._peer.name, list(ids), max_new_tokens))
 
     def close(self) -> None:
-        """See `Server.close`."""
         with suppress(OSError):  # with its process it has ended, too
             self._peer.process.ask("close", self._peer.name)
 
@@ -237,19 +235,15 @@ class _Peers:
         self._servers: dict[str, Server] = {}
 
     def refusal(self, name: str) -> str | None:
-        """See `Contender.refusal`."""
         return PEERS[name].refusal(self._models, self._tokenizer)
 
     def open(self, name: str) -> None:
-        """See `Contender.open`."""
         self._servers[name] = PEERS[name].open(self._models, self._tokenizer, None)
 
     def answer(self, name: str, ids: list[int], max_new_tokens: int) -> dict[str, Any]:
-        """See `Server.answer`."""
         return asdict(self._servers[name].answer(ids, max_new_tokens))
 
     def close(self, name: str) -> None:
-        """See `Server.close`."""
         self._servers.pop(name).close()
 
 

@@ -118,7 +118,7 @@ class ModelSource:
         """The model in eval mode, on its device.
 
         Args:
-            attention: Its attention implementation; None for the default one.
+            attention: The model's attention implementation; None for the default one.
         """
         if self.random is not None:
             return self._random(attention, self.device)
@@ -137,7 +137,7 @@ class ModelSource:
 
         Args:
             folder: For these files.
-            attention: See `load`.
+            attention: The attention implementation; None for the default one.
         """
         on_host = torch.device(self.device).type != "cuda"
         config = StreamingConfig(residency_mode="full_stream", disk_folder=str(folder) if on_host else None)
@@ -189,7 +189,7 @@ class Models:
         """The model that computes in this way.
 
         Args:
-            attention: Its attention implementation; None for the default one.
+            attention: The model's attention implementation; None for the default one.
             streamed: Whether its layers are streamed.
         """
         if (attention, streamed) not in self._loaded:

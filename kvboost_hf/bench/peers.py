@@ -29,7 +29,7 @@ class Peer:
     """One way of serving prompts.
 
     Args:
-        name: Its name in `--peers`.
+        name: The peer's name in `--peers`.
         make: Makes a server that has seen nothing yet, for a model.
         attention: Asks for a model with this attention, which no arm shares; None for the one that all share.
         needs: A package that it needs in an environment of its own; None where it runs in this one.
@@ -95,7 +95,6 @@ class KeptCache:
         self._reused = 0
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
-        """See `Server.answer`."""
 
         def make() -> dict[str, Any]:
             self._reused = min(_common(self._ids, ids), len(ids) - 1)
@@ -109,7 +108,7 @@ class KeptCache:
         return replace(found, reused=self._reused, store_bytes=_nbytes(self._cache))
 
     def close(self) -> None:
-        """See `Server.close`."""
+        """Nothing to close."""
 
 
 class CopiedPrefix:
@@ -127,7 +126,6 @@ class CopiedPrefix:
         self._reused = 0
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
-        """See `Server.answer`."""
         mine: DynamicCache
 
         def make() -> dict[str, Any]:
@@ -146,7 +144,7 @@ class CopiedPrefix:
         return replace(found, reused=self._reused, store_bytes=_nbytes(self._first))
 
     def close(self) -> None:
-        """See `Server.close`."""
+        """Nothing to close."""
 
 
 class OwnCache:
@@ -157,7 +155,6 @@ class OwnCache:
         self._implementation = implementation
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
-        """See `Server.answer`."""
 
         def make() -> dict[str, Any]:
             return {"cache_implementation": self._implementation}
@@ -166,7 +163,7 @@ class OwnCache:
         return replace(found, reused=0, store_bytes=0)
 
     def close(self) -> None:
-        """See `Server.close`."""
+        """Nothing to close."""
 
 
 class ContinuousBatching:
@@ -188,7 +185,6 @@ class ContinuousBatching:
             raise
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
-        """See `Server.answer`."""
         start, begin, first_ms = self._count.tokens, perf_counter(), None
         request = self._manager.add_request(list(ids), max_new_tokens=max_new_tokens, streaming=True)
         for told in self._manager.request_id_iter(request):
@@ -210,7 +206,6 @@ class ContinuousBatching:
         )
 
     def close(self) -> None:
-        """See `Server.close`."""
         self._manager.stop(block=True)
 
 
@@ -257,7 +252,7 @@ class _Engine:
         self._engine = kvboost.KVBoost(model=counted.model, tokenizer=tokenizer, **options)
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
-        """See `Server.answer`; it tokenizes within the clock, and what it says to have reused is what it says."""
+        """Tokenizing counts as time; the reused tokens are those that kvboost reports."""
         text, said = self._tokenizer.decode(ids), list[int]()
         start, begin, first_ms, first = self._count.tokens, perf_counter(), 0.0, 0
 
@@ -280,4 +275,4 @@ class _Engine:
         )
 
     def close(self) -> None:
-        """See `Server.close`."""
+        """Nothing to close."""

@@ -58,7 +58,7 @@ class Row:
         arm: Who served it.
         round: Which repetition of the workload, counted from 0.
         prompt: Which prompt of the workload, counted from 0.
-        prompt_tokens: Its length.
+        prompt_tokens: The number of tokens of the prompt.
         same: Whether the answer's tokens are those of plain generate().
         right: Whether the answer holds the value that was asked for; None where that is not known, and for random
             weights.
@@ -80,10 +80,10 @@ class Settings:
     """The size of a run.
 
     Args:
-        prompts: Of each workload; 2 or more, and at most 8.
+        prompts: The number of prompts of each workload; 2 or more, and at most 8.
         repeats: Counted rounds of each workload.
         max_new_tokens: Length of an answer.
-        seed: Of documents and questions.
+        seed: The seed of documents and questions.
 
     Raises:
         ValueError: for a number out of range.
@@ -109,7 +109,7 @@ class Result:
         rows: All that was measured.
         refused: Arms and peers that did not run, and why.
         failed: Arms, peers and workloads that did not get to their end, in which workload, and why.
-        dtype: Of the model.
+        dtype: The dtype of the model.
     """
 
     rows: list[Row]
@@ -329,10 +329,10 @@ class Provenance:
 
     Args:
         command: That repeats it.
-        commit: Of the checkout, with a plus where files differ from it; None outside of one.
+        commit: The commit of the checkout, with a plus where files differ from it; None outside of one.
         hardware: The GPU, or the processor.
-        threads: Of PyTorch.
-        versions: Of this package, PyTorch, transformers and Python.
+        threads: The number of PyTorch's threads.
+        versions: The versions of this package, PyTorch, transformers and Python.
     """
 
     command: str

@@ -66,7 +66,7 @@ def served(
 
     Args:
         model: The model.
-        count: Of its forwards.
+        count: Counts the model's forwards.
         ids: The prompt.
         max_new_tokens: Length of the answer.
         make: Makes arguments for generate(), which is part of the time to the first token.

@@ -34,13 +34,13 @@ class Summary:
     """One arm in one workload, over all counted rounds.
 
     Args:
-        workload: Its name.
-        arm: Its name.
+        workload: The name of the workload.
+        arm: The name of the arm.
         ttft_ms: Time to the first token: lower quartile, median, upper quartile.
         total_ms: Median time of an answer.
         speed_up: Median, over prompts and rounds, of plain time to the first token over the arm's, of the same prompt
             in the same round.
-        prompt_tokens: Of all prompts of a round together, as are the next three.
+        prompt_tokens: Tokens of all prompts of a round together, as are the next three.
         prefilled: Tokens that went through the model before the first ones of the answers were there.
         forwarded: Tokens that went through the model.
         reused: Tokens of prompts that were not computed; None where the arm does not tell.
@@ -228,12 +228,12 @@ def page(
     """The whole page.
 
     Args:
-        name: Of the model.
+        name: The name of the model.
         where: Where the figures come from.
         settings: How much was run.
         workloads: That were run.
         result: All that was measured.
-        found: Its summaries.
+        found: The summaries of its rows.
     """
     dtype = str(result.dtype).removeprefix("torch.")
     rounds = (

@@ -86,7 +86,7 @@ def workloads_of(source: ModelSource, max_new_tokens: int) -> dict[str, Workload
     """The workloads for a model, by name: real text for one that is named, else the text of the embedded model.
 
     Args:
-        source: Of the model.
+        source: The source of the model.
         max_new_tokens: Length of an answer.
 
     Raises:

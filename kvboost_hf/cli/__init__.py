@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `kvboost-hf`.
 
     Args:
-        arguments: Of the command; None takes those of the process.
+        arguments: The arguments of the command; None takes those of the process.
 
     Returns:
         The exit status: 2 for what is refused, 130 after Ctrl-C, 141 if nobody reads the output any longer.

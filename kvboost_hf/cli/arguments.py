@@ -35,8 +35,8 @@ def needs_extra(extra: str, command: str) -> Iterator[None]:
     """Turn an import that fails inside the context into an error that names the extra to install.
 
     Args:
-        extra: Of this package, such as `"demo"`.
-        command: Of `kvboost-hf`.
+        extra: The name of an extra of this package, such as `"demo"`.
+        command: The name of the command of `kvboost-hf`.
 
     Raises:
         ValueError: a package is not installed.
@@ -170,7 +170,7 @@ def load_model(options: argparse.Namespace, streaming: StreamingConfig | None = 
 def load_shown(
     options: argparse.Namespace, shown: Progress, streaming: StreamingConfig | None = None
 ) -> tuple[Any, Any, str]:
-    """See `load_model`; shows that the model is being loaded, in place of the bars of transformers."""
+    """`load_model`, with a line of progress in place of the bars of transformers."""
     shown.show(f"loading {options.model or 'the embedded model'}")
     with without_bars():
         return load_model(options, streaming)
@@ -185,7 +185,7 @@ def next_steps(options: argparse.Namespace, *steps: str | tuple[str, str]) -> st
     """The last lines of a command.
 
     Args:
-        options: Of the command that has run.
+        options: The options of the command that has run.
         steps: What to type: names of commands, for the same model, or whole commands, each with what it is for.
     """
     pairs = [_named(step, options) if isinstance(step, str) else step for step in steps]
@@ -196,8 +196,8 @@ def typed(command: str, options: argparse.Namespace, *flags: object) -> str:
     """A command on the same model, as it is typed; `NAME` stands for the model where the embedded one has run.
 
     Args:
-        command: Of `kvboost-hf`.
-        options: Of the command that has run.
+        command: The name of the command of `kvboost-hf`.
+        options: The options of the command that has run.
         flags: And their values, for this command.
     """
     dtype = ("--dtype", options.dtype) if getattr(options, "dtype", "auto") != "auto" else ()

@@ -37,13 +37,13 @@ class Figures:
     Args:
         ttft_ms: From the call to the first token on the host.
         total_ms: From the call to its return.
-        reused_tokens: Of the prompt.
+        reused_tokens: Tokens of the prompt that were reused.
         moved_tokens: Those of them that were used at another position, or behind another text.
         recomputed_tokens: Moved tokens of which a part was computed again.
         forwarded_tokens: Tokens of the prompt that were computed, at least in part.
         same_tokens: Whether the answer is that of plain generate().
         kl: Mean KL divergence, in nats, from the distributions of plain generate(), up to the first other token.
-        answer: Its text.
+        answer: The text of the answer.
         right: Whether the answer is right; None where that is unknown.
     """
 
@@ -65,7 +65,7 @@ class Measured:
 
     Args:
         workload: Which one.
-        prompts: Its prompts.
+        prompts: The prompts of the workload.
         arms: Figures for each prompt by arm: `"plain"`, `"exact"` and, where texts move, `"blend"`.
     """
 
@@ -111,12 +111,12 @@ class Demo:
 
     Args:
         model: In eval mode, on its device.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         embedded: Whether the model is the embedded one, which gets its own text. Others get real text, and an agent's
             transcript.
         max_new_tokens: Tokens per answer at most.
         repeats: Repetitions of each workload that medians are taken over.
-        seed: Of the texts.
+        seed: The seed of the texts.
         progress: Called after each generate().
 
     Raises:

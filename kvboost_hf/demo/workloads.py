@@ -218,7 +218,7 @@ class Prompt:
     """One prompt of a series.
 
     Args:
-        ids: Its tokens.
+        ids: The token ids of the prompt.
         question: What it asks, as a person reads it.
         value: What a right answer contains; None where that is unknown.
         answer: The whole right answer; None where that is unknown.
@@ -238,7 +238,7 @@ class Workload:
     """A series of prompts.
 
     Args:
-        name: Its name on the command line.
+        name: The workload's name on the command line.
         about: A description.
         ask: Makes the prompts: takes a tokenizer, their number and a seed.
         restarts: Whether a new process serves the later half.
@@ -293,7 +293,7 @@ def workloads_for(config: PretrainedConfig, max_new_tokens: int) -> dict[str, Wo
     """The workloads by name, in sizes that fit into a model's context.
 
     Args:
-        config: Of the model.
+        config: The configuration of the model.
         max_new_tokens: Length of an answer; those of a chat go back in.
 
     Returns:

@@ -39,7 +39,7 @@ class KVBoost:
 
     Args:
         model: A causal language model in eval mode, not attached.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         device: The device to move the model to; None leaves it where it is.
         strict: Raise an error for a model that cannot reuse K/V; False only warns.
         assistant: Drafts tokens for single prompts: a model, its name, or a `TreeDecoding`.

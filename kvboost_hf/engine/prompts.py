@@ -27,7 +27,7 @@ class PromptEncoder:
     False. Messages always go through the template.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The tokenizer of the model.
         templated: Whether texts may go through the template.
     """
 

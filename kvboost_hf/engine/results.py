@@ -34,9 +34,9 @@ class GenerationResult:
         tokens_per_sec: `generated_tokens` by `total_ms`.
         kv_reuse_ratio: `cached_tokens` as a share of `prompt_tokens`.
         prompt_tokens: Tokens of the prompt.
-        cached_tokens: Of these, not computed for this answer. In a batch, the prefix that all rows share counts as
-            computed for the first one.
-        token_ids: Of the answer, with the one that ends it.
+        cached_tokens: Tokens of the prompt that were not computed for this answer. In a batch, the prefix that all
+            rows share counts as computed for the first one.
+        token_ids: The token ids of the answer, with the one that ends it.
         report: Where reused tokens came from, and where and why reuse ended; in a batch, of all rows together.
     """
 
@@ -61,7 +61,7 @@ class WarmResult:
     Args:
         chunks_stored: Chunks that are new; 0 where all of the text was stored before.
         token_count: Tokens of the text.
-        cached_tokens: Of these, stored before.
+        cached_tokens: Tokens of the text that were stored before.
         chunk_size: The most tokens of a chunk.
         partial_tail_tokens: The last tokens of the text, which fill no chunk.
         alignment_warning: What becomes of them, or None if there are none.

@@ -75,7 +75,6 @@ class Watch(StoppingCriteria):
         self._cancelled = True
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        """See `StoppingCriteria`."""
         if self._streamer is not None and input_ids.shape[1] > self._seen:
             self._streamer.put(input_ids[0, self._seen :].cpu())  # type: ignore[no-untyped-call]
             self._seen = input_ids.shape[1]
@@ -91,7 +90,7 @@ class CallRunner:
 
     Args:
         model: A causal language model in eval mode.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         store: Where K/V is kept.
         policy: How stored K/V may be used.
         settings: `live_config` and `prefill_chunk_size` are used.
@@ -240,7 +239,7 @@ def call_options(
         temperature: With `do_sample`, positive; else 1 or 0.
         do_sample: Sample tokens.
         more: Other arguments of generate().
-        rows: Of the call.
+        rows: Token ids of each row of the call.
 
     Raises:
         ValueError: The engine sets an argument itself, only the kvboost package has it, or arguments do not fit.

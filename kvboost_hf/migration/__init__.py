@@ -20,7 +20,7 @@ def refuse(section: str, given: Iterable[str]) -> None:
     """Raise for arguments that only the kvboost package has.
 
     Args:
-        section: Of the table, such as `"KVBoost"`, `"generate"` or `"server flags"`.
+        section: A section of the table, such as `"KVBoost"`, `"generate"` or `"server flags"`.
         given: Names of arguments, or flags.
 
     Raises:

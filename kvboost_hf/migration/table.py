@@ -9,7 +9,7 @@ class Entry:
     """A name of the kvboost package, and its replacement in this one.
 
     Args:
-        theirs: Its name; several are separated by commas.
+        theirs: The name in kvboost; several are separated by commas.
         note: What to know: how it differs, what to do in its place, or why there is nothing in its place.
         ours: Importable names that do its work; none where there is nothing.
         refused: Whether it raises, as an argument.

@@ -125,13 +125,12 @@ class ThreadedBackend:
         self._loads: dict[int, Future[None]] = {}
 
     def allocate(self, nbytes: int, count: int) -> list[torch.Tensor]:
-        """See `Backend.allocate`."""
         with torch.inference_mode(False):  # else nobody could write to them outside of inference mode
             self._slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
         return list(self._slots)
 
     def issue(self, slot: int, source: Source) -> None:
-        """See `Backend.issue`. One thread does all copies, so that earlier ones are done or cancelled."""
+        """Begin to copy. One thread does all copies, so that earlier ones are done or cancelled."""
         assert source.nbytes <= self._slots[slot].numel(), "slots are as large as the largest layer"
         if self._thread.is_lost:
             self._loads.clear()
@@ -141,7 +140,6 @@ class ThreadedBackend:
         self._loads[slot] = self._thread.submit(_fill, self._slots[slot][: source.nbytes], source, self._rate)
 
     def wait(self, slot: int) -> None:
-        """See `Backend.wait`."""
         load = self._loads[slot]
         if not load.done():
             self.synchronous_loads += 1
@@ -152,14 +150,12 @@ class ThreadedBackend:
         load.result()
 
     def release(self, slot: int) -> None:
-        """See `Backend.release`. Nothing to do: submitted computation comes before later copies."""
+        """Nothing to do: submitted computation comes before later copies."""
 
     def copy_rate(self) -> float:
-        """See `Backend.copy_rate`."""
         return self._rate.nbytes / self._rate.seconds if self._rate.seconds else 0.0
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self._thread.shutdown(cancel_futures=True)
         self._loads.clear()
         self._slots.clear()

@@ -34,7 +34,7 @@ class StreamBuilder:
     """Takes the layers of one model as they are loaded, and moves their bytes to where the plan says.
 
     Args:
-        model: Its tensors may be on the meta device.
+        model: The model, whose tensors may be on the meta device.
         config: The streaming settings.
         device: The device that computes.
         origin: Where the weights come from, so that files are found before they are loaded; None if not known.

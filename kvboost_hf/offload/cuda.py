@@ -93,7 +93,6 @@ class CudaBackend:
         self._stalls = Timings()
 
     def allocate(self, nbytes: int, count: int) -> list[torch.Tensor]:
-        """See `Backend.allocate`."""
         with torch.inference_mode(False):  # else nobody could write to them outside of inference mode
             flats = [self._runtime.allocate(nbytes, self._link.stream) for _ in range(count)]
         # Their memory may have been another tensor's, which work that was submitted before still reads.
@@ -103,7 +102,6 @@ class CudaBackend:
         return flats
 
     def issue(self, slot: int, source: Source) -> None:
-        """See `Backend.issue`."""
         place = self._slots[slot]
         assert source.nbytes <= place.flat.numel(), "slots are as large as the largest layer"
         if place.readers:
@@ -122,7 +120,6 @@ class CudaBackend:
             load.reading = self._reader.submit(self._link.copy_through_buffers, load)
 
     def wait(self, slot: int) -> None:
-        """See `Backend.wait`."""
         place = self._slots[slot]
         assert place.load is not None, "issue() comes first"
         stream = self._runtime.current_stream()
@@ -136,7 +133,6 @@ class CudaBackend:
         place.readers.add(stream)
 
     def release(self, slot: int) -> None:
-        """See `Backend.release`."""
         place = self._slots[slot]
         for stream in {self._runtime.current_stream(), *place.readers}:
             place.free[stream] = self._runtime.record(stream)
@@ -144,16 +140,13 @@ class CudaBackend:
 
     @property
     def stall_s(self) -> float:
-        """See `Backend.stall_s`."""
         return self._stalls.totals()[0]
 
     def copy_rate(self) -> float:
-        """See `Backend.copy_rate`."""
         seconds, nbytes = self._link.timings.totals()
         return nbytes / seconds if seconds else 0.0
 
     def close(self) -> None:
-        """See `Backend.close`."""
         with self._link.lock:
             for place in self._slots:
                 if place.load is not None:
@@ -255,38 +248,34 @@ class CudaRuntime:
         self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
     def new_stream(self) -> Stream:
-        """See `Runtime.new_stream`."""
         return cast(Stream, torch.cuda.Stream(self._device, priority=-1))  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> Stream:
-        """See `Runtime.current_stream`."""
         return cast(Stream, torch.cuda.current_stream(self._device))
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """See `Runtime.record`. A thread that waits for the event sleeps."""
+        """A new event after all work submitted to a stream; a thread that waits for it sleeps."""
         event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
         event.record(cast(torch.cuda.Stream, stream))
         return cast(Event, event)
 
     def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
-        """See `Runtime.allocate`. Memory that is freed is not used again before copies under way have ended."""
+        """Memory of the device, which is not used again, once freed, before copies under way have ended."""
         flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         flat.record_stream(cast(torch.cuda.Stream, stream))
         return flat
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        """See `Runtime.allocate_pinned`. A copy from ordinary memory is over when it has been submitted."""
+        """Pinned memory; or ordinary memory, from which a copy is over when it has been submitted."""
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
             return torch.empty(nbytes, dtype=torch.uint8)
 
     def is_pinned(self, flat: torch.Tensor) -> bool:
-        """See `Runtime.is_pinned`."""
         return flat.is_pinned()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:
-        """See `Runtime.copy`."""
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             for there, here in zip(torch.split(target, piece_bytes), torch.split(source, piece_bytes), strict=True):
                 there.copy_(here, non_blocking=True)

@@ -48,7 +48,7 @@ class Origin:
     """The checkpoint that layers are loaded from.
 
     Args:
-        model: Its name, for people.
+        model: The name of the model, for people.
         paths: Real paths of its files.
         settings: What the bytes of a layer depend on besides: the dtype, and the order of 4-bit codes.
     """
@@ -71,7 +71,7 @@ class FileSource:
 
     Args:
         file: The file, which contains the bytes of the layer only.
-        nbytes: Its size.
+        nbytes: The size of the layer in bytes.
         contents: Those of the layer's tensors, by name and in order.
     """
 
@@ -85,7 +85,7 @@ class FileSource:
         self._closing = weakref.finalize(self, file.close)
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
-        """See `Source.read_into`. The pages that were read are dropped from the page cache."""
+        """Read the file, and drop the pages that were read from the page cache."""
         wanted = target.numpy().data
         with self._reading:
             done = read_into(self._file, start, wanted)
@@ -97,7 +97,6 @@ class FileSource:
             raise OSError(f"{self.path} was changed after it was written. {_REMEDY}")
 
     def close(self) -> None:
-        """See `Source.close`."""
         self._closing()
 
 
@@ -107,8 +106,8 @@ class _Entry:
 
     Args:
         file: Name of its file.
-        mark: Of the file.
-        digests: Of the layer's tensors, by name.
+        mark: The mark of the file.
+        digests: The digests of the layer's tensors, by name.
     """
 
     file: str
@@ -126,7 +125,7 @@ class LayerFolder:
 
     Args:
         folder: Created if it is missing.
-        origin: Of the layers, so that they can be found before they are loaded; None if that is not known.
+        origin: The origin of the layers, so that they can be found before they are loaded; None if that is not known.
 
     Raises:
         OSError: the folder cannot be made or read.
@@ -169,8 +168,8 @@ class LayerFolder:
         """Write layer `number`, unless there is a file with its content.
 
         Args:
-            number: Of the layer.
-            flat: Its bytes, uint8 [layout.nbytes], on the CPU.
+            number: The number of the layer.
+            flat: The bytes of the layer, uint8 [layout.nbytes], on the CPU.
             layout: Offsets of its tensors.
 
         Raises:

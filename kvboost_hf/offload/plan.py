@@ -20,11 +20,11 @@ class ModelSizes:
     """Sizes of a model in bytes.
 
     Args:
-        layer_bytes: Of each decoder layer, the part that can be streamed: all, or its feed-forward part.
+        layer_bytes: Bytes of each decoder layer that can be streamed: all of it, or its feed-forward part.
         other_bytes: Weights that always stay on the device: embeddings, norms, the head, and the rest of the layers.
         kv_bytes: K/V of `max_tokens` tokens.
         activation_bytes: Activations of a forward at its peak.
-        embedding_bytes: Of `other_bytes`, the input embeddings, if they may stay in host memory.
+        embedding_bytes: Those of `other_bytes` that are input embeddings, if they may stay in host memory.
         workspace_bytes: Workspaces of matrix products on a GPU.
     """
 
@@ -86,8 +86,8 @@ class ResidencyPlan:
         """The most forwards per second that copies leave time for; infinite if nothing is streamed.
 
         Args:
-            link_bytes_per_s: Of copies to the device.
-            disk_bytes_per_s: Of reading files, which goes on beside the copies.
+            link_bytes_per_s: Bytes per second of copies to the device.
+            disk_bytes_per_s: Bytes per second of reading files, which goes on beside the copies.
         """
         seconds = max(self.streamed_bytes / link_bytes_per_s, self.disk_bytes / disk_bytes_per_s)
         return 1 / seconds if seconds else math.inf
@@ -126,7 +126,7 @@ def plan_residency(sizes: ModelSizes, config: StreamingConfig, *, free_bytes: in
     If layers differ in size, the largest stay on the device, and the largest streamed ones in host memory.
 
     Args:
-        sizes: Of the model.
+        sizes: The sizes of the model.
         config: The streaming settings.
         free_bytes: Free memory of the device; None if host and device share their memory, so that all layers stay
             except those in files.

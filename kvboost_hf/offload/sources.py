@@ -58,8 +58,8 @@ class Place:
 
     Args:
         offset: Bytes from the start.
-        shape: Of the tensor, which is contiguous.
-        dtype: Of the tensor.
+        shape: The shape of the tensor, which is contiguous.
+        dtype: The dtype of the tensor.
     """
 
     offset: int

@@ -63,7 +63,7 @@ class LayerStream:
     Args:
         plan: The plan that chose them.
         units: The streamed parts of the layers, in the order in which they run.
-        layouts: Of the bytes of each unit.
+        layouts: The layout of the bytes of each unit.
         sources: The bytes of each unit.
         n_slots: Slots on the device.
         backend: Copies the bytes.
@@ -335,7 +335,6 @@ class LayerStreamingHook(ModelHook):  # type: ignore[misc]
 
     @property
     def weights_at_rest(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | Content]]:
-        """See `LayerStream.weights_at_rest`."""
         return self.stream.weights_at_rest(self.number)
 
 

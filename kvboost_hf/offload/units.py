@@ -50,9 +50,9 @@ class Unit:
 
     Args:
         module: The module whose forward needs it.
-        holders: Its tensors, by their names in `layer`.
+        holders: The tensors of the unit, by their names in `layer`.
         layer: The decoder layer.
-        prefixes: Of these names.
+        prefixes: The prefixes of the names of the unit's tensors in `layer`.
     """
 
     module: nn.Module

@@ -100,7 +100,7 @@ class SamplingDefaults:
 
     Args:
         temperature: Divides the logits.
-        top_p: See `SamplingOptions`, as for the others.
+        top_p: Sample from the likeliest tokens whose probabilities sum up to this.
         top_k:
         min_p:
         repetition_penalty:
@@ -136,7 +136,7 @@ class Job:
         include_stop: Leave the stop text, or the token, that ends the answer in it.
         salt: Jobs share K/V only with jobs of the same salt.
         client: The client. Clients take turns, whatever their salts are.
-        priority: Of this client's waiting jobs, those with the smallest number run first. It does not count between
+        priority: The client's waiting jobs with the smallest number run first. It does not count between
             clients.
         session: Names the conversation that the job belongs to, for `Engine.sessions`; None for a name that is made
             of the first chunk of the prompt.
@@ -174,16 +174,16 @@ class Session:
     """Figures of the requests that belong together: those with a name, or those that begin alike.
 
     Args:
-        id: Its name, or a hash of its first chunk.
+        id: The name of the session, or a hash of its first chunk.
         client: Whose it is.
         first_seen: When its first request ran, in seconds since 1970.
         last_used: When its last one ran.
         requests: How many ran.
-        tokens: Of the last prompt and its answer.
-        prompt_tokens: Of all prompts.
-        cached_tokens: Of these, reused ones.
+        tokens: The number of tokens of the last prompt and its answer.
+        prompt_tokens: The number of tokens of all prompts.
+        cached_tokens: The number of prompt tokens that were reused.
         nbytes: Bytes of its K/V in host memory.
-        priority: Of its pins: those with the largest number give way first.
+        priority: The priority of the session's pins: those with the largest number give way first.
         ttl_s: Seconds for which all of it is pinned after each use, as was asked afterwards; None for no limit, and
             where nothing was asked.
         pinned: Whether any of its K/V is pinned.
@@ -211,7 +211,7 @@ class SessionChange:
 
     Args:
         keep: Pin all of its K/V, now and with each later request; False lets go of all its pins.
-        priority: Of its pins.
+        priority: The new priority of the session's pins.
     """
 
     keep: Keep | Literal[False] | None = None
@@ -240,7 +240,7 @@ class Progress:
     Args:
         text: New text, without parts of a stop text or of a character; may be empty.
         tokens: The number of new tokens.
-        logprobs: Of each token, if they were asked for. Those of the prompt come without new tokens.
+        logprobs: The log probability of each token, if asked for. Those of the prompt come without new tokens.
     """
 
     text: str
@@ -258,7 +258,7 @@ class Finished:
         prompt_tokens: Tokens of the prompt.
         completion_tokens: Generated tokens, the one that ends the text included.
         cached_tokens: Tokens of the prompt that were reused.
-        moved_tokens: Of the reused tokens, those whose K/V was computed at another place, or behind another text.
+        moved_tokens: Reused tokens whose K/V was computed at another place, or behind another text.
         repaired_tokens: Tokens that went through the model again to repair moved K/V.
         computed_tokens: Tokens that went through the model for the prompt, the repaired ones included.
         tiers: Reused tokens by the tier that they came from.

@@ -66,7 +66,7 @@ class ModelCard:
         num_bytes: Bytes of its weights.
         gpu_bytes: Those of them that are on a GPU.
         quantization: How its weights are stored: `"F32"`, `"F16"`, `"BF16"`, or the method of quantization.
-        sizes: Its sizes, as GGUF files name them.
+        sizes: Numbers of layers, heads and features, as GGUF files name them.
     """
 
     family: str
@@ -169,8 +169,8 @@ class Engine(Protocol):
 
         Args:
             client: Whose it is.
-            id: Its name or hash.
-            salt: Of the jobs with this name; their K/V is removed even where the session is not known any more.
+            id: The name of the session, or its hash.
+            salt: The salt of the jobs with this name; their K/V is removed even if the session is forgotten.
 
         Returns:
             By tier, the bytes that were removed; None if there is no such session, and no such K/V.

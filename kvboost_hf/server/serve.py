@@ -52,7 +52,7 @@ def serve(
 
     Args:
         model: A causal language model in eval mode.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         settings: The settings of the server.
         kept: The settings of the store, and of how its K/V is reused.
         draft: A smaller model that drafts for a request that runs alone; None for no drafts.

@@ -15,8 +15,8 @@ class TlsFiles:
 
     Args:
         certfile: The server's certificate, and those that vouch for it.
-        keyfile: Its private key; None if it is in `certfile`.
-        password: Of the key, if it has one.
+        keyfile: The certificate's private key; None if it is in `certfile`.
+        password: The password of the key, if it has one.
         ca_certs: Clients must show a certificate that one of these vouches for; None asks them for none.
     """
 
@@ -182,7 +182,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
     """Read the keys of a file, one a line; blank lines and those that begin with `#` are left out.
 
     Args:
-        path: Of a file that nobody else may read; its group may.
+        path: The path of a file that nobody else may read; its group may.
 
     Returns:
         One key at least.
@@ -208,7 +208,7 @@ def require_closed(path: Path, what: str) -> None:
     """Raise ValueError for a file that other users may read or write; its group may read it.
 
     Args:
-        path: Of a file that is there.
+        path: The path of a file that exists.
         what: The file in the error.
     """
     mode = path.stat().st_mode
@@ -223,7 +223,7 @@ def prompt_salt(salt: str, api_key: str | None, cache_key: str | None = None, ca
     """The salt that separates the K/V of clients who must not find each other's prompts.
 
     Args:
-        salt: Of the server, or of what is warmed for it.
+        salt: The salt of the server, or of the prompts that are warmed for it.
         api_key: Who asks; None where nobody needs a key.
         cache_key: A request's `prompt_cache_key`.
         cache_salt: A request's `cache_salt`.

@@ -142,7 +142,7 @@ class WatchedCodec(Codec):
 
     Args:
         codec: The other one.
-        name: Its own; None for that of the other one.
+        name: The name of this codec; None for the name of the codec that is watched.
         decode: Decodes in place of the other one.
     """
 
@@ -155,7 +155,6 @@ class WatchedCodec(Codec):
         self.num_decoded = 0
 
     def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
-        """See `Codec.encode`."""
         return self._codec.encode(x, role, rotations)
 
     def decode(
@@ -166,10 +165,8 @@ class WatchedCodec(Codec):
         role: Role,
         rotation: LayerRotation | None,
     ) -> torch.Tensor:
-        """See `Codec.decode`."""
         self.num_decoded += 1
         return self._decode(planes, shape, dtype, role, rotation)
 
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
-        """See `Codec.nbytes`."""
         return self._codec.nbytes(shape, dtype, role)

@@ -32,7 +32,7 @@ class CorrectnessReport:
 
     Args:
         model: Class name of the model.
-        dtype: Of its weights, such as `"float32"`.
+        dtype: The dtype of the model's weights, such as `"float32"`.
         tolerance: By how many standard deviations of the logits rounding may change one, in this dtype.
         max_kl: Threshold: the highest mean KL divergence that a recommended policy, or K/V in fewer bits, may have, in
             nats.

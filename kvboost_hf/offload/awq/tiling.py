@@ -135,11 +135,11 @@ def plan_tiling(
     """Tiles that fit into registers and shared memory, and parts that keep all processors busy.
 
     Args:
-        rows: Of the left factor.
+        rows: The number of rows of the left factor.
         in_features: A multiple of the group size.
         out_features: A multiple of 8.
         group_size: 32, 64 or 128.
-        processors: Of the device.
+        processors: The number of processors of the device.
         tile_rows: The most rows of a tile for its tensor cores: 32, 64 or 128; 0 where they cannot multiply the dtype.
     """
     if rows == 1:

@@ -234,7 +234,7 @@ def weights(codes, zeros, scales, dtype: tl.constexpr, PTX: tl.constexpr):
         codes: int16 [k, halfwords].
         zeros: int16 [1, halfwords].
         scales: Four of float16 [1, halfwords] to multiply by, or None: then weights are codes less zeros.
-        dtype: Of the tiles.
+        dtype: The dtype of the tiles.
         PTX: As `instructions` gives it, or None.
     """
     found: tl.tuple = ()

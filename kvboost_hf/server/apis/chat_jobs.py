@@ -160,7 +160,7 @@ async def constraints_of(
     Args:
         context: Compiles grammars, when it is the client's turn.
         body: The request.
-        request: Of HTTP.
+        request: The HTTP request.
         salt: The salt of the client.
         answers: The number of answers.
 

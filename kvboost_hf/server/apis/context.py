@@ -313,7 +313,7 @@ class RouteContext:
         Args:
             jobs: The jobs.
             request: The client's request, whose header `x-kvboost-repair` says how moved K/V may be used.
-            asked: Its body, where it says how the jobs wait, what of them is kept, and how moved K/V may be used.
+            asked: The request's body, where it says how the jobs wait, what is kept, and how moved K/V may be used.
         """
         figures = request.scope.setdefault("figures", Counter())
         fields: dict[str, Any] = {"client": client(request), "reuse": _reuse(request)}

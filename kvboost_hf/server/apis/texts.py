@@ -72,7 +72,7 @@ def filled(tokenizer: Any, prefix: str, suffix: str) -> str:
     """A prompt for the text between two others.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The tokenizer of the model.
         prefix: The text before.
         suffix: The text behind.
 

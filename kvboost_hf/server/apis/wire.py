@@ -35,7 +35,6 @@ class PostedRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See `APIRoute`."""
         handle = super().get_route_handler()
 
         async def handle_posted(request: Request) -> Response:
@@ -59,7 +58,6 @@ class UntypedRoute(PostedRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See `APIRoute`."""
         handle = super().get_route_handler()
 
         async def handle_untyped(request: Request) -> Response:
@@ -91,7 +89,7 @@ class StreamForm:
     """How a stream is written.
 
     Args:
-        media_type: Its content type.
+        media_type: The content type of the response.
         line: Writes an object.
         failed: What the object has besides the error that ends a stream which fails.
         ping: Sent when nothing else comes; clients skip it.

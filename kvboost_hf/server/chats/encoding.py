@@ -45,7 +45,7 @@ class Encoder:
     given is left to those who decode. The work is done in threads, without Python's lock for most of it.
 
     Args:
-        tokenizer: Of the model, with a chat template if chats are to be encoded.
+        tokenizer: The tokenizer of the model, with a chat template if chats are to be encoded.
         context: Tokens of a prompt and its answer together, at most. What must have more tokens is not tokenized.
         truncates: Leave out the beginning of what is too long, in place of refusing it.
         max_waiting: Texts of one client that may wait.
@@ -118,7 +118,7 @@ class Encoder:
             owner: Who asks. What is known of the chat is not tokenized again for the same owner.
             new: Tokens that are to come behind it.
             rendering: How the chat template writes the chat.
-            truncates: See `text`.
+            truncates: Leave out the beginning of what is too long even where the server does not.
 
         Raises:
             ApiError: there is no chat template, or it refuses the messages.

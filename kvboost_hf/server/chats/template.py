@@ -78,7 +78,7 @@ class Markers:
     Those of one character are left alone: no template marks a message with them.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The tokenizer of the model.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -235,7 +235,7 @@ def forget_words(tokenizer: Any) -> bool:
     """Empty the memory of a tokenizer. It encodes words faster that it has encoded before, so that time tells them.
 
     Args:
-        tokenizer: Of transformers, or of the tokenizers package.
+        tokenizer: A tokenizer of transformers, or of the tokenizers package.
 
     Returns:
         False where it cannot be emptied.

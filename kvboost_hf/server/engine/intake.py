@@ -324,7 +324,7 @@ class WaitingLine(Generic[Waiting]):
     salts say; priorities do not count between clients.
 
     Args:
-        job: Of what waits.
+        job: Returns the job of an item that waits.
     """
 
     def __init__(self, job: Callable[[Waiting], Job]) -> None:

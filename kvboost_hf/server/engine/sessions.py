@@ -179,13 +179,13 @@ class Pin:
 
     Args:
         holder: Names it to the store.
-        session: Of the session that it belongs to.
+        session: The id of the session that the pin belongs to.
         root: Where the text begins; empty for a whole session.
         ttl_s: Seconds after its last use; None for no limit.
         priority: Those with the largest number give way first.
         used: When it was last used.
         tokens: How many tokens the text has; 0 for a whole session.
-        digest: Of root and tokens.
+        digest: A hash of root and tokens.
     """
 
     holder: bytes
@@ -233,8 +233,8 @@ class Pins:
             job: Whose prompt it is.
             keeps: What to pin of it.
             cache: Holds the prompt alone.
-            session: Of the job.
-            priority: Of the new pins.
+            session: The id of the job's session.
+            priority: The priority of the new pins.
 
         Returns:
             Whether all that was asked for is pinned. What is longer than the client's share, has no room, or has moved

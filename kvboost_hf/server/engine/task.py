@@ -28,13 +28,13 @@ class SessionRecord:
     """A session.
 
     Args:
-        id: Its name, or a hash of its first chunk.
+        id: The name of the session, or a hash of its first chunk.
         client: Whose it is.
         named: Whether the client has named it. Then it has a salt of its own, and with it all K/V under some roots.
         first_seen: When its first request ran.
         last_used: When its last request ran.
         keep: What to pin of each of its prompts, as was asked afterwards.
-        priority: Of its pins, as was asked afterwards; None for that of each job.
+        priority: The priority of the session's pins, as was asked afterwards; None for that of each job.
         roots: Where its K/V begins.
     """
 
@@ -59,7 +59,7 @@ class SessionRecord:
 
         Args:
             root: Where it begins.
-            ids: Its prompt.
+            ids: The token ids of its prompt.
             chunker: Cuts it.
             pieces: Keys of what was stored of it to be found by content.
         """
@@ -137,7 +137,7 @@ class Task:
         """Report the log probabilities of the tokens that follow a piece of the prompt, [tokens, vocab_size].
 
         Args:
-            logits: Of the tokens from `done` on.
+            logits: Logits of the prompt's tokens from `done` on.
         """
         ids, start = self.job.ids, self.done + 1
         found = [] if self.scored else [TokenLogprob(ids[0], None)]

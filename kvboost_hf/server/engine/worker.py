@@ -47,7 +47,7 @@ class ModelEngine:
 
     Args:
         model: A causal language model in eval mode.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         store: Where K/V is kept; None for a new store. After it is closed jobs go on, and nothing is kept.
         policy: How stored K/V may be used; None for exact reuse.
         live_quant: The codec of K/V of running jobs, each of which then has a cache of its own; None for K/V as the
@@ -142,7 +142,6 @@ class ModelEngine:
         return job.future
 
     def sessions(self, client: bytes | None, id: str | None = None) -> list[Session]:
-        """See `Engine`."""
         table = self._sessions
 
         def look() -> tuple[list[tuple[SessionRecord, Belongings]], Heads]:
@@ -154,13 +153,11 @@ class ModelEngine:
         return self._intake.call(lambda: [table.figures(session, nbytes) for (session, _), nbytes in records])
 
     def change_session(self, client: bytes, id: str, change: SessionChange) -> Session | None:
-        """See `Engine`."""
         if self._intake.call(lambda: self._sessions.change(client, id, change)) is None:
             return None
         return next(iter(self.sessions(client, id)), None)
 
     def drop_session(self, client: bytes, id: str, salt: bytes) -> dict[str, int] | None:
-        """See `Engine`."""
 
         def drop() -> tuple[bool, Belongings, Heads]:
             known = bool(self._sessions.of(client, id))

@@ -336,7 +336,7 @@ class PrefixTree(Generic[Held]):
 
         Args:
             owner: Only texts of the same owner share anything.
-            tokens: Of the text.
+            tokens: The token ids of the text.
             held: What is held of all of them.
 
         Returns:

@@ -105,14 +105,12 @@ class _Draft(TreeDraft):
     """A `TreeDraft` whose failures are `_DraftFailedError`."""
 
     def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
-        """See `TreeDraft`."""
         try:
             return super().grow(ids, room, chain=chain)
         except Exception as error:
             raise _DraftFailedError from error
 
     def keep(self, path: Sequence[int]) -> None:
-        """See `TreeDraft`."""
         try:
             super().keep(path)
         except Exception as error:
@@ -137,7 +135,7 @@ class DraftedText:
 
         Args:
             cache: Holds prompt and answer but for the last token.
-            ids: Of the answer; one at least.
+            ids: The token ids of the answer so far; one at least.
             add: Called with each token, one after the other.
 
         Returns:
@@ -196,7 +194,7 @@ class PredictedText:
 
     Args:
         model: The model.
-        device: Of its inputs.
+        device: The device of the model's inputs.
         job: The job of the answer, with a prediction.
         sampler: Chooses its tokens.
 
@@ -216,7 +214,7 @@ class PredictedText:
         """The tokens of the prediction behind what the answer ends with; none where it has left the prediction.
 
         Args:
-            ids: Of the answer; one at least.
+            ids: The token ids of the answer so far; one at least.
         """
         room = self._job.options.max_tokens - len(ids) - 1  # the last token is the model's
         said = np.array(ids[-MAX_NGRAM:], dtype=np.int64)
@@ -232,7 +230,7 @@ class PredictedText:
 
         Args:
             cache: Holds prompt and answer but for the last token.
-            ids: Of the answer; one at least.
+            ids: The token ids of the answer so far; one at least.
             draft: From `draft`.
             add: Called with each token, one after the other.
 

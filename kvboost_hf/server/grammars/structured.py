@@ -64,7 +64,7 @@ def tool_calls(
     """The grammar of an answer that calls tools and says nothing else, as the model writes it.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The tokenizer of the model.
         tools: Those that may be called, as in OpenAI's API; one for a call that is named.
         parallel: Whether there may be more than one call.
         answer: The schema of JSON that may be said in place of calls; None if there must be a call.
@@ -100,7 +100,7 @@ class GrammarConstraint:
 
     Args:
         matcher: At the start of the grammar.
-        tokens: Of the tokenizer that it is for.
+        tokens: The tokenizer of the model, as llguidance has it.
         vocab_size: How many logits the model has.
         is_json: Whether runs of digits and spaces are limited; see `Runs`.
     """
@@ -152,7 +152,7 @@ class Runs:
     it has no tokens left.
 
     Args:
-        tokens: Of the model's tokenizer.
+        tokens: The tokenizer of the model, as llguidance has it.
         vocab_size: How many logits the model has.
     """
 

@@ -22,7 +22,7 @@ class ApiError(Exception):
     """A request that is answered with an error.
 
     Args:
-        status: Of HTTP.
+        status: The status of the HTTP response.
         message: For people: value, constraint and remedy.
         param: The field of the request that it is about.
         code: For programs.

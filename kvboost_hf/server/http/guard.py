@@ -69,12 +69,12 @@ class Body:
     may take and up to eight times the limit; then the connection is closed.
 
     Args:
-        headers: Of the request.
-        receive: Of the server.
-        send: Of the server.
-        max_bytes: Of the body.
+        headers: The headers of the request.
+        receive: ASGI's `receive` of the server.
+        send: ASGI's `send` of the server.
+        max_bytes: The most bytes of the body.
         timeout_s: Seconds for all of it.
-        held: Of all bodies.
+        held: The bytes of all bodies together.
 
     Attributes:
         client: Whose it is.
@@ -96,7 +96,7 @@ class Body:
         self._all, self._held = held, 0
 
     async def receive(self) -> Message:
-        """See ASGI.
+        """Return the next message of the request, as ASGI has it.
 
         Raises:
             HTTPException: it is too large, takes too long, or there is no memory for it beside others.
@@ -120,7 +120,6 @@ class Body:
         self._held = 0
 
     async def send(self, message: Message) -> None:
-        """See ASGI."""
         if not self._whole:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["Connection"] = "close"
@@ -162,7 +161,7 @@ class Guard:
 
     Args:
         app: What it guards.
-        settings: Its keys, names and limits.
+        settings: The keys, names and limits of the server.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:

@@ -19,7 +19,7 @@ class Meter:
     """Counts the events of an engine's jobs.
 
     Args:
-        engine: Its own figures are read each time they are asked for.
+        engine: The engine, whose figures are read each time they are asked for.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -128,7 +128,6 @@ class TracedEngine:
         return getattr(self._engine, name)
 
     def submit(self, job: Job, listener: Listener) -> Ticket:
-        """See `Engine`."""
         traced, start = _under_way.get(), time.time_ns()
         if traced is None:
             return self._engine.submit(job, listener)

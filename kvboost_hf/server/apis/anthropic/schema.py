@@ -293,7 +293,7 @@ class CountRequest(Body):
         """The same as a chat.
 
         Raises:
-            RequestValidationError: Its parts do not fit together.
+            RequestValidationError: The parts of the request do not fit together.
         """
         try:
             return ChatRequest.model_validate(self._chat_fields())

@@ -100,7 +100,7 @@ class _Asked(Body):
         """The request as a chat of these messages.
 
         Raises:
-            RequestValidationError: Its parts do not fit together.
+            RequestValidationError: The parts of the request do not fit together.
         """
         fields = (self.options or OllamaOptions()).sampling | {
             "model": self.model,
