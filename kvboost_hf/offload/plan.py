@@ -1,8 +1,8 @@
 """Plans which layers stay on the device, which in host memory and which in files, and when each is copied into a slot.
 
 Resident layers are spread evenly among the streamed ones, beginning with the first layer, so that copies continue
-while they are computed: several in a row would leave the link idle once all slots are full. `simulate.py` computes by
-how much, and why the number of streamed layers need not be a multiple of the slots.
+while they are computed: several in a row would leave the link idle once all slots are full. `benchmarks/ring.py`
+computes by how much, and why the number of streamed layers need not be a multiple of the slots.
 """
 
 import math

@@ -122,7 +122,7 @@ def estimate_sizes(
     Args:
         config: The configuration of a causal language model of transformers.
         streaming: The settings; the mode, the numbers of tokens and `host_embeddings` are used.
-        bits: Bits of a weight in decoder layers; None for 4 if the configuration is of a checkpoint in 4 bits, else 16.
+        bits: Bits of a weight in decoder layers; None for 4 if the checkpoint of the configuration has 4, else 16.
         group_size: Rows that share a scale and a zero point; None for that of the checkpoint, or 128.
         dtype: The dtype of weights that are not quantized, of K/V and of activations.
 

@@ -35,7 +35,6 @@ from kvboost_hf.offload.disk import FileSource, LayerFolder, Origin
 from kvboost_hf.offload.host import HostMemory, HostSource, Pinning, cuda_pinning
 from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
 from kvboost_hf.offload.prune import former_files, prune_layers
-from kvboost_hf.offload.simulate import Pass, Successor, next_of_slot, simulate
 from kvboost_hf.offload.sizes import CUBLAS_BYTES, activation_bytes, estimate_sizes, sizes_of, what_fits
 from kvboost_hf.offload.sources import FlatLayout, Source
 from kvboost_hf.offload.stream import LayerStream
