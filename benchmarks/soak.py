@@ -37,7 +37,7 @@ from reuse import Result, measured_on, provenance
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
-from kvboost_hf.cache.costs.compute_pace import ComputePace
+from kvboost_hf.cache.costs import ComputePace
 from kvboost_hf.cache.store.integrity import chain
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.disk import DiskTier

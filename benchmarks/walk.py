@@ -22,7 +22,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -117,12 +116,12 @@ def walks(model: PreTrainedModel) -> dict[str, Walk]:
         for _ in range(3):  # it is stored, read for the first time, and read as it is every time
             with ChunkStore(model, chunk_size=CHUNK, tiers=[f"disk:{folder}"]) as opened:
                 cache = ChunkReuseCache(model, opened)
-                found["disk"] = walk(lambda cache=cache: answer(cache))  # type: ignore[misc]
+                found["disk"] = walk(lambda cache=cache: answer(cache))
     blend = ReusePolicy(mode="blend", repair="none", progressive=False)
     for places in range(1, 3):  # another head each time: what was moved once is stored
         moved = torch.cat([ids[:, :CHUNK].roll(places), ids[:, CHUNK:]], 1)
         cache = ChunkReuseCache(model, store, policy=blend)
-        found["moved"] = walk(lambda cache=cache, moved=moved: answer(cache, moved))  # type: ignore[misc]
+        found["moved"] = walk(lambda cache=cache, moved=moved: answer(cache, moved))
         assert cache.report.moved_tokens
     found["transformers"] = twice(answer, transformers)
     return found
@@ -152,7 +151,11 @@ class Steps(BaseStreamer):
 def step(model: PreTrainedModel) -> Walk:
     """The walk of the median of further tokens of a kept cache; the first step settles the prompt."""
     kept = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))
-    call = partial(model.generate, prompt_of(model), past_key_values=kept, max_new_tokens=STEPS, do_sample=False)
+
+    def call(**more: Any) -> None:
+        given = {"past_key_values": kept, "max_new_tokens": STEPS, "do_sample": False, **more}
+        model.generate(prompt_of(model), **given)
+
     call()
     found = Walk(f"{Path(kvboost_hf.__file__).parent}/")
     steps = Steps(found)

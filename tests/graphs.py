@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from transformers import CompileConfig, GenerationMixin, PreTrainedModel
 
-from tests.internals.cache import compile_costs, decoding_form
+from tests.internals.cache import costs, decoding_form
 
 
 class Compiler:
@@ -91,8 +91,8 @@ def pretended_gpu(compiler: Compiler, *, tokens_per_graph: int = 0) -> Iterator[
         mock.patch.object(PreTrainedModel, "_default_compile_config", return_value=compiler.config),
         mock.patch.object(decoding_form, "_DEVICES", ("cpu",)),
         mock.patch.object(decoding_form, "has_triton", return_value=True),
-        mock.patch.object(compile_costs, "TOKENS_PER_GRAPH", tokens_per_graph),
-        mock.patch.object(compile_costs, "SAVED_S", 1e9),
+        mock.patch.object(costs, "TOKENS_PER_GRAPH", tokens_per_graph),
+        mock.patch.object(costs, "SAVED_S", 1e9),
         mock.patch.object(decoding_form, "_LEAST_COLUMNS", 64),
         mock.patch.object(decoding_form, "_LEAST_NEW", 8),
     ):

@@ -29,11 +29,11 @@ from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.live.binding import Binding, require_policy, require_store
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
-from kvboost_hf.cache.live.in_use import CacheUse
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.live.store_writer import StoreWriter
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt.generate_call import (
+    CacheUse,
     GenerateCall,
     calling,
     in_generate,

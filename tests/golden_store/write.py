@@ -23,7 +23,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy
-from kvboost_hf.cache.costs.compute_pace import ComputePace
+from kvboost_hf.cache.costs import ComputePace
 from kvboost_hf.cache.identity import durable_names
 from kvboost_hf.cache.identity import fingerprint as identity_fingerprint
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint

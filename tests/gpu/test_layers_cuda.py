@@ -11,7 +11,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_m
 from tests import multimodal
 from tests.conftest import STATEFUL, WINDOWED, left_pad, make_model, random_ids
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
-from tests.internals.cache import CompileCosts, compile_costs, decoding_form
+from tests.internals.cache import CompileCosts, costs, decoding_form
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -87,8 +87,8 @@ def test_attached_with_a_size() -> None:
 )
 def test_compiled_by_default(name: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No size is named: buffers grow twice, the second graph serves all sizes, and replays give what steps give."""
-    monkeypatch.setattr(compile_costs, "TOKENS_PER_GRAPH", 0)
-    monkeypatch.setattr(compile_costs, "SAVED_S", 1e9)
+    monkeypatch.setattr(costs, "TOKENS_PER_GRAPH", 0)
+    monkeypatch.setattr(costs, "SAVED_S", 1e9)
     monkeypatch.setattr(decoding_form, "_LEAST_COLUMNS", 64)
     monkeypatch.setattr(decoding_form, "_LEAST_NEW", 1)
     monkeypatch.setattr(decoding_form, "_most_bytes", lambda *given: None)  # the weights of the model are few

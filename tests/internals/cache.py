@@ -1,12 +1,11 @@
 """Names of `kvboost_hf.cache`."""
 
+from kvboost_hf.cache import costs
 from kvboost_hf.cache.codecs import Codec, Planes, Role, make_codec, packing, turboquant
 from kvboost_hf.cache.codecs.base import ExactStart
 from kvboost_hf.cache.codecs.packing import centroids, pack, packed_width, round_to, unpack
 from kvboost_hf.cache.codecs.turboquant import TurboQuant, random_projection, random_rotation, rotated, rotated_back
-from kvboost_hf.cache.costs import compile_costs, compute_pace
-from kvboost_hf.cache.costs.compile_costs import TOKENS_PER_GRAPH, CompileCosts, Graph
-from kvboost_hf.cache.costs.compute_pace import ComputePace
+from kvboost_hf.cache.costs import TOKENS_PER_GRAPH, CompileCosts, ComputePace, Graph
 from kvboost_hf.cache.forward import (
     admission,
     fill,
@@ -38,13 +37,11 @@ from kvboost_hf.cache.kv.records import StoredStates
 from kvboost_hf.cache.kv.transfer import Staging
 from kvboost_hf.cache.layers import pieced
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.layers.choose import make_layers
-from kvboost_hf.cache.layers.coded import CodedTensor
+from kvboost_hf.cache.layers.choose import HiddenStates, make_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
-from kvboost_hf.cache.layers.hidden_states import HiddenStates
 from kvboost_hf.cache.layers.pieced import PiecedLayer
-from kvboost_hf.cache.layers.quantized import QuantizedLayer, exact_layers, live_bytes
+from kvboost_hf.cache.layers.quantized import CodedTensor, QuantizedLayer, exact_layers, live_bytes
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.layers.windows import SlidingLayer
 from kvboost_hf.cache.live import decoding_form
@@ -91,8 +88,7 @@ from kvboost_hf.cache.prompt.chats import ChatTemplate
 from kvboost_hf.cache.prompt.inputs import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, read_inputs
 from kvboost_hf.cache.prompt.media import Prompt, _hash, _split_items, read_prompt
 from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
-from kvboost_hf.cache.prompt.step_log import StepLog, Windows, seen_columns
-from kvboost_hf.cache.prompt.token_log import MaskShape, TokenLog
+from kvboost_hf.cache.prompt.token_log import MaskShape, StepLog, TokenLog, Windows, seen_columns
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import history, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk

@@ -37,7 +37,7 @@ from tests.internals.cache import (
     prefix_key,
     trim_row,
 )
-from tests.internals.cache import compute_pace as pace
+from tests.internals.cache import costs as pace
 from tests.property.test_store import BYTES_PER_TOKEN, KV_FORM, kv_of
 
 MODEL = make_model("llama")
@@ -345,7 +345,7 @@ SECOND = """
 import sys
 from tests.conftest import as_inputs, make_model, random_ids
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache.costs.compute_pace import ComputePace
+from kvboost_hf.cache.costs import ComputePace
 ComputePace.seconds_per_token = lambda self, model: 1.0
 model = make_model("llama")
 store = ChunkStore(model, chunk_size=32, tiers=[f"disk:{sys.argv[1]}:1GB"])

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf.cache.costs.prompt_costs import PIECE, Costs
+from kvboost_hf.cache.costs import PIECE, Costs
 from kvboost_hf.cache.forward.moved_probe import blend_reason, repair_for
 from kvboost_hf.cache.forward.running import CacheParts, Request
 from kvboost_hf.cache.forward.spans import stored_chunk

@@ -15,13 +15,13 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.layers.hidden_states import private_cache
+from kvboost_hf.cache.layers.choose import private_cache
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, StoredChunk, StoredStates
 from kvboost_hf.cache.store.indexes import Row
 from kvboost_hf.cache.store.integrity import chain
-from kvboost_hf.compat import cache_argument, difference, tolerance
+from kvboost_hf.compat import cache_argument, difference, run_model, tolerance
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -65,7 +65,9 @@ def audit(
         logits: What came out with reuse, [batch, k, vocab].
     """
     fresh = [layer.fresh() for layer in layers]
-    output: Any = model(**{**kwargs, cache_argument(model): private_cache(fresh), "return_dict": True})
+    ours = (cache_argument(model), "use_cache", "return_dict")
+    given = {name: value for name, value in kwargs.items() if name not in ours}
+    output = run_model(model, cache=private_cache(fresh), logits=0, **given)
     plain: torch.Tensor = output.logits[:, -logits.shape[1] :]
     off = difference(logits.float(), plain.float())
     tokens = int(kwargs["input_ids"].numel())

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvboost_hf.cache.forward.running import CacheParts
-from kvboost_hf.cache.layers.hidden_states import kv_layers
+from kvboost_hf.cache.layers.choose import kv_layers
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.planning.chunks import whole_pieces

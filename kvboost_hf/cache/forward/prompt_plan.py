@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.costs.prompt_costs import pieces
+from kvboost_hf.cache.costs import pieces
 from kvboost_hf.cache.forward.admission import adds_mask, reason_against_short_hits
 from kvboost_hf.cache.forward.loading import can_overlap
 from kvboost_hf.cache.forward.reused import PromptColumns

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from kvboost_hf.cache.costs.compute_pace import ComputePace
+from kvboost_hf.cache.costs import ComputePace
 from kvboost_hf.cache.forward.audit import audit, put_right
 from kvboost_hf.cache.forward.fill import compute_columns, fill_layers, run_ahead
 from kvboost_hf.cache.forward.loading import Loading

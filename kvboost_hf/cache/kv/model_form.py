@@ -18,8 +18,7 @@ from kvboost_hf.cache.codecs.base import Codec, Role
 from kvboost_hf.cache.kv.blocks import Block, ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, Place
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
-from kvboost_hf.cache.layers.choose import make_layers
-from kvboost_hf.cache.layers.hidden_states import private_cache
+from kvboost_hf.cache.layers.choose import make_layers, private_cache
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
 from kvboost_hf.compat import probe_ids, probe_logits
 

@@ -22,7 +22,7 @@ from kvboost_hf.cache.layers.choose import in_place_of
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.prompt.generate_call import GenerateCall
-from kvboost_hf.cache.prompt.step_log import StepLog, Windows, is_of_all_columns, seen_columns
+from kvboost_hf.cache.prompt.token_log import StepLog, Windows, is_of_all_columns, seen_columns
 from kvboost_hf.compat import cache_layers, forward_arguments, known_reason, rope_regime
 from kvboost_hf.handles import ATTENTION
 

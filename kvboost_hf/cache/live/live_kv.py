@@ -20,9 +20,8 @@ from kvboost_hf.cache.identity.aliases import holders, references
 from kvboost_hf.cache.identity.foreign import is_own
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.layers.choose import make_layers
+from kvboost_hf.cache.layers.choose import HiddenStates, kv_layers, make_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.layers.hidden_states import HiddenStates, kv_layers
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.ledger import Ledger

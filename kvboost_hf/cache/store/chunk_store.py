@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import forks
 from kvboost_hf.cache.codecs import LiveQuant, live_config, make_codec
 from kvboost_hf.cache.codecs.base import Codec
-from kvboost_hf.cache.costs.compute_pace import ComputePace
-from kvboost_hf.cache.costs.prompt_costs import stored_per_computed, worth_loading
+from kvboost_hf.cache.costs import ComputePace, stored_per_computed, worth_loading
 from kvboost_hf.cache.identity.fingerprint import model_name
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.kv.blocks import ColumnFormat

@@ -20,10 +20,9 @@ from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens, common_length, is_text, prefix_key
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border
-from kvboost_hf.cache.prompt.inputs import with_positions
 from kvboost_hf.cache.store.indexes import Row
 from kvboost_hf.cache.store.tiered import TieredRecords
-from kvboost_hf.compat import PrivateCache, cache_argument, difference, input_device, tolerance
+from kvboost_hf.compat import PrivateCache, difference, input_device, run_model, tolerance
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -153,8 +152,7 @@ def _compute(model: PreTrainedModel, text: Tokens) -> list[ReuseLayer]:
         if layer.is_sliding:
             layer.native.activate_past_recording()
     cache = PrivateCache([layer.native for layer in layers])
-    given = {"input_ids": torch.from_numpy(text)[None].to(input_device(model)), cache_argument(model): cache}
-    model(**with_positions(model, given), use_cache=True, logits_to_keep=1)
+    run_model(model, torch.from_numpy(text)[None].to(input_device(model)), cache)
     return layers
 
 

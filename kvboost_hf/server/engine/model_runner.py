@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 from weakref import WeakSet
 
 import psutil
@@ -15,14 +14,13 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import (
     bytes_per_token,
-    cache_argument,
-    forward_arguments,
     has_own_cache,
     input_device,
     padding_reason,
     probe_ids,
     probe_reason,
     rope_regime,
+    run_model,
 )
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
@@ -68,7 +66,6 @@ class ModelRunner:
         self._caches: WeakSet[ChunkReuseCache] = WeakSet()  # those of tasks
         self.lending_reason = ChunkReuseCache(model, store, live_quant=live_quant).lending_reason
         ModelState.of(model).fingerprint.look(model)
-        self._takes_positions = "position_ids" in forward_arguments(model)
         self.in_pieces = (
             self.lending_reason is None  # such as states: of a prompt in pieces, fewer of them are of use to others
             and rope_regime(model, context) == b""  # a long row would change the frequencies of others and of itself
@@ -108,12 +105,9 @@ class ModelRunner:
         self, cache: ChunkReuseCache | None, ids: torch.Tensor, start: int, *, keep: int = 0
     ) -> torch.Tensor:
         """As `forward`; returns logits [1, tokens, vocab_size] of the last `keep` tokens. 0 keeps and computes all."""
-        given: dict[str, Any] = {cache_argument(self.model): cache}
-        if self._takes_positions:  # as generate() does: some models would count otherwise
-            given["position_ids"] = torch.arange(start, start + ids.shape[1], device=self.device)[None]
-        model: Any = self.model
-        output = model(input_ids=ids, logits_to_keep=keep, use_cache=True, return_dict=True, **given)
-        logits: torch.Tensor = output.logits
+        # As generate() gives them: some models would count otherwise.
+        positions = torch.arange(start, start + ids.shape[1], device=self.device)[None]
+        logits: torch.Tensor = run_model(self.model, ids, cache, logits=keep, position_ids=positions).logits
         return logits
 
     def step(self, task: Task) -> torch.Tensor:

@@ -1,1 +1,0 @@
-"""Estimates of how long computing, loading and storing K/V take."""
