@@ -12,16 +12,13 @@ from kvboost_hf.cache.forward import (
     loading,
     moved,
     moved_probe,
-    repair_later,
     reused,
     running,
     scatter,
-    spans,
 )
 from kvboost_hf.cache.forward.fill import StemReader
-from kvboost_hf.cache.forward.moved import choose_columns
+from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.moved_probe import blend_reason
-from kvboost_hf.cache.forward.repair_later import goes_on
 from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.identity.aliases import Memories, _memory
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, model_name
@@ -67,7 +64,8 @@ from kvboost_hf.cache.planning.chunks import (
 )
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.eviction import EvictionOrder
-from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, MovedSegment, find_moved, window_hashes
+from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, find_moved, window_hashes
+from kvboost_hf.cache.planning.moved import MovedColumns, choose_columns
 from kvboost_hf.cache.planning.ngram_index import NgramIndex
 from kvboost_hf.cache.planning.plan import (
     HEAD_TOKENS,
@@ -80,7 +78,7 @@ from kvboost_hf.cache.planning.plan import (
     plan_shared,
     trim_row,
 )
-from kvboost_hf.cache.planning.repair import REPAIRS, Measure, MovedColumns, RepairRow, Scores
+from kvboost_hf.cache.planning.repair import REPAIRS, Measure, RepairRow, Scores
 from kvboost_hf.cache.planning.score_batches import plan_batches
 from kvboost_hf.cache.planning.stems import find_stems, paths_of
 from kvboost_hf.cache.prompt import media
@@ -93,9 +91,9 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import history, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
 from kvboost_hf.cache.store.history import History
-from kvboost_hf.cache.store.indexes import Row, StoredText
-from kvboost_hf.cache.store.integrity import chain
+from kvboost_hf.cache.store.indexes import StoredText
 from kvboost_hf.cache.store.settings import chunk_bytes
+from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import below, record
 from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, TierSpec, open_tier, parse_tier
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
@@ -107,3 +105,8 @@ from kvboost_hf.cache.tiers.filesystem import FilesystemTier
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump, pack_entry, read_entry, unpack_entry
 from kvboost_hf.cache.tiers.sealed import SealedTier, read_tier_key
 from kvboost_hf.cache.tiers.valkey import ValkeyTier
+
+
+def records_of(store: ChunkStore) -> TieredRecords:
+    """The records behind the verbs of a store."""
+    return store._records

@@ -28,8 +28,8 @@ ROOT = root_key(b"model", b"")
 
 
 class FakeChunk:
-    def __init__(self, prefix_key: bytes, tokens: Tokens) -> None:
-        self.prefix_key, self.tokens = prefix_key, tokens
+    def __init__(self, key: bytes, tokens: Tokens) -> None:
+        self.key, self.tokens = key, tokens
 
 
 class FakeIndex:
@@ -124,7 +124,7 @@ def test_a_row_is_served_what_it_shares(shared: int, stored_more: int, row_more:
     for segment in plan.segments:  # gapless, and made of the row's own tokens
         assert segment.start == at
         at = segment.stop
-        part = segment.chunk.tokens[segment.start - segment.origin : segment.stop - segment.origin]
+        part = segment.chunk.tokens[segment.offset : segment.offset + segment.stop - segment.start]
         assert np.array_equal(part, row[segment.start : segment.stop])
     assert at == plan.hit
     assert (plan.miss is None) == (plan.hit >= limit)

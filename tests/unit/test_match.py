@@ -16,7 +16,7 @@ from tests.internals.cache import (
     ContentIndex,
     FixedChunker,
     MovedIndex,
-    MovedSegment,
+    Segment,
     Tokens,
     find_moved,
     window_hashes,
@@ -28,7 +28,7 @@ class FakeChunk:
     tokens: Tokens
     start: int = 0
     parent: bytes = b"root"
-    prefix_key: bytes = b"key"
+    key: bytes = b"key"
 
 
 Index = ContentIndex[FakeChunk]
@@ -57,7 +57,7 @@ def text(n: int, seed: int = 0, words: int = 50) -> Tokens:
     return np.random.default_rng(seed).integers(0, words, n)
 
 
-def check(segments: tuple[MovedSegment, ...], tokens: Tokens, start: int, stop: int) -> int:
+def check(segments: tuple[Segment, ...], tokens: Tokens, start: int, stop: int) -> int:
     """What any answer must fulfil; returns how many tokens are served."""
     at, runs = start, [0]
     for segment in segments:
@@ -73,12 +73,12 @@ def check(segments: tuple[MovedSegment, ...], tokens: Tokens, start: int, stop: 
         if segment.continues:
             assert before.stop == segment.start
             assert before.shift == segment.shift
-            assert before.chunk.prefix_key == segment.chunk.parent
+            assert before.chunk.key == segment.chunk.parent
             assert before.offset + before.stop - before.start == len(before.chunk.tokens)
     return sum(segment.stop - segment.start for segment in segments)
 
 
-def moved(tokens: Tokens, index: MovedIndex, start: int = 0, stop: int | None = None) -> tuple[MovedSegment, ...]:
+def moved(tokens: Tokens, index: MovedIndex, start: int = 0, stop: int | None = None) -> tuple[Segment, ...]:
     stop = len(tokens) if stop is None else stop
     segments = find_moved(tokens, start, stop, index)
     check(segments, tokens, start, stop)
@@ -219,7 +219,7 @@ class TestVariants:
 
     @pytest.mark.parametrize("cut", [64, 40])
     def test_the_one_that_continues_the_run_comes_first(self, cut: int) -> None:
-        first = FakeChunk(text(32, 1), 500, prefix_key=b"first")
+        first = FakeChunk(text(32, 1), 500, key=b"first")
         alone = FakeChunk(self.document, 0)
         behind = FakeChunk(self.document, 532, parent=b"first")
         tokens = np.concatenate([text(32, 1), self.document[:cut], 100 + text(20)])
@@ -228,13 +228,13 @@ class TestVariants:
         assert [s.continues for s in segments] == [False, True]
 
     def test_a_parent_of_another_length_is_another_history(self) -> None:
-        first = FakeChunk(text(32, 1), 500, prefix_key=b"first")
+        first = FakeChunk(text(32, 1), 500, key=b"first")
         behind = FakeChunk(self.document, 900, parent=b"first")
         segments = moved(np.concatenate([text(32, 1), self.document]), index_of(first, behind))
         assert [s.continues for s in segments] == [False, False]
 
     def test_nothing_continues_a_part(self) -> None:
-        first = FakeChunk(text(32, 1), 500, prefix_key=b"first")
+        first = FakeChunk(text(32, 1), 500, key=b"first")
         behind = FakeChunk(self.document, 520, parent=b"first")
         segments = moved(np.concatenate([text(20, 1), self.document]), index_of(first, behind))
         assert len(segments) == 2

@@ -9,14 +9,14 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from kvboost_hf.cache.planning.chunks import Tokens, common_length
-from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedChunk, window_hashes
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS
+from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, window_hashes
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Chunk
 
 _MAX_COMPARED = 32  # chunks of equal standing among which one is chosen
 _MAX_INSIDE = 8  # texts that are known to have the same window inside, the latest ones
 _TOKEN_BYTES = np.dtype(np.int64).itemsize
 
-C = TypeVar("C", bound=MovedChunk)
+C = TypeVar("C", bound=Chunk)
 
 
 class ContentIndex(Generic[C]):
@@ -62,7 +62,7 @@ class ContentIndex(Generic[C]):
             self._heads.update(hashes[:1])
             insort(self._variants[text], chunk, key=_start)
             self._behind.setdefault(_place(chunk.parent, chunk.tokens), []).append(chunk)
-            self._by_key[chunk.prefix_key] = chunk
+            self._by_key[chunk.key] = chunk
 
     def remove(self, chunk: C) -> None:
         """Undo `add`."""
@@ -82,8 +82,8 @@ class ContentIndex(Generic[C]):
             self._behind[place].remove(chunk)
             if not self._behind[place]:
                 del self._behind[place]
-            if self._by_key.get(chunk.prefix_key) is chunk:
-                del self._by_key[chunk.prefix_key]
+            if self._by_key.get(chunk.key) is chunk:
+                del self._by_key[chunk.key]
 
     def _add_windows(self, text: bytes, hashes: list[int]) -> None:
         for number, hashed in enumerate(hashes[1:], start=1):
@@ -163,11 +163,11 @@ class ContentIndex(Generic[C]):
         return max(others, key=lambda chunk: (common_length(chunk.tokens, tokens), -len(chunk.tokens)))
 
     def under(self, key: bytes) -> C | None:
-        """The chunk with this `prefix_key`."""
+        """The chunk with this key."""
         return self._by_key.get(key)
 
 
-def _start(chunk: MovedChunk) -> int:
+def _start(chunk: Chunk) -> int:
     return chunk.start
 
 

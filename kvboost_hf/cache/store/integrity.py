@@ -18,9 +18,7 @@ from kvboost_hf.cache.kv.layer_kv import LayerKV, copy_columns
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
-from kvboost_hf.cache.planning.chunks import Chunker, Tokens, common_length, is_text, prefix_key
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border
-from kvboost_hf.cache.store.indexes import Row
+from kvboost_hf.cache.planning.chunks import Tokens, is_text
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.compat import PrivateCache, difference, input_device, run_model, tolerance
 
@@ -95,23 +93,6 @@ def check_integrity(
         records.quarantine(wrong)
         _log.warning("%d of %d stored chunks were not what the model computes, and were dropped.", len(wrong), checked)
     return IntegrityReport(checked, len(wrong), len(stored) - len(texts), forwarded, largest)
-
-
-def chain(records: TieredRecords, chunker: Chunker, root: bytes, tokens: Tokens) -> list[tuple[StoredChunk, int, int]]:
-    """Every chunk that may serve a row: with the row token that it starts at, and how many tokens it shares."""
-    found: list[tuple[StoredChunk, int, int]] = []
-    index = records.view(root, Row(tokens, Border(0, root), chunker, stateful=False))
-    key, at = root, 0
-    while at < len(tokens):
-        rest = tokens[at:]
-        siblings = index.siblings(key, rest[:HEAD_TOKENS]) if len(rest) >= HEAD_TOKENS else ()
-        loaded = records.fetch(chunk for chunk in siblings if isinstance(chunk, StoredChunk))
-        found += [(chunk, at, common_length(chunk.tokens, rest)) for chunk in loaded.values()]
-        cut = chunker.next_cut(tokens, at)
-        if cut is None:
-            break
-        key, at = prefix_key(key, tokens[at:cut]), cut
-    return found
 
 
 def _text(stored: Stored, chunks: dict[bytes, StoredChunk]) -> Tokens | None:

@@ -87,7 +87,7 @@ class ModelRunner:
         """Why the model cannot be served, or None. Runs it on a short prompt and a token behind it."""
         if has_own_cache(self.model):
             return "it keeps what it has computed in a cache class of its own, and takes no other"
-        ids, cache = probe_ids(self.model), ChunkReuseCache(self.model, _EmptyStore(self.model))
+        ids, cache = probe_ids(self.model), ChunkReuseCache(self.model, self.store.without_room(with_roots=False))
         try:
             for start, stop in ((0, ids.shape[1] - 1), (ids.shape[1] - 1, ids.shape[1])):
                 self.forward(cache, ids[:, start:stop], start)
@@ -176,21 +176,14 @@ class ModelRunner:
 
     def keep_nothing(self, cache: ChunkReuseCache) -> None:
         """From now on, store nothing that a cache holds."""
-        cache.store = _EmptyStore(self.model, chunker=self.store.chunker)
+        cache.store = self.store.without_room(with_roots=False)
 
     def leave_store(self) -> None:
         """Go on without the store, which somebody has closed: open caches and later ones keep nothing."""
         _log.warning("The store was closed: from now on nothing is kept.")
-        self.store = _EmptyStore(self.model, chunker=self.store.chunker)
+        self.store = self.store.without_room(with_roots=False)
         for cache in self._caches:
             cache.store = self.store
-
-
-class _EmptyStore(ChunkStore):
-    """A store that finds nothing and keeps nothing, so that caches compute every prompt."""
-
-    def root(self, salt: bytes, regime: bytes = b"", *, read_all: bool = False, keeps_hidden: bool = False) -> None:
-        """No key: there is nothing that chains could start from."""
 
 
 def tokens_that_fit(
