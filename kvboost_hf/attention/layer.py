@@ -9,7 +9,7 @@ from torch import nn
 from kvboost_hf.attention import dispatch, ops, reference, sdpa
 from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.handles import KVHandle, MixedKV, PiecedKV
-from kvboost_hf.kernel_calls import count
+from kvboost_hf.kernels import count
 from kvboost_hf.visibility import Visibility, read_reach, read_tree
 
 # Weights, which no kernel has; keys chosen by an index of the model's own; sinks that differ between queries.

@@ -7,10 +7,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf.compat.attention import attn_implementation, mask_form
-from kvboost_hf.compat.cache_names import cache_argument
-from kvboost_hf.compat.forwards import forward_arguments
-from kvboost_hf.compat.models import keeps_positions
+from kvboost_hf.compat.forwards import cache_argument, forward_arguments
+from kvboost_hf.compat.models import attn_implementation, keeps_positions, mask_form
 from kvboost_hf.handles import ATTENTION
 from kvboost_hf.visibility import Visibility
 
