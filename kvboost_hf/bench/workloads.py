@@ -6,17 +6,27 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from kvboost_hf.assets.chat import Message, encode
-from kvboost_hf.assets.world import SYSTEM_PROMPT, Document, Turn, chat_messages, make_chat, make_documents
-from kvboost_hf.bench.source import ModelSource
-from kvboost_hf.demo.real_text import workloads_for
-from kvboost_hf.demo.series import CHAT, Prompt, Prompts, Workload, alone, document
-from kvboost_hf.demo.workloads import LONG_DOCUMENT_TOKENS, NUM_DOCUMENTS, linked_documents
+from kvboost_hf.assets.texts import ChatMessage, encode
+from kvboost_hf.assets.world import SYSTEM_PROMPT, ChatTurn, Document, chat_messages, make_chat, make_documents
+from kvboost_hf.bench.models import ModelSource
+from kvboost_hf.demo.workloads import (
+    CHAT,
+    LONG_DOCUMENT_TOKENS,
+    NUM_DOCUMENTS,
+    AskedPrompt,
+    Prompts,
+    Workload,
+    alone,
+    document,
+    linked_documents,
+    workloads_for,
+)
 from kvboost_hf.engine.load import naming
 
 _LIBRARY = 3 * NUM_DOCUMENTS  # documents to retrieve from
 _DOCUMENT_WORDS = LONG_DOCUMENT_TOKENS // NUM_DOCUMENTS
 _SHOTS, _SHOT_WORDS = 12, 64
+REAL_WORKLOADS = ("chat", "shuffled", "agent", "restart")  # of a model that is named
 
 
 def _retrieved(tokenizer: Any, count: int, seed: int) -> Prompts:
@@ -29,7 +39,9 @@ def _retrieved(tokenizer: Any, count: int, seed: int) -> Prompts:
             found = rng.choices(left, weights=[1 / rank for rank, _ in left])[0]
             left.remove(found)
             drawn.append(found[1])
-        turn = Turn(tuple(rng.sample(drawn, len(drawn))), rng.choice([fact for one in drawn for fact in one.facts]))
+        turn = ChatTurn(
+            tuple(rng.sample(drawn, len(drawn))), rng.choice([fact for one in drawn for fact in one.facts])
+        )
         yield _turn(tokenizer, chat_messages([turn]), turn)
 
 
@@ -40,7 +52,7 @@ def _linked(tokenizer: Any, count: int, seed: int) -> Prompts:
 def _few_shot(tokenizer: Any, count: int, seed: int) -> Prompts:
     rng = random.Random(seed)
     documents = make_documents(rng, _SHOTS + count, num_words=_SHOT_WORDS)
-    turns = [Turn((document,), rng.choice(document.facts)) for document in documents]
+    turns = [ChatTurn((document,), rng.choice(document.facts)) for document in documents]
     shots = turns[:_SHOTS]
     for turn in turns[_SHOTS:]:
         yield _turn(tokenizer, chat_messages([*rng.sample(shots, _SHOTS), turn]), turn)
@@ -55,8 +67,8 @@ def _agent(tokenizer: Any, count: int, seed: int) -> Prompts:
         said.append((yield _turn(tokenizer, messages, turns[step])))
 
 
-def _turn(tokenizer: Any, messages: Sequence[Message], turn: Turn) -> Prompt:
-    return Prompt(encode(tokenizer, messages), turn.fact.question, turn.fact.value, turn.fact.answer)
+def _turn(tokenizer: Any, messages: Sequence[ChatMessage], turn: ChatTurn) -> AskedPrompt:
+    return AskedPrompt(encode(tokenizer, messages), turn.fact.question, turn.fact.value, turn.fact.answer)
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -70,14 +82,13 @@ WORKLOADS: dict[str, Workload] = {
         Workload("restart", "questions about one document, the later half in a new process", document, restarts=True),
     )
 }
-REAL_WORKLOADS = ("chat", "shuffled", "agent", "restart")  # of a model that is named
 
 
 def workloads_of(source: ModelSource, max_new_tokens: int) -> dict[str, Workload]:
     """The workloads for a model, by name: real text for one that is named, else the text of the embedded model.
 
     Args:
-        source: Of the model.
+        source: The source of the model.
         max_new_tokens: Length of an answer.
 
     Raises:

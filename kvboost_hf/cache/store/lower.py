@@ -11,8 +11,8 @@ from typing import TypeVar
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs.base import Codec
-from kvboost_hf.cache.identity.durable_names import library_versions
-from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.identity.fingerprint import ModelState
+from kvboost_hf.cache.identity.foreign import library_versions
 from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
 from kvboost_hf.cache.kv.model_form import ChunkForms, ModelForm, read_kv, read_states

@@ -21,7 +21,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost_hf import __version__
-from kvboost_hf.server.jobs import Engine, Event, Finished, Job, Listener, Ticket
+from kvboost_hf.server.jobs import Finished, Job, JobEvent, Listener
+from kvboost_hf.server.protocol import Engine, Ticket
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -127,13 +128,12 @@ class TracedEngine:
         return getattr(self._engine, name)
 
     def submit(self, job: Job, listener: Listener) -> Ticket:
-        """See `Engine`."""
         traced, start = _under_way.get(), time.time_ns()
         if traced is None:
             return self._engine.submit(job, listener)
         traced.asked(job)
 
-        def listen(event: Event) -> None:
+        def listen(event: JobEvent) -> None:
             if isinstance(event, Finished):
                 traced.ended(job, event, start)
             listener(event)
