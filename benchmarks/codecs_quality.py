@@ -118,7 +118,7 @@ class Case:
             cut = store.chunker.next_cut(tokens, at) or len(tokens)
             chunk = tokens[at:cut]
             nbytes, copy_kv = copier(0, at, cut, self._layers, store.column_format, at_start=at == 0)
-            store.records.put(root, key, at, chunk, nbytes, copy_kv, unfinished=cut == len(tokens))
+            store.put(root, key, at, chunk, nbytes, copy_kv, unfinished=cut == len(tokens))
             key, at = prefix_key(key, chunk), cut
 
 

@@ -231,7 +231,7 @@ def seen_before(model: PreTrainedModel, before: list[int], seen: ChunkStore | No
         root = store.root(b"")
         for chunk in sorted(seen.inspect().chunks.values(), key=lambda chunk: chunk.start):
             assert root == chunk.root
-            store.records.put(
+            store.put(
                 root, chunk.parent, chunk.start, chunk.tokens, chunk.nbytes - chunk.tokens.nbytes, partial(_kv, chunk)
             )
     cache = ChunkReuseCache(model, store, policy)

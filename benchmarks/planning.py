@@ -32,7 +32,7 @@ ROOT = b"root"
 
 @dataclass(frozen=True, eq=False)
 class FakeChunk:
-    prefix_key: bytes
+    key: bytes
     parent: bytes
     start: int
     tokens: Tokens

@@ -236,7 +236,7 @@ def planning(model: PreTrainedModel) -> Result:
         key = root
         for start in range(0, len(row), 128):
             tokens = row[start : start + 128]
-            store.records.put(root, key, start, tokens, 0, lambda: kv)
+            store.put(root, key, start, tokens, 0, lambda: kv)
             key = prefix_key(key, tokens)
             stored += 1
     times = []

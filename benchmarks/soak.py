@@ -38,7 +38,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
 from kvboost_hf.cache.costs import ComputePace
-from kvboost_hf.cache.store.integrity import chain
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.disk import DiskTier
 from kvboost_hf.cache.tiers.record import Blob, dump
@@ -323,7 +322,7 @@ class Stores:
         plain_tokens, layers = self.plain(n)
         root = store.root(b"")
         assert root is not None
-        found = chain(store.records, store.chunker, root, tokens)
+        found = store.chain(root, tokens)
         for chunk, start, shared in found:
             reader = chunk.kv.reader()
             for idx, layer in enumerate(layers):

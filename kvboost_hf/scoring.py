@@ -22,12 +22,11 @@ from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.score_batches import Row, plan_batches
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.compat import (
-    cache_argument,
-    forward_arguments,
     input_device,
     padding_reason,
     require_cache,
     rope_regime,
+    run_model,
     unwrapped,
 )
 from kvboost_hf.errors import NonFiniteLogitsError
@@ -210,8 +209,6 @@ class _Runner:
 
     def __init__(self, model: PreTrainedModel, cache: ChunkReuseCache) -> None:
         self._model, self._cache = model, cache
-        self._takes_positions = "position_ids" in forward_arguments(model)
-        self._takes_keep = "logits_to_keep" in forward_arguments(model)
 
     def kind(self, length: int) -> Hashable:
         """Rows of one kind give in one batch what each gives alone."""
@@ -245,18 +242,18 @@ class _Runner:
             ids[number, columns - len(row.ids) :] = row.ids
             mask[number, columns - len(row.ids) :] = 1
         device, cache = input_device(self._model), self._cache
-        kwargs: dict[str, Any] = {
-            "attention_mask": torch.from_numpy(mask).to(device),
-            cache_argument(self._model): cache,
-        }
-        if self._takes_positions:
-            kwargs["position_ids"] = torch.from_numpy((mask.cumsum(axis=1) - 1).clip(min=0)).to(device)
-        if self._takes_keep:
-            kwargs["logits_to_keep"] = keep
         with _keeping_what_is_finite(cache, batch):
             cache.begin_anew()
-            output = self._model(input_ids=torch.from_numpy(ids).to(device), use_cache=True, **kwargs)
-        return _logits_of(output)[:, -keep:]
+            output = run_model(
+                self._model,
+                torch.from_numpy(ids).to(device),
+                cache,
+                logits=keep,
+                attention_mask=torch.from_numpy(mask).to(device),
+                position_ids=torch.from_numpy((mask.cumsum(axis=1) - 1).clip(min=0)).to(device),
+            )
+        logits: torch.Tensor = output.logits[:, -keep:]
+        return logits
 
 
 @contextmanager
@@ -284,7 +281,7 @@ def _keeping_what_is_finite(cache: ChunkReuseCache, batch: Sequence[Row]) -> Ite
 
 
 def _require_finite(batch: Sequence[Row], output: Any) -> None:
-    finite = _logits_of(output).amax(dim=-1).isfinite().all(dim=-1)  # the highest is NaN if one of them is
+    finite = output.logits.amax(dim=-1).isfinite().all(dim=-1)  # the highest is NaN if one of them is
     if not bool(finite.all()):
         text = batch[int(finite.int().argmin())].texts[0]
         raise NonFiniteLogitsError(
@@ -292,11 +289,6 @@ def _require_finite(batch: Sequence[Row], output: Any) -> None:
             "its batch is stored. Look at the weights, and at the range of their dtype: float16 overflows where "
             "bfloat16 does not."
         )
-
-
-def _logits_of(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output["logits"] if isinstance(output, dict) else output[0]
-    return found
 
 
 def _read(logits: torch.Tensor, at: Sequence[tuple[int, int, int]]) -> Iterator[tuple[float, bool]]:

@@ -78,8 +78,8 @@ PRIVATE = (
     ),
     _names(
         "transformers.GenerationMixin",
-        "_supports_default_dynamic_cache _supports_logits_to_keep",
-        "whether a model takes a DynamicCache; whether its forward takes `logits_to_keep`",
+        "_supports_default_dynamic_cache",
+        "whether a model takes a DynamicCache",
     ),
     _names(
         "transformers.PreTrainedModel",

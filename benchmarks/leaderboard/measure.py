@@ -28,9 +28,9 @@ class FreezableStore(ChunkStore):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        put, put_content = self.records.put, self.records.put_content
-        self.records.put = lambda *args, **kwargs: Put.NO_ROOM if self.frozen else put(*args, **kwargs)
-        self.records.put_content = lambda *args, **kwargs: Put.NO_ROOM if self.frozen else put_content(*args, **kwargs)
+        put, put_content = self.put, self.put_content
+        self.put = lambda *args, **kwargs: Put.NO_ROOM if self.frozen else put(*args, **kwargs)
+        self.put_content = lambda *args, **kwargs: Put.NO_ROOM if self.frozen else put_content(*args, **kwargs)
 
 
 class Way(NamedTuple):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.assisted.tree import as_bits, depths, lineage
-from kvboost_hf.compat import PrivateCache, attn_implementation, cache_argument, hook_layers, kv_sources, mask_form
+from kvboost_hf.compat import PrivateCache, attn_implementation, hook_layers, kv_sources, mask_form, run_model
 from kvboost_hf.handles import ATTENTION, make_tree
 
 _BITS = 64  # queries of a tree mask of bits, at most
@@ -93,14 +93,14 @@ class Branches:
         try:
             running = _Running(self, layers, len(tokens))
             handles = hook_layers(self._model, running)
-            found: Any = self._model(
-                input_ids=torch.tensor([tokens], device=self._position.device),
+            found = run_model(
+                self._model,
+                torch.tensor([tokens], device=self._position.device),
+                running.cache,
+                logits=0,
                 position_ids=self._positions()[..., -len(tokens) :],
                 # Models pass a 4-D mask on as it is; the hooks give each layer its own.
                 attention_mask=torch.zeros(_STAND_IN, device=self._position.device, dtype=self._mask_dtype),
-                use_cache=True,
-                return_dict=True,
-                **{cache_argument(self._model): running.cache},
             )
         except BaseException:
             del self._tokens[-len(tokens) :], self._parents[-len(tokens) :]

@@ -15,7 +15,7 @@ from kvboost_hf.assisted.pauses import Pauses, before_end, harmless_token, learn
 from kvboost_hf.assisted.schedule import ConfidentLength, DraftLength
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.vocabulary import end_tokens
-from kvboost_hf.compat import CACHE, cache_in
+from kvboost_hf.compat import CACHE, cache_in, run_model
 from kvboost_hf.ngrams import common_prefix
 
 # Arguments that transformers passes to an assistant and that a forward over token ids does not need.
@@ -167,16 +167,14 @@ class Drafting:
         logits_processor: Sequence[Any] | None = None,
         **more: Any,
     ) -> tuple[GenerateDecoderOnlyOutput, list[int], list[float], int]:
-        model: Any = self._model
         ids: Any = input_ids
         scores: list[torch.Tensor] = []
         chances: list[torch.Tensor] = []
         processors = LogitsProcessorList(logits_processor or ())
         cache = cache_in(more)
         if cache is None:
-            cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+            cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
             cache.activate_past_recording()  # type: ignore[no-untyped-call]  # refused candidates are cropped
-        keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
         held, start = cache.get_seq_length(), input_ids.shape[1]
         schedule, reads = self._schedule, self._host_reads
         goes_on = schedule.goes_on if isinstance(schedule, ConfidentLength) else None
@@ -185,7 +183,7 @@ class Drafting:
         sure: list[float] = []
         end, looked = None, self._clock()
         while end is None and len(scores) < count:
-            output = model(input_ids=ids[:, held:], **{CACHE: cache}, use_cache=True, **keep)
+            output = run_model(self._model, ids[:, held:], cache)
             cache, held = getattr(output, CACHE), ids.shape[1]
             score = processors(ids, output.logits[:, -1].float())
             likely = score.softmax(-1)

@@ -10,7 +10,7 @@ from kvboost_hf.assisted.branches import Branches
 from kvboost_hf.assisted.growth import Growth
 from kvboost_hf.assisted.pauses import Pauses, learned_positions
 from kvboost_hf.assisted.tree import ROOT, Tree
-from kvboost_hf.compat import CACHE, input_device
+from kvboost_hf.compat import CACHE, input_device, run_model
 from kvboost_hf.config import DraftTreeConfig
 
 
@@ -48,15 +48,14 @@ class TreeDraft:
 
         Behind more tokens than the draft has positions it stays empty.
         """
-        model: Any = self._draft
+        model = self._draft
         room = self._pauses.room(ids.shape[1], room)
         if room < 1:
             self.passes = 0
             return Tree()
         ids = ids.to(input_device(model))
         held = self._cache.get_seq_length()
-        given = {"input_ids": ids[:, held:], CACHE: self._cache}
-        output = model(**given, use_cache=True, logits_to_keep=1, return_dict=True)
+        output = run_model(model, ids[:, held:], self._cache)
         if getattr(output, CACHE) is not self._cache or not held:  # a model with attach() brings its own
             self._cache = getattr(output, CACHE)
             self._cache.activate_past_recording()

@@ -17,7 +17,7 @@ from kvboost_hf.cache.prompt.chats import ChatTemplate, is_chat, text_tokenizer,
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
 from kvboost_hf.cache.store.settings import Starts, Texts, WarmSettings, register_warmer
-from kvboost_hf.compat import cache_argument, input_device, known_reason, probe_reason, rope_regime
+from kvboost_hf.compat import input_device, known_reason, probe_reason, rope_regime, run_model
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import StoreFullError
 
@@ -155,7 +155,7 @@ def _run(
     model: PreTrainedModel, ids: torch.Tensor, cache: ChunkReuseCache, tokens_per_forward: int, done: _Done
 ) -> None:
     for part in torch.split(ids.to(input_device(model)), tokens_per_forward, dim=1):
-        model(input_ids=part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
+        run_model(model, part, cache)
         done.add(part.shape[1])
 
 

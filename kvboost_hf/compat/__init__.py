@@ -27,6 +27,7 @@ from kvboost_hf.compat.models import (
     has_own_cache,
     head_widths,
     input_device,
+    keeps_positions,
     kv_bytes_per_token,
     kv_sources,
     layer_configs,
@@ -37,7 +38,7 @@ from kvboost_hf.compat.models import (
     unwrapped,
     weights_come_and_go,
 )
-from kvboost_hf.compat.private import PrivateCache
+from kvboost_hf.compat.private import PrivateCache, run_model
 from kvboost_hf.compat.probes import (
     difference,
     hidden_states_reason,
@@ -91,6 +92,7 @@ __all__ = [
     "hook_layers",
     "input_device",
     "is_generate",
+    "keeps_positions",
     "key_rotation",
     "known_hidden_states_reason",
     "known_reason",
@@ -114,6 +116,7 @@ __all__ = [
     "require_model",
     "require_reusable_model",
     "rope_regime",
+    "run_model",
     "running_streamer",
     "steps_reason",
     "take_newest_name",

@@ -128,6 +128,11 @@ def has_own_cache(model: PreTrainedModel) -> bool:
     return not supports()
 
 
+def keeps_positions(model: PreTrainedModel) -> bool:
+    """Whether the model keeps the shift of its last prompt on itself, for forwards that are given no positions."""
+    return hasattr(model.base_model, "rope_deltas")
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers, in order; empty if they cannot be found."""
     config: Any = model.config.get_text_config(decoder=True)

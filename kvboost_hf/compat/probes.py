@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvboost_hf.compat.attention import attention_function
-from kvboost_hf.compat.cache_names import cache_argument
 from kvboost_hf.compat.forwards import forward_arguments
 from kvboost_hf.compat.hooks import hook_hidden_states
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
@@ -25,7 +24,7 @@ from kvboost_hf.compat.models import (
     no_cache_reason,
     text_model,
 )
-from kvboost_hf.compat.private import PrivateCache
+from kvboost_hf.compat.private import PrivateCache, run_model
 
 # The largest difference of logits, in standard deviations of the logits, that rounding explains if the same forward is
 # computed in matrices of other shapes. Encoder-style attention gives 0.002 and more in float32.
@@ -271,11 +270,10 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def probe_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Cache | None = None, **given: Any) -> torch.Tensor:
     """Run the model on text as its own generate() would, with more arguments if any are given."""
-    name = cache_argument(model)
     cache = PrivateCache(cache_layers(model)) if cache is None else cache
     if model.config.get_text_config(decoder=True) is not model.config:
         given = {**_multimodal_arguments(model, ids, cache), **given}
-    logits: torch.Tensor = model(input_ids=ids, **{name: cache}, use_cache=True, return_dict=True, **given).logits
+    logits: torch.Tensor = run_model(model, ids, cache, logits=0, **given).logits
     return logits.float()
 
 

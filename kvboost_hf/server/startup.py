@@ -102,9 +102,10 @@ class Chosen:
     ) -> "Chosen":
         """The choices of a server with these parts."""
         model = engine.model
+        stats = engine.store.stats()["tiers"]
         tiers = {
-            below.tier.name: {"location": below.tier.location, "bytes": below.stats().get("bytes", 0)}
-            for below in engine.store.records.lower.tiers.tiers
+            name: {"location": location, "bytes": stats[name].get("bytes", 0)}
+            for name, location in engine.store.places().items()
         }
         durable = ModelState.of(model).fingerprint.durable(model) if tiers else ""
         found = in_tiers.found if in_tiers is not None else ()

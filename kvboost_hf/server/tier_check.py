@@ -50,7 +50,7 @@ class InTiers:
         cls, model: PreTrainedModel, store: ChunkStore, live_quant: KVQuantConfig | None, salts: Sequence[bytes]
     ) -> "InTiers | None":
         """The chunks that the tiers of `store` hold; None where the K/V of the model is not kept. See `unfound`."""
-        held = list(islice(store.records.lower.entries(), LOOKED_AT))
+        held = list(islice(store.entries(), LOOKED_AT))
         fingerprint = ModelState.of(model).fingerprint.durable(model) if held else b""
         if not isinstance(fingerprint, bytes):
             return None

@@ -93,9 +93,9 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import history, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
 from kvboost_hf.cache.store.history import History
-from kvboost_hf.cache.store.indexes import Row, StoredText
-from kvboost_hf.cache.store.integrity import chain
+from kvboost_hf.cache.store.indexes import StoredText
 from kvboost_hf.cache.store.settings import chunk_bytes
+from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import below, record
 from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, TierSpec, open_tier, parse_tier
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
@@ -107,3 +107,8 @@ from kvboost_hf.cache.tiers.filesystem import FilesystemTier
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump, pack_entry, read_entry, unpack_entry
 from kvboost_hf.cache.tiers.sealed import SealedTier, read_tier_key
 from kvboost_hf.cache.tiers.valkey import ValkeyTier
+
+
+def records_of(store: ChunkStore) -> TieredRecords:
+    """The records behind the verbs of a store."""
+    return store._records

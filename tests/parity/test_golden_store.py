@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from tests import golden_store
 from tests.golden_store import write as golden
-from tests.internals.cache import StoredChunk, StoredStates, content_only_key, prefix_key, states_key
+from tests.internals.cache import StoredChunk, StoredStates, content_only_key, prefix_key, records_of, states_key
 
 REPAIRED = ReusePolicy(mode="blend", repair="first_k", recompute_ratio=1.0, min_prefill_saving=0, sink_tokens=0)
 STORED = {
@@ -37,7 +37,7 @@ def test_all_of_it_is_found_and_right(name: str, codec: str, indexed: bool, fold
     model = golden.make_model(name)
     with golden.fixed(), golden.open_store(model, folder / golden.TIER, codec) as store:
         store.root(store.salt)  # which tells what belongs to this model
-        found = store.records.everything()
+        found = records_of(store).everything()
         stored = Counter(kind_of(each) for each in found)
         assert stored == Counter(STORED[name, codec])
         assert all(each.key == key_of(each) for each in found)
@@ -100,9 +100,9 @@ def test_documents_hold_what_they_are_alone(folder: Path) -> None:
             for start, stop in ((0, 32), (32, document.shape[1])):
                 if stop - start < 16:
                     continue
-                (kept,) = store.records.moved_index(root).variants(document[0, start:stop].numpy())[:1]
+                (kept,) = store.moved_index(root).variants(document[0, start:stop].numpy())[:1]
                 assert (kept.start, kept.content_only) == (start, True)
-                read = store.records.fetch([kept])[kept.key].kv.reader()
+                read = store.fetch([kept])[kept.key].kv.reader()
                 for index, layer in enumerate(alone.layers):
                     for ours, theirs in zip(read.layer(index), (layer.keys, layer.values), strict=True):
                         torch.testing.assert_close(ours, theirs[0, :, start:stop], atol=1e-4, rtol=1e-4)

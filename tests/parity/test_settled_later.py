@@ -302,7 +302,7 @@ def test_a_report_in_another_thread(llama: PreTrainedModel, store: ChunkStore) -
     """Who streams an answer may look at the report meanwhile; the thread of the call stores."""
     cache = ChunkReuseCache(llama, store)
     threads: list[int] = []
-    put = store.records.put
+    put = store.put
 
     class Reading(Watching):
         def put(self, value: torch.Tensor) -> None:
@@ -311,7 +311,7 @@ def test_a_report_in_another_thread(llama: PreTrainedModel, store: ChunkStore) -
             reader.start()
             reader.join()
 
-    store.records.put = lambda *given, **more: (threads.append(threading.get_ident()), put(*given, **more))[1]
+    store.put = lambda *given, **more: (threads.append(threading.get_ident()), put(*given, **more))[1]
     reading = Reading(store)
     generate(llama, cache, streamer=reading)
     assert reading.chunks == [0, 0, 4, 4]

@@ -254,7 +254,7 @@ def test_an_audit_takes_wrong_chunks_out_of_every_tier(disk: str) -> None:
     store.clear()
     for chunk in wrong:
         place = (chunk.root, chunk.parent, chunk.start, chunk.tokens)
-        assert store.records.put(*place, chunk.kv.nbytes, partial(lambda kv: kv, chunk.kv)) is Put.STORED
+        assert store.put(*place, chunk.kv.nbytes, partial(lambda kv: kv, chunk.kv)) is Put.STORED
     store.close()
     for rate, reused in ((1.0, 149), (0.0, 128)):  # what took their place is right
         model, store, _ = restart("llama", disk)

@@ -24,7 +24,7 @@ class Zeroed(ChunkStore):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        put = self.records.put
+        put = self.put
 
         def spoiled(*args: Any, **kwargs: Any) -> Any:
             found = put(*args, **kwargs)
@@ -32,7 +32,7 @@ class Zeroed(ChunkStore):
                 self.spoil(chunk.kv.tensors)
             return found
 
-        self.records.put = spoiled
+        self.put = spoiled
 
     @staticmethod
     def spoil(blocks: tuple[torch.Tensor, ...]) -> None:

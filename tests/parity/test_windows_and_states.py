@@ -18,7 +18,7 @@ from kvboost_hf import (
 )
 from tests.architectures.models import make_architecture
 from tests.conftest import STATEFUL, WINDOWED, as_inputs, counted, left_pad, make_model, random_ids
-from tests.internals.cache import Border, Row, SlidingLayer, TokenLog
+from tests.internals.cache import SlidingLayer, TokenLog
 from tests.internals.compat import CACHE, cache_argument, steps_reason
 
 NEW = 8
@@ -435,7 +435,7 @@ def test_states_are_looked_up_by_their_first_tokens() -> None:
         check(model, ChunkReuseCache(model, store), as_inputs(random_ids(40, seed=seed)))
     (root,) = {saved.parent for saved in store.inspect().states.values()}
     for saved in store.inspect().states.values():
-        found = store.records.view(root, Row(saved.tokens, Border(0, root), store.chunker, stateful=True))
+        found = store.view(root, saved.tokens, stateful=True)
         assert saved in found.states_after(root, saved.tokens[:8])
         assert len(list(found.states_after(root, saved.tokens[:8]))) < 3
     assert store.stats()["states"] >= 20

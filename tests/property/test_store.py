@@ -20,7 +20,6 @@ from tests.internals.cache import (
     LayerKV,
     ModelForm,
     Put,
-    Row,
     StoredChunk,
     Tokens,
     common_length,
@@ -73,7 +72,7 @@ class StoreMachine(RuleBasedStateMachine):
             if len(part) < CHUNK and (not tail or len(part) < HEAD_TOKENS):
                 return
             start = border.at
-            result = self.store.records.put(
+            result = self.store.put(
                 self.root,
                 border.key,
                 start,
@@ -109,7 +108,7 @@ class StoreMachine(RuleBasedStateMachine):
         parent = b"history" if linked else None
         for at in range(0, len(tokens), CHUNK):
             part = tokens[at : at + CHUNK]
-            result = self.store.records.put_content(
+            result = self.store.put_content(
                 root,
                 part,
                 start + at,
@@ -123,7 +122,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert result is Put.TOO_SHORT
                 return
             assert result in (Put.STORED, Put.PRESENT, Put.NO_ROOM)
-            found = self.store.records.moved_index(root).variants(part)
+            found = self.store.moved_index(root).variants(part)
             if result is not Put.NO_ROOM:
                 assert found[0].start <= start + at
                 if pinned:
@@ -134,7 +133,7 @@ class StoreMachine(RuleBasedStateMachine):
     def look_up_moved(self, words: list[int], other: bool) -> None:
         root = self.other_root if other else self.root
         tokens = np.concatenate([[99], self.tokens(words)])
-        for segment in find_moved(tokens, 0, len(tokens), self.store.records.moved_index(root)):
+        for segment in find_moved(tokens, 0, len(tokens), self.store.moved_index(root)):
             assert isinstance(segment.chunk, StoredChunk)
             assert segment.chunk.root == root
             keys, values = segment.chunk.kv.reader().layer(0)
@@ -146,19 +145,19 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 1000))
     def quarantine(self, pick: int) -> None:
         loose = sorted(
-            chunk.prefix_key
+            chunk.key
             for chunk in self.store.inspect().chunks.values()
-            if chunk.content_only and chunk.prefix_key not in self.store.pinned_keys()
+            if chunk.content_only and chunk.key not in self.store.pinned_keys()
         )
         if loose:
-            self.store.records.quarantine([loose[pick % len(loose)]])
+            self.store.quarantine([loose[pick % len(loose)]])
             assert loose[pick % len(loose)] not in self.store.inspect().chunks
 
     @rule(words=prompts)
     def look_up(self, words: list[int]) -> None:
         tokens = self.tokens(words)
         border, chunker = Border(0, self.root), self.store.chunker
-        index = self.store.records.view(self.root, Row(tokens, border, chunker, stateful=False))
+        index = self.store.view(self.root, tokens, border)
         plan = plan_row(tokens, 0, border, len(tokens) - 1, chunker, index)
         for segment in plan.segments:
             assert not segment.chunk.content_only  # type: ignore[attr-defined]
@@ -166,7 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
             keys, values = segment.chunk.kv.reader().layer(0)  # type: ignore[attr-defined]
             assert keys[0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()
             assert values[0, part, 0].tolist() == list(range(segment.start, segment.stop))
-        self.store.records.record_use([s.chunk for s in plan.segments], missed=plan.miss is not None)
+        self.store.record_use([s.chunk for s in plan.segments], missed=plan.miss is not None)
 
     @rule(words=prompts)
     def fail_to_copy(self, words: list[int]) -> None:
@@ -179,7 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
 
         before = self.store.stats()["bytes"]
         try:
-            self.store.records.put(self.root, self.root, 0, tokens, BYTES_PER_TOKEN * CHUNK, interrupted)
+            self.store.put(self.root, self.root, 0, tokens, BYTES_PER_TOKEN * CHUNK, interrupted)
         except KeyboardInterrupt:
             assert self.store.stats()["bytes"] <= before
 
@@ -203,7 +202,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert key in self.store.inspect().chunks or self._covered(key)
 
     def _covered(self, key: bytes) -> bool:
-        return any(key in {c.prefix_key, c.parent} for c in self.store.inspect().chunks.values())
+        return any(key in {c.key, c.parent} for c in self.store.inspect().chunks.values())
 
     @rule(salt=st.sampled_from([b"", b"somebody else"]))
     def look_up_text(self, salt: bytes) -> None:
@@ -214,24 +213,22 @@ class StoreMachine(RuleBasedStateMachine):
     def content_only_chunks_have_no_prefix(self) -> None:
         for chunk in self.store.inspect().chunks.values():
             if chunk.content_only:
-                view = self.store.records.view(
-                    chunk.root, Row(chunk.tokens, Border(0, chunk.root), self.store.chunker, False)
-                )
-                assert view.find(chunk.prefix_key, chunk.tokens) is None
+                view = self.store.view(chunk.root, chunk.tokens)
+                assert view.find(chunk.key, chunk.tokens) is None
 
     @invariant()
     def one_content_only_chunk_at_most_and_none_beside_a_better_one(self) -> None:
         for chunk in self.store.inspect().chunks.values():
             if chunk.content_only:
-                others = self.store.records.moved_index(chunk.root).variants(chunk.tokens)
+                others = self.store.moved_index(chunk.root).variants(chunk.tokens)
                 assert [c for c in others if c.content_only] == [chunk]
                 assert others[0] is chunk
 
     @invariant()
     def pinned_contents_are_there(self) -> None:
         for root, text in self.pinned_content:
-            variants = self.store.records.moved_index(root).variants(np.frombuffer(text, dtype=np.int64))
-            assert any(c.prefix_key in self.store.pinned_keys() or self._covered(c.prefix_key) for c in variants)
+            variants = self.store.moved_index(root).variants(np.frombuffer(text, dtype=np.int64))
+            assert any(c.key in self.store.pinned_keys() or self._covered(c.key) for c in variants)
 
     @invariant()
     def no_chunk_holds_what_a_longer_one_holds(self) -> None:
@@ -239,7 +236,7 @@ class StoreMachine(RuleBasedStateMachine):
         continued = {chunk.parent for chunk in chunks}
         for a in chunks:
             for b in chunks:
-                if a is not b and a.parent == b.parent and a.prefix_key not in continued:
+                if a is not b and a.parent == b.parent and a.key not in continued:
                     assert common_length(a.tokens, b.tokens) < len(a.tokens)
 
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.internals.cache import ChunkStore, Put, StoredChunk, Tokens, chain, find_moved
+from tests.internals.cache import ChunkStore, Put, StoredChunk, Tokens, find_moved, records_of
 from tests.internals.cache import lower as lower_memory
 from tests.property.test_store import BYTES_PER_TOKEN, kv_of
 from tests.unit.test_tiered_store import CHUNK, found_of, open_store, put_all
@@ -74,10 +74,10 @@ class TieredMachine(RuleBasedStateMachine):
         for word in words:
             tokens = tokens_of((word,))
             copy = partial(kv_of, tokens, start)
-            put = self.store.records.put_content(root, tokens, start, BYTES_PER_TOKEN * CHUNK, copy, pinned=pinned)
+            put = self.store.put_content(root, tokens, start, BYTES_PER_TOKEN * CHUNK, copy, pinned=pinned)
             assert put in (Put.STORED, Put.PRESENT, Put.NO_ROOM)
             if put is not Put.NO_ROOM:
-                assert self.store.records.moved_index(root).variants(tokens)[0].start <= start
+                assert self.store.moved_index(root).variants(tokens)[0].start <= start
 
     @rule(words=PROMPTS, salt=st.sampled_from([b"", b"other", b"nobody"]))
     def look_up(self, words: Words, salt: bytes) -> None:
@@ -94,10 +94,10 @@ class TieredMachine(RuleBasedStateMachine):
         root = self.store.root(b"")
         assert root is not None
         tokens = np.concatenate([[7] * 5, tokens_of(words)])
-        segments = find_moved(tokens, 0, len(tokens), self.store.records.moved_index(root))
-        loaded = self.store.records.fetch(each.chunk for each in segments if isinstance(each.chunk, StoredChunk))
+        segments = find_moved(tokens, 0, len(tokens), self.store.moved_index(root))
+        loaded = self.store.fetch(each.chunk for each in segments if isinstance(each.chunk, StoredChunk))
         for segment in segments:
-            chunk = loaded.get(segment.chunk.prefix_key)
+            chunk = loaded.get(segment.chunk.key)
             if chunk is not None:
                 assert chunk.root == root
                 keys, values = chunk.kv.reader().layer(0)
@@ -105,7 +105,7 @@ class TieredMachine(RuleBasedStateMachine):
                 positions = range(segment.start - segment.shift, segment.stop - segment.shift)
                 assert keys[0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()
                 assert values[0, part, 0].tolist() == list(positions)
-        self.store.records.promote(list(loaded.values()))
+        self.store.promote(list(loaded.values()))
         self.flush()
 
     @rule()
@@ -130,7 +130,7 @@ class TieredMachine(RuleBasedStateMachine):
     @rule()
     def crash(self) -> None:
         """What waits to be written is lost, but for what the thread is at."""
-        lower = self.store.records.lower.tiers
+        lower = records_of(self.store).lower.tiers
         with lower._lock:
             lower._closed = True
         lower._worker.shutdown(wait=True, cancel_futures=True)
@@ -179,10 +179,10 @@ class TieredMachine(RuleBasedStateMachine):
         self.puts = 0  # as above
         root = self.store.root(b"")
         assert root is not None
-        found = chain(self.store.records, self.store.chunker, root, tokens_of(words))
+        found = self.store.chain(root, tokens_of(words))
         if found:
             chunk, start, _ = found[-1]
-            self.store.records.quarantine([chunk.key])
+            self.store.quarantine([chunk.key])
             assert found_of(self.store, tokens_of(words)[: start + CHUNK]) <= start
             self.lose()
 

@@ -28,8 +28,8 @@ ROOT = root_key(b"model", b"")
 
 
 class FakeChunk:
-    def __init__(self, prefix_key: bytes, tokens: Tokens) -> None:
-        self.prefix_key, self.tokens = prefix_key, tokens
+    def __init__(self, key: bytes, tokens: Tokens) -> None:
+        self.key, self.tokens = key, tokens
 
 
 class FakeIndex:

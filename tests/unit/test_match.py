@@ -28,7 +28,7 @@ class FakeChunk:
     tokens: Tokens
     start: int = 0
     parent: bytes = b"root"
-    prefix_key: bytes = b"key"
+    key: bytes = b"key"
 
 
 Index = ContentIndex[FakeChunk]
@@ -73,7 +73,7 @@ def check(segments: tuple[MovedSegment, ...], tokens: Tokens, start: int, stop: 
         if segment.continues:
             assert before.stop == segment.start
             assert before.shift == segment.shift
-            assert before.chunk.prefix_key == segment.chunk.parent
+            assert before.chunk.key == segment.chunk.parent
             assert before.offset + before.stop - before.start == len(before.chunk.tokens)
     return sum(segment.stop - segment.start for segment in segments)
 
@@ -219,7 +219,7 @@ class TestVariants:
 
     @pytest.mark.parametrize("cut", [64, 40])
     def test_the_one_that_continues_the_run_comes_first(self, cut: int) -> None:
-        first = FakeChunk(text(32, 1), 500, prefix_key=b"first")
+        first = FakeChunk(text(32, 1), 500, key=b"first")
         alone = FakeChunk(self.document, 0)
         behind = FakeChunk(self.document, 532, parent=b"first")
         tokens = np.concatenate([text(32, 1), self.document[:cut], 100 + text(20)])
@@ -228,13 +228,13 @@ class TestVariants:
         assert [s.continues for s in segments] == [False, True]
 
     def test_a_parent_of_another_length_is_another_history(self) -> None:
-        first = FakeChunk(text(32, 1), 500, prefix_key=b"first")
+        first = FakeChunk(text(32, 1), 500, key=b"first")
         behind = FakeChunk(self.document, 900, parent=b"first")
         segments = moved(np.concatenate([text(32, 1), self.document]), index_of(first, behind))
         assert [s.continues for s in segments] == [False, False]
 
     def test_nothing_continues_a_part(self) -> None:
-        first = FakeChunk(text(32, 1), 500, prefix_key=b"first")
+        first = FakeChunk(text(32, 1), 500, key=b"first")
         behind = FakeChunk(self.document, 520, parent=b"first")
         segments = moved(np.concatenate([text(20, 1), self.document]), index_of(first, behind))
         assert len(segments) == 2

@@ -12,7 +12,7 @@ import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from tests.conftest import make_model
-from tests.internals.cache import Border, ComputePace, Put, Row, plan_row
+from tests.internals.cache import Border, ComputePace, Put, plan_row
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 simulate = pytest.importorskip("simulate")
@@ -86,14 +86,14 @@ def test_host_memory_holds_what_a_store_holds() -> None:
     replica = simulate.Replica(simulate.Room(0, 40), simulate._Lower(0))
     root, hits = b"root", 0
     for prompt in prompts:
-        index = store.records.view(root, Row(prompt, Border(0, root), store.chunker, stateful=False))
+        index = store.view(root, prompt)
         plan = plan_row(prompt, 0, Border(0, root), len(prompt), store.chunker, index)
         whole = [segment.chunk for segment in plan.segments if segment.stop - segment.start == 16]
-        store.records.record_use(whole, missed=plan.miss is not None)  # type: ignore[arg-type]
+        store.record_use(whole, missed=plan.miss is not None)  # type: ignore[arg-type]
         keys, parent = [], root
         for start in range(0, len(prompt), 16):
             tokens = prompt[start : start + 16]
-            assert store.records.put(root, parent, start, tokens, kv.nbytes, lambda: kv) in (Put.STORED, Put.PRESENT)
+            assert store.put(root, parent, start, tokens, kv.nbytes, lambda: kv) in (Put.STORED, Put.PRESENT)
             keys.append(parent := simulate.prefix_key(parent, tokens))
         assert len(replica.serve(keys)) == len(whole)
         hits += len(whole)

@@ -19,6 +19,7 @@ from tests.internals.cache import (
     media_ids,
     ngram_index,
     prefix_key,
+    records_of,
     shifted_ids,
 )
 
@@ -38,9 +39,7 @@ def put(store: ChunkStore, tokens: Tokens, salt: bytes = b"") -> None:
     for at in range(0, len(tokens), CHUNK):
         part = tokens[at : at + CHUNK]
         kv = LayerKV((Block.raw(torch.zeros(2, 1, len(part), 1, dtype=torch.bfloat16)),), (((0, 0), (0, 1)),))
-        stored = store.records.put(
-            root, parent, at, part, kv.nbytes, partial(lambda kv: kv, kv), unfinished=len(part) < CHUNK
-        )
+        stored = store.put(root, parent, at, part, kv.nbytes, partial(lambda kv: kv, kv), unfinished=len(part) < CHUNK)
         assert stored is Put.STORED
         parent = prefix_key(parent, part)
 
@@ -94,7 +93,7 @@ def test_what_is_gone_is_not_proposed(store: ChunkStore) -> None:
     put(store, text(100, 200))
     put(store, text(300))
     first = prefix_key(store.root(b""), text(300))
-    store.records.quarantine([first])
+    store.quarantine([first])
     assert store.continuation([300, 301], 4) == []
     assert store.continuation([200, 201], 4) == [202, 203, 204, 205]
     store.clear()
@@ -121,9 +120,9 @@ def test_a_salt_sees_its_own_text_only(store: ChunkStore) -> None:
 def test_a_forgotten_salt_is_nobodys(store: ChunkStore) -> None:
     root = store.root(b"Anna")
     assert root is not None
-    store.records.history = History()  # has seen more roots since than it remembers
-    store.records.text = StoredText(store.records.history.salt_of)
-    store.records.put(root, root, 0, text(100), 0, lambda: LayerKV((), ()))
+    records_of(store).history = History()  # has seen more roots since than it remembers
+    records_of(store).text = StoredText(records_of(store).history.salt_of)
+    store.put(root, root, 0, text(100), 0, lambda: LayerKV((), ()))
     assert len(store) == 1
     assert store.continuation([100, 101], 4) == []
 

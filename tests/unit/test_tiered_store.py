@@ -26,7 +26,6 @@ from tests.internals.cache import (
     Entry,
     ModelForm,
     Put,
-    Row,
     RowPlan,
     Segment,
     StoredChunk,
@@ -35,6 +34,7 @@ from tests.internals.cache import (
     model_name,
     plan_row,
     prefix_key,
+    records_of,
     trim_row,
 )
 from tests.internals.cache import costs as pace
@@ -113,7 +113,7 @@ def put_all(store: ChunkStore, tokens: Tokens, *, pinned: bool = False, salt: by
     for at in range(0, len(tokens) // CHUNK * CHUNK, CHUNK):
         part = tokens[at : at + CHUNK]
         copy = partial(kv_of, part, at)
-        results.append(store.records.put(root, key, at, part, BYTES_PER_TOKEN * CHUNK, copy, pinned=pinned))
+        results.append(store.put(root, key, at, part, BYTES_PER_TOKEN * CHUNK, copy, pinned=pinned))
         key = prefix_key(key, part)
     return results
 
@@ -123,19 +123,19 @@ def found_of(store: ChunkStore, tokens: Tokens, salt: bytes = b"") -> int:
     root = store.root(salt)
     assert root is not None
     border = Border(0, root)
-    view = store.records.view(root, Row(tokens, border, store.chunker, stateful=False))
+    view = store.view(root, tokens, border)
     plan = plan_row(tokens, 0, border, len(tokens), store.chunker, view)
     chunks = [segment.chunk for segment in plan.segments]
-    loaded = store.records.fetch(chunk for chunk in chunks if isinstance(chunk, StoredChunk))
+    loaded = store.fetch(chunk for chunk in chunks if isinstance(chunk, StoredChunk))
     for segment in plan.segments:
-        chunk = loaded.get(segment.chunk.prefix_key)
+        chunk = loaded.get(segment.chunk.key)
         if chunk is None:
             return segment.start
         keys, values = chunk.kv.reader().layer(0)
         length = segment.stop - segment.start
         assert keys[0, :length, 0].tolist() == tokens[segment.start : segment.stop].tolist()
         assert values[0, :length, 0].tolist() == list(range(segment.start, segment.stop))
-    store.records.promote(list(loaded.values()))
+    store.promote(list(loaded.values()))
     return plan.hit
 
 
@@ -238,17 +238,17 @@ def test_quarantine_takes_what_was_stored_while_its_parent_was_below(folder: Pat
     store.close()
     store = open_store(folder)
     goes_on = threading.Event()
-    store.records.lower.tiers.run(goes_on.wait)  # nothing comes to host memory before what follows is stored
+    records_of(store).lower.tiers.run(goes_on.wait)  # nothing comes to host memory before what follows is stored
     assert found_of(store, tokens[:CHUNK]) == CHUNK
     root = store.root(b"")
     assert root is not None
     first, rest = prefix_key(root, tokens[:CHUNK]), tokens[CHUNK:]
     copy = partial(kv_of, rest, CHUNK)
-    assert store.records.put(root, first, CHUNK, rest, BYTES_PER_TOKEN * len(rest), copy) is Put.STORED
+    assert store.put(root, first, CHUNK, rest, BYTES_PER_TOKEN * len(rest), copy) is Put.STORED
     goes_on.set()
     store.flush()
     assert len(store) == 2
-    store.records.quarantine([first])
+    store.quarantine([first])
     assert len(store) == store.stats()["bytes"] == 0
     put_all(store, tokens[:CHUNK])
     assert found_of(store, tokens) == CHUNK
@@ -309,9 +309,9 @@ def test_the_thread_may_be_the_last_to_hold_a_store(folder: Path, caplog: pytest
     for _ in range(3):
         store = open_store(folder)
         goes_on = threading.Event()
-        store.records.lower.tiers.run(goes_on.wait)
+        records_of(store).lower.tiers.run(goes_on.wait)
         put_all(store, np.arange(10 * CHUNK))
-        lower = store.records.lower.tiers
+        lower = records_of(store).lower.tiers
         lower.run(lambda store=store: None)
         lower.touch([b"something"])  # and one that does not
         executor = lower._worker._executor
@@ -415,7 +415,7 @@ def test_tenants_find_nothing_of_each_other_and_cannot_tell(folder: Path) -> Non
         tier.calls.clear()
         tier.keys.clear()
         assert found_of(store, asked, salt=b"other") == 0
-        index = store.records.moved_index(store.root(b"other") or b"")
+        index = store.moved_index(store.root(b"other") or b"")
         assert index.whole(asked) is None
         store.flush()
         assert not tier.keys & keys
@@ -482,7 +482,7 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(
     cache.reset()
     store.close()
     store = open_store(folder)
-    (tier,) = store.records.lower.tiers.tiers
+    (tier,) = records_of(store).lower.tiers.tiers
     tier.seconds_per_byte = 1e-3 / 512 * (1.5 if slow else 0.5)  # 512 bytes of K/V are a token's
     cache = ChunkReuseCache(MODEL, store)
     MODEL.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=1)
@@ -501,7 +501,7 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(
 def test_a_failing_job_is_logged_and_the_next_one_runs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = open_store(folder)
     with caplog.at_level(logging.ERROR, "kvboost_hf"):
-        store.records.lower.tiers.run(lambda: 1 / 0)
+        records_of(store).lower.tiers.run(lambda: 1 / 0)
         put_all(store, np.arange(64))
         store.flush()
     assert "what it wrote is lost" in caplog.text
@@ -513,10 +513,10 @@ def test_too_much_that_waits_is_written_when_ram_gives_it_up(folder: Path, monke
     monkeypatch.setattr("kvboost_hf.cache.tiers.below._MAX_WAITING", 600)
     store = open_store(folder)
     goes_on = threading.Event()
-    store.records.lower.tiers.run(goes_on.wait)
+    records_of(store).lower.tiers.run(goes_on.wait)
     store.max_bytes = 4 * CHUNK * (BYTES_PER_TOKEN + 8)
     put_all(store, np.arange(4 * CHUNK))
-    assert store.records.lower.tiers.refused == 3
+    assert records_of(store).lower.tiers.refused == 3
     goes_on.set()
     store.flush()
     for n in range(1, 9):

@@ -350,7 +350,7 @@ def placed(gpu: DoubleDevice, num_layers: int, num_pieces: int, *, style: str = 
         block = Block({"exact": plane}, (2, 32, 16), plane.dtype, "keys", RAW, (None,) * len(plane), CUDA)
         chunk: Any = SimpleNamespace(
             kv=LayerKV((block,), tuple(((0, 2 * idx), (0, 2 * idx + 1)) for idx in range(num_layers))),
-            prefix_key=bytes([number]),
+            key=bytes([number]),
         )
         pieces.append(blend.Placed(columns + 3, columns + 35, chunk, 0, 7 * number + 5))
         turned = KeyRotation((layout,)).rotate(0, exact[2], 7 * number + 5)

@@ -43,7 +43,7 @@ def test_kv_of_a_document_is_that_of_the_document_alone(llama: PreTrainedModel) 
     for document in DOCUMENTS:
         plain = llama(input_ids=document, use_cache=True).past_key_values
         row = np.concatenate([random_ids(37, seed=8)[0].numpy(), document[0].numpy()])
-        segments = find_moved(row, 0, len(row), store.records.moved_index(store.root(b"")))
+        segments = find_moved(row, 0, len(row), store.moved_index(store.root(b"")))
         assert (segments[0].start, segments[-1].stop) == (37, 37 + len(document[0]) // 32 * 32)
         assert [segment.continues for segment in segments] == [False] + [True] * (len(segments) - 1)
         for segment in segments:
@@ -70,8 +70,8 @@ def test_salts_are_kept_apart(llama: PreTrainedModel) -> None:
     store = ChunkStore(llama, chunk_size=32, salt="a")
     store.warm(documents=DOCUMENTS)
     row = DOCUMENTS[0][0].numpy()
-    assert find_moved(row, 0, 100, store.records.moved_index(store.root(b"a")))
-    assert not find_moved(row, 0, 100, store.records.moved_index(store.root(b"b")))
+    assert find_moved(row, 0, 100, store.moved_index(store.root(b"a")))
+    assert not find_moved(row, 0, 100, store.moved_index(store.root(b"b")))
 
 
 def test_texts_and_content_cuts() -> None:

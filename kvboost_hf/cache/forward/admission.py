@@ -243,7 +243,7 @@ def reason_against_short_hits(
         return None
     keys = [stored_chunk(segment).key for row in plan.rows for segment in row.segments]
     borders = [border.key for row in ledger.borders for border in row]
-    return None if parts.binding.store.records.has_pinned([*keys, *borders]) else REUSE_COSTS_MORE
+    return None if parts.binding.store.has_pinned([*keys, *borders]) else REUSE_COSTS_MORE
 
 
 def adds_mask(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, inputs: ForwardInputs) -> bool:

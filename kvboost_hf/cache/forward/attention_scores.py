@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.forward.moved import BlendPlan
 from kvboost_hf.cache.forward.scatter import ScatterPass
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.compat import PrivateCache, cache_argument
+from kvboost_hf.compat import PrivateCache, run_model
 
 _MAX_QUERIES = 32
 _OPERATOR = "kvboost_hf.attend.default"
@@ -47,7 +47,7 @@ def attention_of_the_end(
     try:
         given = scatter.arguments(ids, first)
         with AttentionProbe(scatter, plan.columns) as probe:
-            model(**given, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
+            run_model(model, cache=cache, **given)
     finally:
         scatter.close()
         cache.take = None

@@ -19,9 +19,7 @@ from kvboost_hf.cache.layers.choose import private_cache
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, StoredChunk, StoredStates
-from kvboost_hf.cache.store.indexes import Row
-from kvboost_hf.cache.store.integrity import chain
-from kvboost_hf.compat import cache_argument, difference, tolerance
+from kvboost_hf.compat import cache_argument, difference, run_model, tolerance
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -65,7 +63,9 @@ def audit(
         logits: What came out with reuse, [batch, k, vocab].
     """
     fresh = [layer.fresh() for layer in layers]
-    output: Any = model(**{**kwargs, cache_argument(model): private_cache(fresh), "return_dict": True})
+    ours = (cache_argument(model), "use_cache", "return_dict")
+    given = {name: value for name, value in kwargs.items() if name not in ours}
+    output = run_model(model, cache=private_cache(fresh), logits=0, **given)
     plain: torch.Tensor = output.logits[:, -logits.shape[1] :]
     off = difference(logits.float(), plain.float())
     tokens = int(kwargs["input_ids"].numel())
@@ -74,7 +74,7 @@ def audit(
         return Finding(off, tokens)
     culprits = _culprits(fresh, ledger, store, tolerance(model.dtype))
     store.audits.record(diverged=True)
-    store.records.quarantine(culprits)
+    store.quarantine(culprits)
     _log.warning(
         "An audited prompt of %d tokens differed from plain computation by %.2g standard deviations of its logits. "
         "It was answered plainly, and %d stored chunks were taken out of service.",
@@ -93,13 +93,13 @@ def _culprits(fresh: Sequence[ReuseLayer], ledger: Ledger, store: ChunkStore, al
     found: set[bytes] = set()
     for row, pad in enumerate(ledger.log.pads.tolist()):
         tokens = ledger.log.row(row)
-        for chunk, start, shared in chain(store.records, store.chunker, ledger.root, tokens):
+        for chunk, start, shared in store.chain(ledger.root, tokens):
             if _differs(chunk, shared, fresh, row, pad + start, allowed):
-                found.add(chunk.prefix_key)
+                found.add(chunk.key)
         for border in ledger.borders[row]:
             if len(rest := tokens[border.at :]) >= HEAD_TOKENS:
-                row_of = Row(tokens, border, store.chunker, stateful=True)
-                states = store.records.view(ledger.root, row_of).states_after(border.key, rest[:HEAD_TOKENS])
+                view = store.view(ledger.root, tokens, border, stateful=True)
+                states = view.states_after(border.key, rest[:HEAD_TOKENS])
                 found |= {saved.key for saved in states if isinstance(saved, StoredStates)}
     return found
 

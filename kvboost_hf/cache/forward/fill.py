@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -20,10 +19,10 @@ from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import buffers_for
 from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.planning.stems import Stem
-from kvboost_hf.cache.prompt.inputs import ForwardInputs, without_router_logits
+from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.positions import take_positions
 from kvboost_hf.cache.store.chunk_store import StoredStates
-from kvboost_hf.compat import cache_argument
+from kvboost_hf.compat import run_model
 
 _TOGETHER_BYTES = 2**24  # of the buffers that are made together: larger ones are new to the process each time
 
@@ -303,12 +302,16 @@ def _run(
         at: Which of the ids of each row.
         mask: Of all columns, [k, columns], if the call has one.
     """
-    part: dict[str, Any] = {"input_ids": inputs.input_ids[rows, at], **without_router_logits(model, {})}
-    if inputs.attention_mask is not None and mask is not None:
-        part["attention_mask"] = mask.to(inputs.attention_mask.dtype)
-    if inputs.position_ids is not None:
-        part["position_ids"] = take_positions(inputs.position_ids, len(inputs.input_ids), rows, at)
-    model(**part, **{cache_argument(model): private_cache(layers)}, use_cache=True, logits_to_keep=1)
+    positions = inputs.position_ids
+    if mask is not None:
+        mask = mask.to(inputs.attention_mask.dtype) if inputs.attention_mask is not None else None
+    run_model(
+        model,
+        inputs.input_ids[rows, at],
+        private_cache(layers),
+        attention_mask=mask,
+        position_ids=take_positions(positions, len(inputs.input_ids), rows, at) if positions is not None else None,
+    )
 
 
 def compute_columns(

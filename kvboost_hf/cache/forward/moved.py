@@ -167,7 +167,7 @@ def place(layers: Sequence[ReuseLayer], plan: BlendPlan, rotation: KeyRotation) 
     with torch.inference_mode(False):
         first, shifts = _shifts_of(plan)
         turns = Shifts(rotation, shifts, _send)
-        readers = {chunk.prefix_key: chunk.kv.reader() for chunk in plan.chunks}
+        readers = {chunk.key: chunk.kv.reader() for chunk in plan.chunks}
         rows = [_parts_of(placed, plan, readers) for placed in plan.placed]
         zeros = cache(_zeros)
         for idx, layer in enumerate(layers):
@@ -228,7 +228,7 @@ def _parts_of(placed: Sequence[Placed], plan: BlendPlan, readers: Mapping[bytes,
     parts: list[_Part] = []
     done = plan.held
     for piece in placed:
-        reader = readers[piece.chunk.prefix_key]
+        reader = readers[piece.chunk.key]
         parts += [_Part(piece.start - done), _Part(piece.stop - piece.start, reader, piece.offset)]
         done = piece.stop
     return [part for part in (*parts, _Part(plan.columns - done)) if part.columns]

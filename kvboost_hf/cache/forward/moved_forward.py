@@ -84,7 +84,7 @@ def movable_spans(parts: CacheParts, ids: torch.Tensor, start: int) -> list[tupl
     root = root_of(parts, len(tokens))
     if root is None or reason_against_moving(parts, model, media=False) is not None:
         return []
-    start, index = max(start, parts.binding.policy.sink_tokens), parts.binding.store.records.moved_index(root)
+    start, index = max(start, parts.binding.policy.sink_tokens), parts.binding.store.moved_index(root)
     return [(found.start, found.stop) for found in find_moved(tokens, start, len(tokens) - 1, index)]
 
 
@@ -92,10 +92,10 @@ def _find(parts: CacheParts, prompt: PromptColumns, exact: ReusePlan) -> BlendPl
     """A plan with moved chunks, all of them loaded; None where nothing can be moved."""
     ledger, store = parts.live.ledger, parts.binding.store
     assert ledger is not None
-    pads, index, rows = ledger.log.pads.tolist(), store.records.moved_index(ledger.root), exact.rows
+    pads, index, rows = ledger.log.pads.tolist(), store.moved_index(ledger.root), exact.rows
     sink, logits = parts.binding.policy.sink_tokens, prompt.inputs.logits
     while (plan := plan_blend(prompt.ids, pads, prompt.held, logits, rows, index, sink)) is not None:
-        fetched = store.records.fetch(plan.chunks)
+        fetched = store.fetch(plan.chunks)
         if fetched.keys() >= {chunk.key for chunk in plan.chunks}:
             return plan.with_loaded(fetched)
         rows = tuple(_up_to_lost(row, fetched.keys()) for row in rows)
@@ -220,12 +220,12 @@ class Moved(Forward):
         tally.moved += int(moved.sum())
         tally.recomputed += int(moved.sum() - stale.sum())
         missed = any(row.computed.any() for row in plan.rows)
-        self.parts.binding.store.records.record_use(plan.chunks, missed=missed, moved=True)
+        self.parts.binding.store.record_use(plan.chunks, missed=missed, moved=True)
 
     def settle(self) -> None:
         """See `Forward`."""
         confirmed = not self._prompt.inputs.verifies
-        self.parts.binding.store.records.promote(self._plan.chunks)
+        self.parts.binding.store.promote(self._plan.chunks)
         offer(self.parts, self._plan.columns, confirmed=confirmed, root_checked=True)
         if confirmed and self._stores_whole:
             self.parts.writer.offer_tails()
@@ -275,4 +275,4 @@ def _measures(plan: BlendPlan, repair: Repair, policy: ReusePolicy) -> Measure:
 
 def _up_to_lost(plan: RowPlan, there: Collection[bytes]) -> RowPlan:
     """The plan of a row up to the first chunk that could not be loaded."""
-    return trim_row(plan, lambda segment: 0.0 if segment.chunk.prefix_key in there else -math.inf)
+    return trim_row(plan, lambda segment: 0.0 if segment.chunk.key in there else -math.inf)

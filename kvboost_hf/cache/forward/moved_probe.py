@@ -20,7 +20,6 @@ from kvboost_hf.compat import (
     PrivateCache,
     attempt,
     attn_implementation,
-    cache_argument,
     decoder_layers,
     difference,
     input_device,
@@ -29,6 +28,7 @@ from kvboost_hf.compat import (
     probe_reason,
     recall,
     remember,
+    run_model,
     tolerance,
 )
 from kvboost_hf.handles import ATTENTION
@@ -148,7 +148,6 @@ def _last_logits(
     position_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
-    given[cache_argument(model)] = cache
-    logits: torch.Tensor = model(**given, use_cache=True, return_dict=True, logits_to_keep=1).logits
-    return logits[:, -1].float()
+    output = run_model(model, input_ids, cache, position_ids=position_ids, attention_mask=attention_mask)
+    logits: torch.Tensor = output.logits[:, -1].float()
+    return logits

@@ -28,7 +28,7 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
     min_saving = min_saving_of(parts, prompt)
     stems_to = _stems_to(parts, ledger, prompt)
     lost: frozenset[bytes] = frozenset()
-    binding.store.records.wait_for_others(ledger.root, ids)
+    binding.store.wait_for_others(ledger.root, ids)
     while True:
         plan = ledger.plan(
             ids,
@@ -44,7 +44,7 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
         if ledger.in_pieces is not None:
             plan = replace(plan, filled=whole_pieces(plan.filled))
         wanted = needed_for(plan)
-        fetched = binding.store.records.fetch(wanted, check=not may_overlap(parts, model, plan, prompt))
+        fetched = binding.store.fetch(wanted, check=not may_overlap(parts, model, plan, prompt))
         if all(fetched.get(each.key) is each for each in wanted):  # nothing had to be loaded
             return plan
         if fetched.keys() >= {each.key for each in wanted}:

@@ -20,7 +20,7 @@ from kvboost_hf.cache.forward.scatter import ScatterPass
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.planning.chunks import is_text
-from kvboost_hf.compat import PrivateCache, cache_argument, input_device
+from kvboost_hf.compat import PrivateCache, input_device, run_model
 from kvboost_hf.config import ReusePolicy
 
 PIECE = 512  # columns at once where nobody waits
@@ -72,7 +72,7 @@ def repair_more(live: LiveKV, model: PreTrainedModel, most: int) -> None:
     cache.take = scatter.update
     try:
         given = scatter.arguments(torch.from_numpy(ids).to(input_device(model)), 0)
-        model(**given, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
+        run_model(model, cache=cache, **given)
     finally:
         scatter.close()
         cache.take = None

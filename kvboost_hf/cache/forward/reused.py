@@ -166,7 +166,7 @@ class Reused(Forward):
         """See `Forward`."""
         parts, computed = self.parts, self._loading is not None and self._loading.computed
         if not self._changed and not computed:  # it has served well
-            parts.binding.store.records.promote(self._fetched)
+            parts.binding.store.promote(self._fetched)
         if parts.live.ledger is not None and self._confirmed and (computed or self._changed):
             parts.writer.offer_again(parts.live.ledger)
         offer(parts, self._prompt.columns, confirmed=self._confirmed, root_checked=True)
@@ -189,7 +189,7 @@ class Reused(Forward):
             tally.forwarded += sum(plan.filled - max(plan.held, pad) for pad in plan.pads)
             return compute_columns(model, layers, plan, inputs, first)
 
-        return Loading(layers, plan, compute, self.parts.binding.store.records.lose)
+        return Loading(layers, plan, compute, self.parts.binding.store.lose)
 
     def _note_filled(self) -> None:
         """Record what was filled, and where and why the store could give no more."""
@@ -211,7 +211,7 @@ class Reused(Forward):
             chunks = [stored_chunk(segment) for segment in served]
             saved = (row_plan.states or {}).get(stop)
             states = saved if isinstance(saved, StoredStates) else None
-            parts.binding.store.records.record_use(chunks, missed=row_plan.miss is not None, states=states)
+            parts.binding.store.record_use(chunks, missed=row_plan.miss is not None, states=states)
             self._fetched += [*chunks, *([states] if states is not None else [])]
             note_miss(parts, row, ids[row, pad:], row_plan)
         tally.forwarded += int((self._prompt.columns - np.maximum(plan.filled, ledger.log.pads)).sum())
@@ -305,8 +305,8 @@ def note_miss(parts: CacheParts, row: int, tokens: Tokens, plan: RowPlan) -> Non
     """Report where and why the store could give no more of a row that holds `tokens`."""
     ledger, store = parts.live.ledger, parts.binding.store
     if plan.miss is not None and ledger is not None:
-        evicted = store.records.history.was_evicted(plan.miss.wanted_key)
-        other = store.records.history.known_under_other_root(ledger.root, tokens)
+        evicted = store.was_evicted(plan.miss.wanted_key)
+        other = store.known_under_other_root(ledger.root, tokens)
         parts.live.tally.misses.append(miss_report(row, tokens, plan.miss, evicted=evicted, other_fingerprint=other))
 
 

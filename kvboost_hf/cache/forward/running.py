@@ -165,7 +165,7 @@ class SettledLater:
         self._root = ledger.root if ledger is not None else None
         self._beginnings = _beginnings(beginning) if beginning is not None else frozenset()
         weakref.finalize(config, self._call_has_ended).atexit = False
-        forward.parts.binding.store.records.settles_first(self)
+        forward.parts.binding.store.settles_first(self)
 
     def settle(self) -> None:
         """Settle it, once."""

@@ -14,7 +14,7 @@ from kvboost_hf.cache.tiers.below import Found
 class StoredChunk:
     """A chunk in the store. Immutable: whoever holds one may go on reading it after it was evicted."""
 
-    prefix_key: bytes  # its own key, where it is found by content only
+    key: bytes
     root: bytes
     parent: bytes  # key of the chunk that it was computed directly behind, or the root
     start: int  # row token of the first token, when it was stored
@@ -24,11 +24,6 @@ class StoredChunk:
     content_only: bool = False  # its K/V is not that of a prompt computed whole
     found: Found | None = None  # where it was found, if not in host memory
     on_device: bool = False  # it was found where the model computes
-
-    @property
-    def key(self) -> bytes:
-        """Its own key."""
-        return self.prefix_key
 
     @property
     def tier(self) -> str:

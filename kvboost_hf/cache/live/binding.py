@@ -165,7 +165,7 @@ def require_store(store: object, model: PreTrainedModel) -> None:
     """
     if not isinstance(store, ChunkStore):
         raise ValueError(f"`store` must be a ChunkStore, got {store!r}. Pass ChunkStore(model).")
-    store.records.require_open()
+    store.require_open()
     if not store.serves(model):
         raise ValueError(
             "`store` was made for another model object, whose K/V this model cannot use. Pass a store made with "

@@ -15,7 +15,6 @@ from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ReusePlan, RowPl
 from kvboost_hf.cache.planning.repair import MovedColumns
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
-from kvboost_hf.cache.store.indexes import Row
 
 
 @dataclass(slots=True)
@@ -108,7 +107,7 @@ class Ledger:
             key = tokens.tobytes()
             if key not in same:
                 border = self.borders[row][-1]
-                index = store.records.view(self.root, Row(tokens, border, store.chunker, stateful), without)
+                index = store.view(self.root, tokens, border, stateful=stateful, without=without)
                 same[key] = store.worth(
                     plan_row(tokens, max(held - pad, 0), border, limit - pad, store.chunker, index, stateful=stateful)
                 )
@@ -166,7 +165,7 @@ class Ledger:
         while (cut := store.chunker.next_cut(tokens, borders[-1].at)) is not None:
             border = borders[-1]
             key = prefix_key(border.key, tokens[border.at : cut])
-            if unseen or store.records.expects(key):
+            if unseen or store.expects(key):
                 result = self._put(row, border, tokens[border.at : cut], layers, store, pinned)
             else:
                 result = Put.UNSEEN
@@ -238,9 +237,7 @@ class Ledger:
             return self._put(row, border, tokens, layers, store, pinned, unfinished=unfinished)
         nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format, at_start=border.at == 0)
         with torch.inference_mode(False), torch.no_grad():
-            put = store.records.put_content(
-                self.root, tokens, border.at, nbytes, copy_kv, parent=parent, pinned=pinned
-            )
+            put = store.put_content(self.root, tokens, border.at, nbytes, copy_kv, parent=parent, pinned=pinned)
         if put is Put.STORED:
             self.content_keys.add(content_only_key(self.root, parent, border.at, tokens))
         return put
@@ -260,7 +257,7 @@ class Ledger:
         nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format, at_start=border.at == 0)
         # Outside inference mode: tensors made inside could not be used freely later.
         with torch.inference_mode(False), torch.no_grad():
-            return store.records.put(
+            return store.put(
                 self.root, border.key, border.at, tokens, nbytes, copy_kv, pinned=pinned, unfinished=unfinished
             )
 
@@ -310,7 +307,7 @@ class Ledger:
 
         nbytes = sum(layer.state_bytes() for layer in layers)
         with torch.inference_mode(False), torch.no_grad():
-            return store.records.put_states(self.root, border.key, tail, nbytes, copy, pinned=pinned)
+            return store.put_states(self.root, border.key, tail, nbytes, copy, pinned=pinned)
 
 
 def _is_tainted(blended: MovedColumns | None, row: int) -> bool:
@@ -357,6 +354,6 @@ def offer_content(
         cut = store.chunker.next_cut(tokens, at) or len(tokens)
         chunk = tokens[at:cut]
         nbytes, copy_kv = copies(at, cut)
-        results.append(store.records.put_content(root, chunk, at, nbytes, copy_kv, parent=parent, pinned=pinned))
+        results.append(store.put_content(root, chunk, at, nbytes, copy_kv, parent=parent, pinned=pinned))
         parent, at = content_only_key(root, parent, at, chunk), cut
     return results

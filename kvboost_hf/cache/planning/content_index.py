@@ -62,7 +62,7 @@ class ContentIndex(Generic[C]):
             self._heads.update(hashes[:1])
             insort(self._variants[text], chunk, key=_start)
             self._behind.setdefault(_place(chunk.parent, chunk.tokens), []).append(chunk)
-            self._by_key[chunk.prefix_key] = chunk
+            self._by_key[chunk.key] = chunk
 
     def remove(self, chunk: C) -> None:
         """Undo `add`."""
@@ -82,8 +82,8 @@ class ContentIndex(Generic[C]):
             self._behind[place].remove(chunk)
             if not self._behind[place]:
                 del self._behind[place]
-            if self._by_key.get(chunk.prefix_key) is chunk:
-                del self._by_key[chunk.prefix_key]
+            if self._by_key.get(chunk.key) is chunk:
+                del self._by_key[chunk.key]
 
     def _add_windows(self, text: bytes, hashes: list[int]) -> None:
         for number, hashed in enumerate(hashes[1:], start=1):
@@ -163,7 +163,7 @@ class ContentIndex(Generic[C]):
         return max(others, key=lambda chunk: (common_length(chunk.tokens, tokens), -len(chunk.tokens)))
 
     def under(self, key: bytes) -> C | None:
-        """The chunk with this `prefix_key`."""
+        """The chunk with this key."""
         return self._by_key.get(key)
 
 

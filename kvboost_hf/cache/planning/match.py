@@ -43,7 +43,7 @@ class MovedChunk(Protocol):
     """A stored chunk, as far as matching needs it."""
 
     @property
-    def prefix_key(self) -> bytes: ...
+    def key(self) -> bytes: ...
     @property
     def parent(self) -> bytes: ...  # key of the chunk that it was computed directly behind
     @property
@@ -82,7 +82,7 @@ class MovedIndex(Protocol):
         ...
 
     def under(self, key: bytes) -> "MovedChunk | None":
-        """The chunk with this `prefix_key`."""
+        """The chunk with this key."""
         ...
 
 
@@ -170,7 +170,7 @@ def _chosen(
             continue
         segment = MovedSegment(chunk, 0, at, end)
         yield segment
-        behind = chunk.prefix_key if segment.to_end else None
+        behind = chunk.key if segment.to_end else None
         border, shift = end, segment.shift
 
 
@@ -221,7 +221,7 @@ class _Gaps:
         while segments and segments[-1].stop == start < stop and segments[-1].to_end:
             last = segments[-1]
             rest = _window(self._tokens, start, stop, self._index)
-            chunk = self._index.behind(last.chunk.prefix_key, rest)
+            chunk = self._index.behind(last.chunk.key, rest)
             n = _agreed(chunk, rest)
             if chunk is None or not n or start - chunk.start != last.shift:
                 break
@@ -250,7 +250,7 @@ def _joined(segments: list[MovedSegment], start: int, behind: bytes | None) -> I
     for segment in segments:
         same = segment.start == border and segment.shift == shift and segment.offset == 0
         yield replace(segment, continues=same and segment.chunk.parent == behind)
-        behind = segment.chunk.prefix_key if segment.to_end else None
+        behind = segment.chunk.key if segment.to_end else None
         border, shift = segment.stop, segment.shift
 
 

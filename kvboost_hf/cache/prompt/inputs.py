@@ -16,13 +16,14 @@ from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.prompt.generate_call import in_generate, outputs_read, reads_last_logits
 from kvboost_hf.cache.prompt.hook import others_see_output
 from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
-from kvboost_hf.cache.prompt.positions import computed_positions, keeps_positions
+from kvboost_hf.cache.prompt.positions import computed_positions
 from kvboost_hf.compat import (
     KeyRotation,
     attn_implementation,
     cache_in,
     checkpointing_reason,
     forward_arguments,
+    keeps_positions,
     key_rotation,
 )
 

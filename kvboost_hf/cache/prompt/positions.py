@@ -87,11 +87,6 @@ def computed_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> torch.
     return positions
 
 
-def keeps_positions(model: PreTrainedModel) -> bool:
-    """Whether the model keeps the shift of its last prompt on itself, for forwards that are given no positions."""
-    return hasattr(model.base_model, "rope_deltas")
-
-
 def counts_from_padding_id(model: PreTrainedModel) -> bool:
     """Whether a model that is given no positions counts them from its padding id + 1, not from 0."""
     return hasattr(getattr(model.base_model, "embeddings", None), "create_position_ids_from_input_ids")

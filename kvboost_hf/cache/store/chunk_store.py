@@ -112,9 +112,23 @@ class ChunkStore:
         # What other processes may ask for is always stored; nobody else asks for the name of the model.
         lower = LowerTiers(opened.lower, opened.opened)
         name, pays_for = (model_name(model), None) if lower else (b"", stored_per_computed(model))
-        self.records = TieredRecords(opened.ram, opened.device, lower, name, self._reader, pays_for)
-        self._lock = self.records.lock
-        self._roots = Roots(self.records.history, self.records.lower, self.records.drop)
+        self._records = records = TieredRecords(
+            opened.ram, opened.device, lower, name, self._reader, pays_for, self.chunker
+        )
+        self._lock = self._records.lock
+        # The verbs of caches, the server and tools: nobody else knows records, and they know no store.
+        self.require_open, self.wait_for_others = records.require_open, records.wait_for_others
+        self.view, self.moved_index, self.chain = records.view, records.moved_index, records.chain
+        self.fetch, self.lose = records.fetch, records.lose
+        self.held, self.entries, self.places = records.held, records.entries, records.places
+        history = records.history
+        self.was_evicted, self.known_under_other_root = history.was_evicted, history.known_under_other_root
+        self.record_use, self.promote, self.expects = records.record_use, records.promote, records.expects
+        self.put, self.put_content, self.put_states = records.put, records.put_content, records.put_states
+        self.settles_first, self.quarantine, self.remove = records.settles_first, records.quarantine, records.remove
+        self.beginning, self.pin, self.let_go = records.beginning, records.pin, records.let_go
+        self.pinned_bytes, self.has_pinned = records.pinned_bytes, records.has_pinned
+        self._roots: Roots | None = Roots(self._records.history, self._records.lower, self._records.drop)
         if lower:  # now, for it takes a moment
             ComputePace.of(model).seconds_per_token(model)
             self._reader.look_at_model()
@@ -139,16 +153,24 @@ class ChunkStore:
             read_all: Read every weight to tell whether one has changed.
             keeps_hidden: Hidden states are kept beside K/V.
         """
-        self.records.require_open()
+        self.require_open()
+        if self._roots is None:
+            return None
         model = self._require_model()
         with self._lock:
             regime += self.codec.name.encode()
             return self._roots.root(model, salt, regime, read_all=read_all, keeps_hidden=keeps_hidden)
 
-    def without_room(self) -> "ChunkStore":
-        """A store with the same roots that takes no chunks in: its caches compute, and keep, all columns."""
-        store = ChunkStore(self._require_model(), chunker=Uncut(), max_bytes=2**62)
-        store._roots, store.codec = self._roots, self.codec
+    def without_room(self, *, with_roots: bool = True) -> "ChunkStore":
+        """A store that takes no chunks in: its caches compute, and keep, all columns.
+
+        Args:
+            with_roots: It has the roots of this store, which takes what its caches hold. Without, it has none, and
+                nothing is looked up either.
+        """
+        chunker = Uncut() if with_roots else self.chunker
+        store = ChunkStore(self._require_model(), chunker=chunker, max_bytes=2**62)
+        store._roots, store.codec = self._roots if with_roots else None, self.codec
         return store
 
     # Finding
@@ -174,7 +196,7 @@ class ChunkStore:
         model = self._require_model()
         trimmed = worth_loading(plan, ComputePace.of(model).seconds_per_token(model))
         with self._lock:
-            self.records.counts["not_worth_loading"] += plan.hit - trimmed.hit
+            self._records.counts["not_worth_loading"] += plan.hit - trimmed.hit
         return trimmed
 
     # Pinning, and letting go
@@ -182,18 +204,18 @@ class ChunkStore:
     def pinned_keys(self) -> set[bytes]:
         """Keys of all pinned chunks and states."""
         with self._lock:
-            return self.records.memory.pinned_keys()
+            return self._records.memory.pinned_keys()
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Let what is stored under these keys be evicted again."""
         with self._lock:
             for key in keys:
-                self.records.memory.unpin(key)
+                self._records.memory.unpin(key)
 
     def clear(self) -> None:
         """Drop everything stored for this model, pinned or not, in all tiers: what other processes stored, too."""
-        self.records.clear()
-        self.records.lower.clear()
+        self._records.clear()
+        self._records.lower.clear()
 
     # What users ask for
 
@@ -223,8 +245,8 @@ class ChunkStore:
         """
         if not 0 < sample <= 1:
             raise ValueError(f"`sample` must be above 0 and at most 1, got {sample!r}. Pass 1.0 to check all of it.")
-        self.records.require_open()
-        return check_integrity(self._require_model(), self.records, self._is_current, self.column_format, sample)
+        self.require_open()
+        return check_integrity(self._require_model(), self._records, self._is_current, self.column_format, sample)
 
     def warm(
         self,
@@ -280,7 +302,7 @@ class ChunkStore:
             >>> print(store.warm([system], tokenizer=tokenizer))
             prompt 17 tokens, 0 reused (0%), 17 computed
         """
-        self.records.require_open()
+        self.require_open()
         settings = WarmSettings(
             tokenizer=tokenizer,
             tools=tools,
@@ -320,11 +342,11 @@ class ChunkStore:
             ValueError: for a bad `max_ngram` or `min_ngram`.
             StoreClosedError: after `close()`.
         """
-        self.records.require_open()
+        self.require_open()
         with self._lock:
             salt = self.salt if salt is None else salt_bytes(salt)
-            chunks = self.records.memory.chunks.values()
-            return self.records.text.continuation(chunks, salt, np.asarray(ids), length, max_ngram, min_ngram)
+            chunks = self._records.memory.chunks.values()
+            return self._records.text.continuation(chunks, salt, np.asarray(ids), length, max_ngram, min_ngram)
 
     def inspect(self) -> StoreContents:
         """The contents of host memory: chunks, states, and which of them are pinned.
@@ -335,7 +357,7 @@ class ChunkStore:
             StoreContents(0 chunks, 0 states, 0 pinned, 0 bytes)
         """
         with self._lock:
-            memory = self.records.memory
+            memory = self._records.memory
             pinned = frozenset(memory.pinned_keys())
             return StoreContents(dict(memory.chunks), dict(memory.states), pinned, memory.nbytes)
 
@@ -345,23 +367,23 @@ class ChunkStore:
         Raises:
             AssertionError: naming what disagrees. The store is to be thrown away, and the bug reported.
         """
-        self.records.check_consistency()
+        self._records.check_consistency()
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""
-        return self.records.stats(self.audits, self.codec.name, self._seconds_per_token())
+        return self._records.stats(self.audits, self.codec.name, self._seconds_per_token())
 
     @property
     def max_bytes(self) -> int:
         """Budget of host memory. A smaller one holds from the next chunk on that comes in."""
-        return self.records.memory.max_bytes
+        return self._records.memory.max_bytes
 
     @max_bytes.setter
     def max_bytes(self, max_bytes: int) -> None:
-        self.records.memory.max_bytes = max_bytes
+        self._records.memory.max_bytes = max_bytes
 
     def __len__(self) -> int:
-        return len(self.records.memory.chunks)
+        return len(self._records.memory.chunks)
 
     def serves(self, model: PreTrainedModel) -> bool:
         """Whether this store was made for `model`."""
@@ -369,8 +391,8 @@ class ChunkStore:
 
     def flush(self) -> None:
         """Wait until everything stored so far has been written to the lower tiers."""
-        self.records.settle()
-        self.records.lower.tiers.flush()
+        self._records.settle()
+        self._records.lower.tiers.flush()
 
     def invalidate(self) -> None:
         """Forget everything, live caches included: for weights that were changed where nobody can see it."""
@@ -385,23 +407,23 @@ class ChunkStore:
 
     def close(self) -> None:
         """Finish writing to the lower tiers, drop what is in host memory, and refuse further use."""
-        self.records.settle()
+        self._records.settle()
         self._close_tiers()
-        self.records.close()
+        self._records.close()
 
     @property
     def usable(self) -> bool:
         """Whether it is open and its model exists."""
-        return self.records.is_open and self._model() is not None
+        return self._records.is_open and self._model() is not None
 
     def _is_current(self, stored: Stored, tokens: int) -> bool:
         """Whether the model, as it is now, has computed a record that ends after so many tokens."""
-        salt, regime = self.records.history.salt_of(stored.root), rope_regime(self._require_model(), tokens)
+        salt, regime = self._records.history.salt_of(stored.root), rope_regime(self._require_model(), tokens)
         return salt is not None and regime is not None and self.root(salt, regime) == stored.root
 
     def _seconds_per_token(self) -> float | None:
         model = self._model()
-        return ComputePace.of(model).seconds_per_token(model) if self.records.lower and model is not None else None
+        return ComputePace.of(model).seconds_per_token(model) if self._records.lower and model is not None else None
 
     def _require_model(self) -> PreTrainedModel:
         return _require_model(self._model)

@@ -18,12 +18,9 @@ from kvboost_hf.cache.kv.layer_kv import LayerKV, copy_columns
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
-from kvboost_hf.cache.planning.chunks import Chunker, Tokens, common_length, is_text, prefix_key
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border
-from kvboost_hf.cache.prompt.inputs import with_positions
-from kvboost_hf.cache.store.indexes import Row
+from kvboost_hf.cache.planning.chunks import Tokens, is_text
 from kvboost_hf.cache.store.tiered import TieredRecords
-from kvboost_hf.compat import PrivateCache, cache_argument, difference, input_device, tolerance
+from kvboost_hf.compat import PrivateCache, difference, input_device, run_model, tolerance
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -98,23 +95,6 @@ def check_integrity(
     return IntegrityReport(checked, len(wrong), len(stored) - len(texts), forwarded, largest)
 
 
-def chain(records: TieredRecords, chunker: Chunker, root: bytes, tokens: Tokens) -> list[tuple[StoredChunk, int, int]]:
-    """Every chunk that may serve a row: with the row token that it starts at, and how many tokens it shares."""
-    found: list[tuple[StoredChunk, int, int]] = []
-    index = records.view(root, Row(tokens, Border(0, root), chunker, stateful=False))
-    key, at = root, 0
-    while at < len(tokens):
-        rest = tokens[at:]
-        siblings = index.siblings(key, rest[:HEAD_TOKENS]) if len(rest) >= HEAD_TOKENS else ()
-        loaded = records.fetch(chunk for chunk in siblings if isinstance(chunk, StoredChunk))
-        found += [(chunk, at, common_length(chunk.tokens, rest)) for chunk in loaded.values()]
-        cut = chunker.next_cut(tokens, at)
-        if cut is None:
-            break
-        key, at = prefix_key(key, tokens[at:cut]), cut
-    return found
-
-
 def _text(stored: Stored, chunks: dict[bytes, StoredChunk]) -> Tokens | None:
     """All tokens up to the end of something stored; None where they are not known, or are not all text."""
     if isinstance(stored, StoredChunk) and stored.content_only:
@@ -153,8 +133,7 @@ def _compute(model: PreTrainedModel, text: Tokens) -> list[ReuseLayer]:
         if layer.is_sliding:
             layer.native.activate_past_recording()
     cache = PrivateCache([layer.native for layer in layers])
-    given = {"input_ids": torch.from_numpy(text)[None].to(input_device(model)), cache_argument(model): cache}
-    model(**with_positions(model, given), use_cache=True, logits_to_keep=1)
+    run_model(model, torch.from_numpy(text)[None].to(input_device(model)), cache)
     return layers
 
 

@@ -150,9 +150,12 @@ class LowerMemory:
         """All records under a root."""
         return map(unloaded, self.tiers.entries(root))
 
-    def entries(self) -> Iterator[Entry]:
-        """Entries of all blobs, of other models, weights, salts and codecs, too."""
-        return (found.entry for found in self.tiers.entries())
+    def records_by_tier(self, root: bytes) -> Iterator[tuple[str, Stored, int]]:
+        """All records under a root in each tier that has them: its name, the record, and its bytes there."""
+        for tier in self.tiers.tiers:
+            for entry in tier.tier.entries(root):
+                if entry.root == root:
+                    yield tier.tier.name, unloaded(Found(entry, tier)), entry.nbytes
 
     def all_records(self) -> Iterator[Stored]:
         """All records under the roots that the store knows."""

@@ -1,13 +1,11 @@
-"""Counts and removes what belongs to some prompts: to those under some roots, or to those that begin alike."""
+"""Tells which records belong to some prompts: to those under some roots, or to those that begin alike."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, unloaded, with_descendants
+from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, with_descendants
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.store.tiered import TieredRecords
-from kvboost_hf.cache.tiers.below import Found
 
 
 class Heads:
@@ -86,47 +84,23 @@ class Belongings:
         return stored.parent != stored.root and stored.parent not in known
 
 
-def count_bytes(records: TieredRecords, wanted: Iterable[Belongings], heads: Heads) -> list[int]:
-    """The bytes of each in host memory."""
-    with records.lock:
-        held = {each.key: each for each in records.memory.records()}
+def count_bytes(held: Iterable[Stored], wanted: Iterable[Belongings], heads: Heads) -> list[int]:
+    """The bytes of each.
+
+    Args:
+        held: The records in host memory.
+        wanted: Whose bytes are counted.
+        heads: Those of others, too.
+    """
+    by_key = {each.key: each for each in held}
     tops: dict[bytes, str | None] = {}  # by key, the owner of the first chunk that it continues
     sizes: Counter[str | bytes] = Counter()  # by owner, by root, and by key of a piece
-    for each in held.values():
+    for each in by_key.values():
         way = [each]
-        while way[-1].key not in tops and (above := held.get(way[-1].parent)) is not None:
+        while way[-1].key not in tops and (above := by_key.get(way[-1].parent)) is not None:
             way.append(above)
         owner = tops[way[-1].key] if way[-1].key in tops else heads.owner(way[-1])
         tops |= {passed.key: owner for passed in way}
         sizes[each.root] += each.nbytes
         sizes[owner if owner is not None else each.key] += each.nbytes
     return [sizes[each.owner] + sum(sizes[key] for key in (*each.roots, *each.pieces)) for each in wanted]
-
-
-def remove(records: TieredRecords, wanted: Belongings, heads: Heads) -> dict[str, int]:
-    """Remove what belongs to some prompts from every tier, pinned or not, and wait until all tiers have done so.
-
-    Returns:
-        By tier, the bytes that were removed.
-    """
-    records.lower.tiers.flush()  # what was on its way to host memory is there
-    under = wanted.under(heads)
-    below = [each for root in under for each in _below(records, root)]
-    with records.lock:
-        here = [each for each in records.memory.records() if each.root in under]
-        doomed = wanted.keys([*here, *(stored for _, stored, _ in below)], heads, lost=True)
-        records.take_out(doomed)
-    records.lower.tiers.flush()
-    freed: Counter[str] = Counter()
-    for name, stored, nbytes in [*(("ram", each, each.nbytes) for each in here), *below]:
-        if stored.key in doomed:
-            freed[name] += nbytes
-    return dict(freed)
-
-
-def _below(records: TieredRecords, root: bytes) -> Iterator[tuple[str, Stored, int]]:
-    """The tier of each record under a root, the record, and its bytes there."""
-    for tier in records.lower.tiers.tiers:
-        for entry in tier.tier.entries(root):
-            if entry.root == root:
-                yield tier.tier.name, unloaded(Found(entry, tier)), entry.nbytes

@@ -3,7 +3,8 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -12,15 +13,24 @@ from typing import Any, Protocol, TypeVar
 from kvboost_hf import forks
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
 from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk, StoredStates, with_descendants
-from kvboost_hf.cache.planning.chunks import KEY_BYTES, Tokens, content_only_key, prefix_key, states_key
+from kvboost_hf.cache.planning.chunks import (
+    KEY_BYTES,
+    Chunker,
+    Tokens,
+    common_length,
+    content_only_key,
+    prefix_key,
+    states_key,
+)
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
-from kvboost_hf.cache.planning.plan import ChunkIndex
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ChunkIndex
 from kvboost_hf.cache.store.history import Audits, History, Payback
 from kvboost_hf.cache.store.indexes import ContentIndexes, Row, StoredText, TieredView
 from kvboost_hf.cache.store.insertion import Insertion
 from kvboost_hf.cache.store.lower import BlobReader, LowerMemory
 from kvboost_hf.cache.store.memory import DeviceMemory, HostMemory
+from kvboost_hf.cache.tiers.base import Entry
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.cache.tiers.record import DamagedBlobError
 from kvboost_hf.errors import StoreClosedError
@@ -52,6 +62,7 @@ class TieredRecords:
         model_name: Names the model to them, see `Entry.model`.
         reader: Reads K/V and states from blobs.
         pays_for: See `Payback`.
+        chunker: Where chunks end.
     """
 
     def __init__(
@@ -62,7 +73,9 @@ class TieredRecords:
         model_name: bytes,
         reader: BlobReader,
         pays_for: int | None,
+        chunker: Chunker,
     ) -> None:
+        self._chunker = chunker
         self.lock = forks.rlock(torn=self._forget_after_fork)
         self.payback, self.history = Payback(pays_for), History()
         self.contents = ContentIndexes(self.lock)
@@ -90,15 +103,44 @@ class TieredRecords:
         for each in unsettled:
             each.wait_for(root, ids)
 
-    def view(self, root: bytes, row: Row, without: frozenset[bytes] = frozenset()) -> ChunkIndex:
-        """The chunks and states that a row can find by prefix key, in whatever tier.
+    def view(
+        self,
+        root: bytes,
+        tokens: Tokens,
+        border: Border | None = None,
+        *,
+        stateful: bool = False,
+        without: frozenset[bytes] = frozenset(),
+    ) -> ChunkIndex:
+        """The chunks and states that a row can find by their keys, in whatever tier.
 
         Args:
-            root: Of the row.
-            row: The row.
+            root: The root of the row.
+            tokens: All tokens of the row.
+            border: The chunk border that it is to be served from; None for its beginning.
+            stateful: Saved states are wanted, too.
             without: Keys of records in lower tiers that are not to be found.
         """
-        return TieredView(self.memory, self.lower.tiers, row, without) if self.lower.keeps(root) else self.memory
+        if not self.lower.keeps(root):
+            return self.memory
+        row = Row(tokens, border or Border(0, root), self._chunker, stateful)
+        return TieredView(self.memory, self.lower.tiers, row, without)
+
+    def chain(self, root: bytes, tokens: Tokens) -> list[tuple[StoredChunk, int, int]]:
+        """Every chunk that may serve a row: with the row token that it starts at, and how many tokens it shares."""
+        found: list[tuple[StoredChunk, int, int]] = []
+        index = self.view(root, tokens)
+        key, at = root, 0
+        while at < len(tokens):
+            rest = tokens[at:]
+            siblings = index.siblings(key, rest[:HEAD_TOKENS]) if len(rest) >= HEAD_TOKENS else ()
+            loaded = self.fetch(chunk for chunk in siblings if isinstance(chunk, StoredChunk))
+            found += [(chunk, at, common_length(chunk.tokens, rest)) for chunk in loaded.values()]
+            cut = self._chunker.next_cut(tokens, at)
+            if cut is None:
+                break
+            key, at = prefix_key(key, tokens[at:cut]), cut
+        return found
 
     def moved_index(self, root: bytes) -> ContentIndex[StoredChunk]:
         """The chunks under `root` by their content, for `match.find_moved`; follows what is stored from then on.
@@ -144,11 +186,19 @@ class TieredRecords:
         with self.lock:
             self.contents.drop_below([stored.key])
 
+    def held(self, roots: Collection[bytes] | None = None) -> list[Stored]:
+        """All records in host memory, or those under some roots."""
+        with self.lock:
+            return [each for each in self.memory.records() if roots is None or each.root in roots]
+
+    def entries(self) -> Iterator[Entry]:
+        """Entries of all blobs in lower tiers, of other models, weights, salts and codecs, too."""
+        return (found.entry for found in self.lower.tiers.entries())
+
     def everything(self) -> list[Stored]:
         """All records under the roots that this store knows, in any tier; loaded or not."""
         self.lower.tiers.flush()
-        with self.lock:
-            found = {each.key: each for each in self.memory.records()}
+        found = {each.key: each for each in self.held()}
         for each in self.lower.all_records():
             found.setdefault(each.key, each)
         return list(found.values())
@@ -328,6 +378,36 @@ class TieredRecords:
         for each in unsettled:
             each.settle_here()
 
+    def beginning(self, root: bytes, tokens: Tokens, stop: int) -> tuple[list[Stored], int]:
+        """The records in host memory that serve the first tokens of a text, and how many tokens they serve.
+
+        Args:
+            root: The root of the text.
+            tokens: All of it.
+            stop: Records that begin before this token are wanted.
+        """
+        with self.lock:
+            return self.memory.text(root, tokens, stop)
+
+    def pin(self, keys: Collection[bytes], holder: bytes) -> bool:
+        """Never evict some records until `holder` lets go of them; all, or none where one is not in host memory."""
+        with self.lock:
+            if not all(key in self.memory for key in keys):
+                return False
+            for key in keys:
+                self.memory.pin(key, holder)
+        return True
+
+    def let_go(self, holder: bytes) -> None:
+        """Unpin what nobody but this holder has pinned."""
+        with self.lock:
+            self.memory.let_go(holder)
+
+    def pinned_bytes(self, holders: Iterable[bytes]) -> int:
+        """Bytes of what some holders have pinned, each record counted once."""
+        with self.lock:
+            return sum(self.memory.held(holders).values())
+
     def has_pinned(self, keys: Iterable[bytes]) -> bool:
         """Whether some of what is stored under these keys is pinned."""
         with self.lock:
@@ -352,6 +432,31 @@ class TieredRecords:
                     self.counts["quarantined"] += 1
             self.take_out(with_descendants(doomed, [*entries, *self.memory.records()]))
         self.lower.tiers.flush()
+
+    def remove(
+        self, roots: Collection[bytes], choose: Callable[[Collection[Stored]], Collection[bytes]]
+    ) -> dict[str, int]:
+        """Remove records from every tier, pinned or not, and wait until all tiers have done so.
+
+        Args:
+            roots: They are under these.
+            choose: Given all records under the roots, returns the keys of those to remove.
+
+        Returns:
+            By tier, the bytes that were removed.
+        """
+        self.lower.tiers.flush()  # what was on its way to host memory is there
+        below = [each for root in roots for each in self.lower.records_by_tier(root)]
+        with self.lock:
+            here = self.held(roots)
+            doomed = choose([*here, *(stored for _, stored, _ in below)])
+            self.take_out(doomed)
+        self.lower.tiers.flush()
+        freed: Counter[str] = Counter()
+        for name, stored, nbytes in [*(("ram", each, each.nbytes) for each in here), *below]:
+            if stored.key in doomed:
+                freed[name] += nbytes
+        return dict(freed)
 
     def take_out(self, keys: Collection[bytes]) -> None:
         """Remove records from every tier, pinned or not; in lower tiers soon. Whoever calls it holds the lock."""
@@ -398,6 +503,10 @@ class TieredRecords:
             )
 
     # Books
+
+    def places(self) -> dict[str, str]:
+        """Where each lower tier is, for people, by its name."""
+        return {tier.tier.name: tier.tier.location for tier in self.lower.tiers.tiers}
 
     def stats(self, audits: Audits, codec: str, seconds_per_token: float | None) -> dict[str, Any]:
         """Counts and bytes by tier, as `ChunkStore.stats()` returns them.

@@ -1,6 +1,5 @@
 """Computes embeddings: the mean of a model's last hidden states, normalized to length 1."""
 
-import inspect
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -11,7 +10,7 @@ import torch
 from torch.nn.functional import normalize
 from transformers import DynamicCache, PreTrainedModel
 
-from kvboost_hf.compat import cache_argument, input_device
+from kvboost_hf.compat import input_device, run_model
 
 _log = logging.getLogger("kvboost_hf.server")
 
@@ -44,15 +43,11 @@ class _Text:
         body: Any = model.base_model
         whole, start = len(self._ids), self._done
         self._done = whole if piece is None else min(start + piece, whole)
-        given: dict[str, Any] = {"use_cache": False}
         if self._cache is None and self._done < whole:
             self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        if self._cache is not None:
-            given = {"use_cache": True, cache_argument(model): self._cache}
-            if "position_ids" in inspect.signature(body.forward).parameters:
-                given["position_ids"] = torch.arange(start, self._done, device=input_device(model))[None]
         ids = torch.tensor([self._ids[start : self._done]], device=input_device(model))
-        hidden: torch.Tensor = body(input_ids=ids, return_dict=True, **given).last_hidden_state[0]
+        positions = torch.arange(start, self._done, device=ids.device)[None] if self._cache is not None else None
+        hidden: torch.Tensor = run_model(body, ids, self._cache, position_ids=positions).last_hidden_state[0]
         self._sum = self._sum + hidden.float().sum(0)
         if self._done < whole:
             return None

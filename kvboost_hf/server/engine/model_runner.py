@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -13,14 +12,13 @@ from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import (
-    cache_argument,
-    forward_arguments,
     has_own_cache,
     input_device,
     padding_reason,
     probe_ids,
     probe_reason,
     rope_regime,
+    run_model,
 )
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
@@ -65,7 +63,6 @@ class ModelRunner:
         self._caches: WeakSet[ChunkReuseCache] = WeakSet()  # those of tasks
         self.lending_reason = ChunkReuseCache(model, store, live_quant=live_quant).lending_reason
         ModelState.of(model).fingerprint.look(model)
-        self._takes_positions = "position_ids" in forward_arguments(model)
         self.in_pieces = (
             self.lending_reason is None  # such as states: of a prompt in pieces, fewer of them are of use to others
             and rope_regime(model, context) == b""  # a long row would change the frequencies of others and of itself
@@ -87,7 +84,7 @@ class ModelRunner:
         """Why the model cannot be served, or None. Runs it on a short prompt and a token behind it."""
         if has_own_cache(self.model):
             return "it keeps what it has computed in a cache class of its own, and takes no other"
-        ids, cache = probe_ids(self.model), ChunkReuseCache(self.model, _EmptyStore(self.model))
+        ids, cache = probe_ids(self.model), ChunkReuseCache(self.model, self.store.without_room(with_roots=False))
         try:
             for start, stop in ((0, ids.shape[1] - 1), (ids.shape[1] - 1, ids.shape[1])):
                 self.forward(cache, ids[:, start:stop], start)
@@ -105,12 +102,9 @@ class ModelRunner:
         self, cache: ChunkReuseCache | None, ids: torch.Tensor, start: int, *, keep: int = 0
     ) -> torch.Tensor:
         """As `forward`; returns logits [1, tokens, vocab_size] of the last `keep` tokens. 0 keeps and computes all."""
-        given: dict[str, Any] = {cache_argument(self.model): cache}
-        if self._takes_positions:  # as generate() does: some models would count otherwise
-            given["position_ids"] = torch.arange(start, start + ids.shape[1], device=self.device)[None]
-        model: Any = self.model
-        output = model(input_ids=ids, logits_to_keep=keep, use_cache=True, return_dict=True, **given)
-        logits: torch.Tensor = output.logits
+        # As generate() gives them: some models would count otherwise.
+        positions = torch.arange(start, start + ids.shape[1], device=self.device)[None]
+        logits: torch.Tensor = run_model(self.model, ids, cache, logits=keep, position_ids=positions).logits
         return logits
 
     def step(self, task: Task) -> torch.Tensor:
@@ -179,18 +173,11 @@ class ModelRunner:
 
     def keep_nothing(self, cache: ChunkReuseCache) -> None:
         """From now on, store nothing that a cache holds."""
-        cache.store = _EmptyStore(self.model, chunker=self.store.chunker)
+        cache.store = self.store.without_room(with_roots=False)
 
     def leave_store(self) -> None:
         """Go on without the store, which somebody has closed: open caches and later ones keep nothing."""
         _log.warning("The store was closed: from now on nothing is kept.")
-        self.store = _EmptyStore(self.model, chunker=self.store.chunker)
+        self.store = self.store.without_room(with_roots=False)
         for cache in self._caches:
             cache.store = self.store
-
-
-class _EmptyStore(ChunkStore):
-    """A store that finds nothing and keeps nothing, so that caches compute every prompt."""
-
-    def root(self, salt: bytes, regime: bytes = b"", *, read_all: bool = False, keeps_hidden: bool = False) -> None:
-        """No key: there is nothing that chains could start from."""

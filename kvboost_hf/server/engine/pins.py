@@ -104,13 +104,12 @@ class Pins:
     ) -> bool:
         """Pin a beginning of a prompt, in place of shorter ones among those that the prompt has `begun` with."""
         wanted = len(tokens) if keep.tokens is None else min(keep.tokens, len(tokens))
-        with store.records.lock:
-            records, held = store.records.memory.text(pin.root, tokens, wanted)
+        records, held = store.beginning(pin.root, tokens, wanted)
         if held <= wanted - HEAD_TOKENS:  # fewer tokens than that are never stored
             return False
         keys = [record.key for record in records]
         if keep.share is None:
-            return self._hold(store, keys, b"")
+            return store.pin(keys, b"")
         pin.tokens, pin.digest = wanted, _digests(pin.root, tokens, [wanted])[0]
         old = [each for each in begun if each.tokens <= wanted and each.until <= pin.until]
         added = self._add(store, client, pin, keys, keep.share, old)
@@ -170,30 +169,20 @@ class Pins:
     ) -> bool:
         """Pin records. The client's other pins give way where all of them would exceed its share."""
         pins, limit = self._pins.setdefault(client, []), share * store.max_bytes
-        if not self._hold(store, keys, pin.holder):
+        if not store.pin(keys, pin.holder):
             return False
         lasting = [each for each in pins if each.priority < pin.priority and each not in replaced]
-        if self._bytes(store, [*lasting, pin]) > limit:
-            self._let_go(store, pin)
+        if _bytes(store, [*lasting, pin]) > limit:
+            store.let_go(pin.holder)
             return False
         pins.append(pin)
         for each in [each for each in pins if each in replaced]:
             self._remove(store, client, each)
         order = sorted((each for each in pins if each not in (*lasting, pin)), key=lambda each: each.used)
         order.sort(key=lambda each: -each.priority)
-        while order and (self._bytes(store, pins) > limit or len(pins) > _MOST):
+        while order and (_bytes(store, pins) > limit or len(pins) > _MOST):
             self._remove(store, client, order.pop(0))
         self._next = min(self._next, pin.until)
-        return True
-
-    def _hold(self, store: ChunkStore, keys: Collection[bytes], holder: bytes) -> bool:
-        """Pin all of some records, or none where one is not in host memory."""
-        with store.records.lock:
-            memory = store.records.memory
-            if not all(key in memory for key in keys):
-                return False
-            for key in keys:
-                memory.pin(key, holder)
         return True
 
     def _remove(self, store: ChunkStore, client: bytes, pin: Pin) -> None:
@@ -201,15 +190,11 @@ class Pins:
         pins.remove(pin)
         if not pins:
             del self._pins[client]
-        self._let_go(store, pin)
+        store.let_go(pin.holder)
 
-    def _let_go(self, store: ChunkStore, pin: Pin) -> None:
-        with store.records.lock:
-            store.records.memory.let_go(pin.holder)
 
-    def _bytes(self, store: ChunkStore, pins: Collection[Pin]) -> int:
-        with store.records.lock:
-            return sum(store.records.memory.held(pin.holder for pin in pins).values())
+def _bytes(store: ChunkStore, pins: Collection[Pin]) -> int:
+    return store.pinned_bytes(pin.holder for pin in pins)
 
 
 def _digests(root: bytes, tokens: Tokens, lengths: Collection[int]) -> list[bytes]:

@@ -103,10 +103,7 @@ class SessionTable:
         elif change.keep is not None:
             session.keep = change.keep
             own, heads = session.belongings, self.heads(client)
-            under = own.under(heads)
-            with store.records.lock:
-                held = [each for each in store.records.memory.records() if each.root in under]
-            keys = own.keys(held, heads, lost=False)
+            keys = own.keys(store.held(own.under(heads)), heads, lost=False)
             self.pins.keep_session(store, client, id, keys, change.keep, session.priority or 0)
         return session
 

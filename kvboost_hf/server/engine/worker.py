@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.store.removal import Belongings, Heads, count_bytes, remove
+from kvboost_hf.cache.store.removal import Belongings, Heads, count_bytes
 from kvboost_hf.compat import require_cache
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
@@ -163,7 +163,7 @@ class ModelEngine:
             return [(each, each.belongings) for each in table.of(client, id)], table.heads(client)
 
         found, heads = self._intake.call(look)
-        sizes = count_bytes(self.store.records, [own for _, own in found], heads)
+        sizes = count_bytes(self.store.held(), [own for _, own in found], heads)
         records = zip(found, sizes, strict=True)
         return self._intake.call(lambda: [table.figures(session, nbytes) for (session, _), nbytes in records])
 
@@ -181,7 +181,7 @@ class ModelEngine:
             return known, *self._sessions.drop(client, id, salt, self._intake.admitted)
 
         known, own, heads = self._intake.call(drop)
-        freed = remove(self.store.records, own, heads)
+        freed = self.store.remove(own.under(heads), lambda records: own.keys(records, heads, lost=True))
         return freed if known or freed else None
 
     def stats(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvboost_hf.compat import PrivateCache, cache_argument
+from kvboost_hf.compat import PrivateCache, run_model
 from kvboost_hf.handles import KVHandle, PiecedKV, PieceTable
 from kvboost_hf.server.generation.prefixes import PrefixTree
 
@@ -246,7 +246,6 @@ class BatchKV:
     @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         """Append a token to each row; returns the logits [rows, vocab_size] for the next ones."""
-        model: Any = self._model
         device = next(layer.buffers[0].device for layer in self._layers if layer is not None)
         lengths, own = torch.tensor([self._lengths, self._own], device=device)
         keep = torch.arange(self._stop + 1, device=device) >= self._stop - own[:, None]
@@ -257,14 +256,12 @@ class BatchKV:
                 layer.keep, in_pieces = None if even else keep, True
         cache = PrivateCache([_Nothing() if layer is None else layer for layer in self._layers])
         try:
-            output = model(
-                input_ids=torch.tensor(tokens, device=device)[:, None],
+            output = run_model(
+                self._model,
+                torch.tensor(tokens, device=device)[:, None],
+                cache,
                 attention_mask=keep.long() if not (even or in_pieces) else None,
                 position_ids=lengths[:, None],
-                use_cache=True,
-                return_dict=True,
-                logits_to_keep=1,
-                **{cache_argument(model): cache},
             )
         except BaseException:
             for layer in self._layers:
