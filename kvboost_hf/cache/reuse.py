@@ -20,11 +20,22 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvboost_hf.cache.codecs import LiveQuant, live_config
-from kvboost_hf.cache.forward import lend
 from kvboost_hf.cache.forward.flow import next_forward
-from kvboost_hf.cache.forward.moved_forward import movable_spans
-from kvboost_hf.cache.forward.repair_later import PIECE, may_repair, repair_more
-from kvboost_hf.cache.forward.running import CacheParts, Forward, Lent, Request, SettledLater, note_hooks
+from kvboost_hf.cache.forward.moved import PIECE, may_repair, movable_spans, repair_more
+from kvboost_hf.cache.forward.running import (
+    CacheParts,
+    Forward,
+    Lent,
+    Request,
+    SettledLater,
+    extend_layers,
+    lend_layers,
+    lending_reason,
+    note_hooks,
+    read_layers,
+    root_of,
+    stored_tokens,
+)
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.live.binding import Binding, require_policy, require_store
 from kvboost_hf.cache.live.compiled import StaticDecoding
@@ -592,7 +603,7 @@ class ChunkReuseCache(DynamicCache):
     def lending_reason(self) -> str | None:
         """Why the layers cannot be lent, nor read and extended; None if they can."""
         self._form.leave(self._settle)
-        return lend.lending_reason(self._live)
+        return lending_reason(self._live)
 
     def require_branches(self) -> None:
         """Raise if the layers cannot be lent.
@@ -609,7 +620,7 @@ class ChunkReuseCache(DynamicCache):
         What it appends is gone with `give_back`, or with whatever is done to the cache next.
         """
         self._begin_loan()
-        return lend.lend(self._parts)
+        return lend_layers(self._parts)
 
     def give_back(self) -> None:
         """Forget what was appended since `lend`."""
@@ -623,7 +634,7 @@ class ChunkReuseCache(DynamicCache):
         """
         self._settle()
         self._form.leave(self._settle)
-        return lend.read(self._live)
+        return read_layers(self._live)
 
     def extend(
         self,
@@ -639,7 +650,7 @@ class ChunkReuseCache(DynamicCache):
             kv: Of each layer, keys and values [1, num_kv_heads, tokens, head_dim]; None where it has none.
         """
         self._begin_loan()
-        lend.extend(self._parts, input_ids, position_ids, kv)
+        extend_layers(self._parts, input_ids, position_ids, kv)
         self._forward, self._live.in_forward = None, False  # only now: an interrupt before this undoes it
         if self._live.ledger is not None:
             self._writer.confirm(self._live.ledger)
@@ -653,12 +664,12 @@ class ChunkReuseCache(DynamicCache):
 
     def root_of(self, tokens: int) -> bytes | None:
         """The key that the chain of a prompt with so many tokens starts from; None if nothing of it can be stored."""
-        return lend.root_of(self._parts, tokens)
+        return root_of(self._parts, tokens)
 
     def stored_tokens(self, ids: torch.Tensor) -> int:
         """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""
         self._settle_last()
-        return lend.stored_tokens(self._parts, ids)
+        return stored_tokens(self._parts, ids)
 
     def movable_spans(self, ids: torch.Tensor, start: int) -> list[tuple[int, int]]:
         """Which tokens from `start` on of a prompt [1, tokens] stored K/V could serve that stood elsewhere; half-open.

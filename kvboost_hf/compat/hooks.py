@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvboost_hf import forks
-from kvboost_hf.compat.cache_names import cache_in
+from kvboost_hf.compat.forwards import cache_in
 from kvboost_hf.compat.models import decoder_layers, text_model
 
 
@@ -57,9 +57,9 @@ _own = itertools.count()
 _registered = 0
 
 
-def own_hooks() -> int:
-    """How many hooks this package has registered so far."""
-    return _registered
+def hooks_registered() -> int:
+    """How many hooks others have registered on any module so far."""
+    return int(RemovableHandle.next_id) - _registered
 
 
 def own_hook(handle: RemovableHandle) -> RemovableHandle:

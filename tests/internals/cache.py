@@ -12,23 +12,28 @@ from kvboost_hf.cache.forward import (
     loading,
     moved,
     moved_probe,
-    repair_later,
     reused,
     running,
     scatter,
-    spans,
 )
 from kvboost_hf.cache.forward.fill import StemReader
-from kvboost_hf.cache.forward.moved import choose_columns
+from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.moved_probe import blend_reason
-from kvboost_hf.cache.forward.repair_later import goes_on
 from kvboost_hf.cache.forward.reused import Reused
-from kvboost_hf.cache.identity.aliases import Memories, _memory
-from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, model_name
-from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache
-from kvboost_hf.cache.identity.hooks import only_looks
-from kvboost_hf.cache.identity.walk import _NOTES, _SAID_OF_CLASSES, COMPILED_CALL, Found, ModelWalk, _Walk
-from kvboost_hf.cache.identity.weights import WeightsWatch, _reads_addresses, _SampleInPlace, _window, plain_tensors
+from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, model_name
+from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache, only_looks
+from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
+from kvboost_hf.cache.identity.versions import _SAID_OF_CLASSES, COMPILED_CALL, NOTES, _are_counted
+from kvboost_hf.cache.identity.walk import Found, ModelWalk, _Walk
+from kvboost_hf.cache.identity.weights import (
+    Memories,
+    WeightsWatch,
+    _memory,
+    _reads_addresses,
+    _SampleInPlace,
+    _window,
+    plain_tensors,
+)
 from kvboost_hf.cache.kv import blocks, transfer
 from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV
@@ -67,7 +72,8 @@ from kvboost_hf.cache.planning.chunks import (
 )
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.eviction import EvictionOrder
-from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, MovedSegment, find_moved, window_hashes
+from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, find_moved, window_hashes
+from kvboost_hf.cache.planning.moved import MovedColumns, choose_columns
 from kvboost_hf.cache.planning.ngram_index import NgramIndex
 from kvboost_hf.cache.planning.plan import (
     HEAD_TOKENS,
@@ -80,7 +86,7 @@ from kvboost_hf.cache.planning.plan import (
     plan_shared,
     trim_row,
 )
-from kvboost_hf.cache.planning.repair import REPAIRS, Measure, MovedColumns, RepairRow, Scores
+from kvboost_hf.cache.planning.repair import REPAIRS, Measure, RepairRow, Scores
 from kvboost_hf.cache.planning.score_batches import plan_batches
 from kvboost_hf.cache.planning.stems import find_stems, paths_of
 from kvboost_hf.cache.prompt import media

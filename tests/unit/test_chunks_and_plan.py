@@ -124,7 +124,7 @@ def test_a_row_is_served_what_it_shares(shared: int, stored_more: int, row_more:
     for segment in plan.segments:  # gapless, and made of the row's own tokens
         assert segment.start == at
         at = segment.stop
-        part = segment.chunk.tokens[segment.start - segment.origin : segment.stop - segment.origin]
+        part = segment.chunk.tokens[segment.offset : segment.offset + segment.stop - segment.start]
         assert np.array_equal(part, row[segment.start : segment.stop])
     assert at == plan.hit
     assert (plan.miss is None) == (plan.hit >= limit)

@@ -16,7 +16,7 @@ from tests.internals.cache import (
     ContentIndex,
     FixedChunker,
     MovedIndex,
-    MovedSegment,
+    Segment,
     Tokens,
     find_moved,
     window_hashes,
@@ -57,7 +57,7 @@ def text(n: int, seed: int = 0, words: int = 50) -> Tokens:
     return np.random.default_rng(seed).integers(0, words, n)
 
 
-def check(segments: tuple[MovedSegment, ...], tokens: Tokens, start: int, stop: int) -> int:
+def check(segments: tuple[Segment, ...], tokens: Tokens, start: int, stop: int) -> int:
     """What any answer must fulfil; returns how many tokens are served."""
     at, runs = start, [0]
     for segment in segments:
@@ -78,7 +78,7 @@ def check(segments: tuple[MovedSegment, ...], tokens: Tokens, start: int, stop: 
     return sum(segment.stop - segment.start for segment in segments)
 
 
-def moved(tokens: Tokens, index: MovedIndex, start: int = 0, stop: int | None = None) -> tuple[MovedSegment, ...]:
+def moved(tokens: Tokens, index: MovedIndex, start: int = 0, stop: int | None = None) -> tuple[Segment, ...]:
     stop = len(tokens) if stop is None else stop
     segments = find_moved(tokens, start, stop, index)
     check(segments, tokens, start, stop)

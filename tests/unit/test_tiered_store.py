@@ -430,7 +430,7 @@ def test_tenants_find_nothing_of_each_other_and_cannot_tell(folder: Path) -> Non
 
 def segment(start: int, stop: int, key: bytes = b"") -> Segment:
     chunk = StoredChunk(key, b"", b"", start, np.arange(start, stop), None, 0)
-    return Segment(chunk, start, start, stop)
+    return Segment(chunk, 0, start, stop)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,18 +20,17 @@ from tests.internals.cache import (
     Block,
     GrowingLayer,
     LayerKV,
-    RepairRow,
     ReusePlan,
     RowPlan,
     Segment,
     StoredChunk,
+    fill,
     loading,
     make_codec,
     packing,
     transfer,
     turboquant,
 )
-from tests.internals.cache import moved as blend
 from tests.internals.compat import KeyRotation, LayerRotation
 
 IDS = random_ids(170, seed=1)
@@ -118,7 +116,7 @@ class Hit:
         for own, pad in zip(self.rows, self.pads, strict=True):
             at, segments = self.held - pad, []
             for number, start, stop in own:
-                segments.append(Segment(chunks[number], at - start, at, at + stop - start))
+                segments.append(Segment(chunks[number], start, at, at + stop - start))
                 at += stop - start
             rows.append(RowPlan(at, tuple(segments), (), None))
             filled = max(filled, at + pad)
@@ -341,26 +339,25 @@ def placed(gpu: DoubleDevice, num_layers: int, num_pieces: int, *, style: str = 
     """Put moved chunks into layers, and count operations on the device, copies to it, and waits of the host."""
     layout = LayerRotation(0.5 ** torch.arange(8), style, 0)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(0)
-    pieces: list[blend.Placed] = []
+    pieces: list[Segment] = []
     wanted: list[torch.Tensor] = []
     columns = 0
     for number in range(num_pieces):
         exact = torch.randn(2 * num_layers, 2, 32, 16, generator=random)
         plane = gpu.pinned(exact.shape, exact.dtype).copy_(exact)
         block = Block({"exact": plane}, (2, 32, 16), plane.dtype, "keys", RAW, (None,) * len(plane), CUDA)
-        chunk: Any = SimpleNamespace(
-            kv=LayerKV((block,), tuple(((0, 2 * idx), (0, 2 * idx + 1)) for idx in range(num_layers))),
-            key=bytes([number]),
-        )
-        pieces.append(blend.Placed(columns + 3, columns + 35, chunk, 0, 7 * number + 5))
-        turned = KeyRotation((layout,)).rotate(0, exact[2], 7 * number + 5)
+        kv = LayerKV((block,), tuple(((0, 2 * idx), (0, 2 * idx + 1)) for idx in range(num_layers)))
+        shift = 7 * number + 5
+        ids, start = np.zeros(32, dtype=np.int64), columns + 3
+        chunk = StoredChunk(bytes([number]), b"", b"", start - shift, ids, kv, kv.nbytes)
+        pieces.append(Segment(chunk, 0, start, start + 32, moved=True))
+        turned = KeyRotation((layout,)).rotate(0, exact[2], shift)
         wanted += [torch.zeros(2, 3, 16), turned]
         columns += 35
-    row = RepairRow(np.zeros(columns, dtype=bool), np.zeros(columns, dtype=bool), ())
-    plan = blend.BlendPlan(0, columns, (0,), (tuple(pieces),), (row,))
+    plan = ReusePlan(0, columns, (RowPlan(columns, tuple(pieces), (), None),), (0,))
     layers = [GrowingLayer() for _ in range(num_layers)]
     before, sent, blocking = sum(gpu.work.values()), len(gpu.sent), len(gpu.blocking)
-    blend.place(layers, plan, KeyRotation((layout,) * num_layers))
+    fill.fill_turned(layers, plan, KeyRotation((layout,) * num_layers))
     counts = sum(gpu.work.values()) - before, len(gpu.sent) - sent, len(gpu.blocking) - blocking
     keys, _ = layers[1].columns(0, 0, columns) or ()
     torch.testing.assert_close(keys.cpu(), torch.cat(wanted, dim=1))

@@ -20,7 +20,6 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.costs import PIECE, Costs
 from kvboost_hf.cache.forward.moved_probe import blend_reason, repair_for
 from kvboost_hf.cache.forward.running import CacheParts, Request
-from kvboost_hf.cache.forward.spans import stored_chunk
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_own
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import CHANGED, LiveKV
@@ -241,7 +240,7 @@ def reason_against_short_hits(
         return None
     if behind < costs.whole(columns):
         return None
-    keys = [stored_chunk(segment).key for row in plan.rows for segment in row.segments]
+    keys = [segment.chunk.key for row in plan.rows for segment in row.segments]
     borders = [border.key for row in ledger.borders for border in row]
     return None if parts.binding.store.has_pinned([*keys, *borders]) else REUSE_COSTS_MORE
 

@@ -1,17 +1,19 @@
-"""Carrying out a `ReusePlan`: stored K/V into the layers; what several rows begin with, and rows that lag behind,
-through the model first.
-"""
+"""Puts the columns of a `ReusePlan` into the layers: from stored chunks, from other rows, and computed ahead."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs import pieces
-from kvboost_hf.cache.forward.spans import Span, Spans, parts_of, pieces_of, spans_of
+from kvboost_hf.cache.forward.loading import Span, parts_of, pieces_of, spans_of
+from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.layer_kv import LayerKVReader, Place
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.layers.choose import private_cache
@@ -22,7 +24,7 @@ from kvboost_hf.cache.planning.stems import Stem
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.positions import take_positions
 from kvboost_hf.cache.store.chunk_store import StoredStates
-from kvboost_hf.compat import run_model
+from kvboost_hf.compat import KeyRotation, Shifts, run_model
 
 _TOGETHER_BYTES = 2**24  # of the buffers that are made together: larger ones are new to the process each time
 
@@ -87,7 +89,7 @@ class StemReader:
 def fill_layers(
     model: PreTrainedModel, layers: Sequence[ReuseLayer], plan: ReusePlan, inputs: ForwardInputs, first: int
 ) -> int:
-    """Append columns [plan.held, plan.filled) to every layer.
+    """Append columns [plan.held, plan.filled) to every layer; what the store does not have is computed ahead.
 
     Args:
         model: Runs what the store does not have.
@@ -99,52 +101,95 @@ def fill_layers(
     Returns:
         Tokens that had to be computed.
     """
-    source = _Source(model, layers, plan, spans_of(plan), inputs, first)
+    rows = Rows(layers, plan, spans_of(plan))
     computed = 0
     for group in plan.stems:
         parts = [Part(stem.rows[0], stem.start, stem.stop) for stem in group]
-        ahead = source.compute(parts)
+        ahead = compute(model, rows, inputs, first, parts)
         for stem in group:
             span = Span(StemReader(ahead, stem), stem.start, stem.start, stem.stop)
             for row in stem.rows:
-                source.spans[row].append(span)
+                rows.spans[row].append(span)
         computed += sum(map(len, group))
-    cold: dict[int, Ahead] = {}
-    for column, rows in plan.cold_groups.items():
-        parts = [Part(row, max(column - plan.pads[row], 0), plan.filled - plan.pads[row]) for row in rows]
-        ahead = source.compute(parts)
-        cold |= dict.fromkeys(rows, ahead)
+    for column, group_rows in plan.cold_groups.items():
+        parts = [Part(row, max(column - plan.pads[row], 0), plan.filled - plan.pads[row]) for row in group_rows]
+        rows.cold |= dict.fromkeys(group_rows, compute(model, rows, inputs, first, parts))
         computed += sum(part.stop - part.start for part in parts)
     # A window may be shorter than what a chunk needs. Rows that were computed ahead have no more than their window.
-    chunk_start = plan.filled if cold else plan.last_border
-    done = _fill_together(layers, plan, source.spans) if not (cold or plan.held) else set()
+    fill(rows, plan.filled if rows.cold else plan.last_border)
+    return computed
+
+
+@torch.no_grad()
+def fill_turned(layers: Sequence[ReuseLayer], plan: ReusePlan, rotation: KeyRotation) -> None:
+    """Append columns [plan.held, plan.filled) to every layer: zeros where no chunk serves, keys where they are now.
+
+    Pieces are put in place as they are stored, and then all keys of a layer are turned at once: the operations on a
+    device are so many for each layer, and so many for each piece, not for each piece of each layer.
+    """
+    with torch.inference_mode(False):
+        first, shifts = _shifts_of(plan)
+        turns = Shifts(rotation, shifts, _send)
+
+        def turn(idx: int, keys: torch.Tensor) -> None:
+            moved = keys[:, :, first : first + shifts.shape[1]]
+            rotation.rotate(idx, moved, turns, out=moved)
+
+        # Without shifts, they all stand where they stood, behind another text.
+        fill(Rows(layers, plan, spans_of(plan, zeros=True)), plan.held, (rotation, turn) if shifts.size else None)
+
+
+def fill(
+    rows: "Rows", chunk_start: int, turning: tuple[KeyRotation, Callable[[int, torch.Tensor], None]] | None = None
+) -> None:
+    """Append columns [plan.held, plan.filled) to every layer, from what there is of each row.
+
+    Args:
+        rows: Have these columns.
+        chunk_start: The column from which layers with a window are given them, if the window does not begin before.
+        turning: Which tensor of each layer depends on positions, and what turns its new columns in place.
+    """
+    plan, layers = rows.plan, rows.layers
+    done = _fill_together(rows) if not (turning or rows.cold or plan.held) else ()
     for idx, layer in enumerate(layers):
         if idx in done:
             continue
         start = max(plan.held, min(layer.needed_from(plan.filled), chunk_start))
-        pieces: list[list[Piece]] = []
-        states: list[LayerState | None] = []
-        for row, pad in enumerate(plan.pads):
-            if row in cold:
-                found = cold[row].tokens(row, idx, max(start - pad, 0), plan.filled - pad)
-                pieces.append([found] if found is not None else [])
-                states.append(cold[row].state(row, idx))
-            else:
-                pieces.append(pieces_of(source.spans[row], idx, start - pad, plan.filled - pad))
-                states.append(source.state(row, idx, plan.filled - pad))
+        pieces = [rows.pieces(row, idx, start - pad, plan.filled - pad) for row, pad in enumerate(plan.pads)]
         if any(pieces):
-            layer.fill(start, plan.filled, pieces)
+            turn = (turning[0].rotated(idx), partial(turning[1], idx)) if turning is not None else None
+            layer.fill(start, plan.filled, pieces, turn)
         if layer.is_stateful:
-            layer.load_states(states)
-    return computed
+            layer.load_states([rows.state(row, idx, plan.filled - pad) for row, pad in enumerate(plan.pads)])
 
 
-def _fill_together(layers: Sequence[ReuseLayer], plan: ReusePlan, spans: Spans) -> set[int]:
+def _send(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on a device, which the host does not wait for."""
+    if transfer.link.is_apart(device):
+        table = transfer.link.pinned(table.shape, table.dtype).copy_(table)
+    return transfer.link.send(table, device)
+
+
+def _shifts_of(plan: ReusePlan) -> tuple[int, NDArray[np.int64]]:
+    """The first column behind `plan.held` that moves, and by how much those from it on do, [batch, columns]."""
+    shifts = np.zeros((len(plan.rows), plan.filled - plan.held), dtype=np.int64)
+    for row, (own, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
+        for segment in own.segments:
+            if segment.moved:
+                begin = segment.start + pad - plan.held
+                shifts[row, begin : begin + segment.stop - segment.start] = segment.shift
+    moving = np.flatnonzero(shifts.any(axis=0))
+    first, stop = (int(moving[0]), int(moving[-1]) + 1) if len(moving) else (0, 0)
+    return first, shifts[:, first:stop]
+
+
+def _fill_together(rows: "Rows") -> set[int]:
     """Give layers that hold nothing their columns, many layers at once: a chunk has them in one tensor.
 
     Returns:
         The layers that have them now. There are none if chunks are not alike, or have to be moved, decoded or checked.
     """
+    layers, plan, spans = rows.layers, rows.plan, rows.spans
     readers = {id(span.reader): span.reader for row in spans for span in row}.values()
     chunks = [reader.kv for reader in readers if isinstance(reader, LayerKVReader) and reader.kv.is_read_in_place]
     if not chunks or len(chunks) < len(readers) or not all(kv.is_like(chunks[0]) for kv in chunks[1:]):
@@ -177,75 +222,47 @@ def _fill_together(layers: Sequence[ReuseLayer], plan: ReusePlan, spans: Spans) 
 def _copy(out: torch.Tensor, spans: Sequence[Span], number: int, run: range, pad: int, stop: int) -> None:
     """Copy a row's columns up to `stop` of some tensors of a block to [tensors, heads, columns, dim]; zeros before."""
     column = stop
-    for span, at, length in reversed(list(parts_of(spans, 0, stop - pad))):
+    for span, at, length in reversed(parts_of(spans, 0, stop - pad)):
         assert isinstance(span.reader, LayerKVReader)
         column -= length
         out.narrow(2, column, length).copy_(span.reader.kv.blocks[number].move(run).narrow(2, at, length))
     out.narrow(2, 0, column).zero_()
 
 
-class _Source:
-    """Has, or computes, K/V of the rows of a batch up to `plan.filled`.
+class Rows:
+    """Has K/V and states of the rows of a batch up to `plan.filled`.
 
     Args:
-        model: Runs what is to be computed.
-        layers: They hold `plan.held` columns, and are not changed.
+        layers: They hold `plan.held` columns.
         plan: What comes from where.
         spans: Of each row, what can be read; more may be added.
-        inputs: The caller's arguments.
-        first: The column of the first id in `inputs`.
+
+    Attributes:
+        cold: The rows that were computed up to there, whatever the store has of them.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        layers: Sequence[ReuseLayer],
-        plan: ReusePlan,
-        spans: list[list[Span]],
-        inputs: ForwardInputs,
-        first: int,
-    ) -> None:
-        self.spans = spans
-        self._model, self._layers, self._plan, self._inputs, self._first = model, layers, plan, inputs, first
+    def __init__(self, layers: Sequence[ReuseLayer], plan: ReusePlan, spans: list[list[Span]]) -> None:
+        self.layers, self.plan, self.spans = layers, plan, spans
+        self.cold: dict[int, Ahead] = {}
 
-    def compute(self, parts: Sequence[Part]) -> Ahead:
-        """Compute parts of rows, on top of what there is of these rows, in one forward (on a CPU, see `pieces`).
-
-        Shorter parts have padding on the left. A part that begins behind other tokens is computed from a little
-        further ahead where another one of the forward is longer.
-        """
-        new, columns = max(part.stop - part.start for part in parts), max(part.stop for part in parts)
-        group = [layer.fresh() for layer in self._layers]
-        if columns > new:
-            for idx, layer in enumerate(group):
-                start = layer.needed_from(columns - new)
-                known = [self._known(part, idx, start - (columns - part.stop), part.stop - new) for part in parts]
-                if any(known):
-                    layer.fill(start, columns - new, known)
-                if layer.is_stateful:
-                    layer.load_states([self.state(part.row, idx, part.stop - new) for part in parts])
-        device = self._inputs.input_ids.device
-        rows = torch.tensor([[part.row] for part in parts], device=device)
-        stops = torch.tensor([[part.stop] for part in parts], device=device)
-        pads = torch.tensor([[self._plan.pads[part.row]] for part in parts], device=device)
-        tokens = stops - new + torch.arange(new, device=device)
-        at = torch.where(tokens < 0, 0, tokens + pads - self._first)
-        mask = torch.arange(columns, device=device) >= columns - stops
-        cuts = pieces(columns - new, columns) if columns > new and device.type == "cpu" else []
-        for start, stop in pairwise([columns - new, *cuts, columns]):
-            part_of = slice(start - (columns - new), stop - (columns - new))
-            _run(self._model, group, self._inputs, rows, at[:, part_of], mask[:, :stop])
-        return Ahead(group, parts)
+    def pieces(self, row: int, layer_idx: int, start: int, stop: int) -> list[Piece]:
+        """Tokens [start, stop) of a row, without those that the layers hold."""
+        if row not in self.cold:
+            return pieces_of(self.spans[row], layer_idx, start, stop)
+        found = self.cold[row].tokens(row, layer_idx, max(start, 0), stop)
+        return [found] if found is not None else []
 
     def state(self, row: int, layer_idx: int, token: int) -> LayerState | None:
-        """The state of a row at a token."""
-        plan = self._plan
+        """The state of a row at a token; where it was computed ahead, at the end of that."""
+        if row in self.cold:
+            return self.cold[row].state(row, layer_idx)
+        plan = self.plan
         states = plan.rows[row].states
         if states is None:
             return None
         # Behind padding alone, a row has the state that it had at the last column that is held.
         if plan.held and (token <= 0 or token + plan.pads[row] == plan.held):
-            return self._layers[layer_idx].save_state(row)
+            return self.layers[layer_idx].save_state(row)
         if token <= 0:
             return None
         for span in self.spans[row]:
@@ -255,15 +272,52 @@ class _Source:
         assert isinstance(saved, StoredStates)
         return saved.states.layers[layer_idx]
 
-    def _known(self, part: Part, layer_idx: int, start: int, stop: int) -> list[Piece]:
-        """Tokens [start, stop) of a row, as far as it has them."""
-        pad, held, own = self._plan.pads[part.row], self._plan.held, self._layers[layer_idx]
+    def known(self, part: Part, layer_idx: int, start: int, stop: int) -> list[Piece]:
+        """Tokens [start, stop) of a row, as far as it has them, those that the layers hold included."""
+        pad, held, own = self.plan.pads[part.row], self.plan.held, self.layers[layer_idx]
         start = max(start, 0)
         known = pieces_of(self.spans[part.row], layer_idx, max(start, held - pad), stop)
         if start + pad < min(held, stop + pad):
             piece = own.columns(part.row, max(start + pad, own.first), min(held, stop + pad))
             return [piece, *known] if piece is not None else known
         return known
+
+
+def compute(model: PreTrainedModel, of: Rows, inputs: ForwardInputs, first: int, parts: Sequence[Part]) -> Ahead:
+    """Compute parts of rows, on top of what there is of these rows, in one forward (on a CPU, see `pieces`).
+
+    Shorter parts have padding on the left. A part that begins behind other tokens is computed from a little further
+    ahead where another one of the forward is longer.
+
+    Args:
+        model: The model.
+        of: The rows; their layers are not changed.
+        inputs: The caller's arguments.
+        first: The column of the first id in `inputs`.
+        parts: What to compute.
+    """
+    new, columns = max(part.stop - part.start for part in parts), max(part.stop for part in parts)
+    group = [layer.fresh() for layer in of.layers]
+    if columns > new:
+        for idx, layer in enumerate(group):
+            start = layer.needed_from(columns - new)
+            known = [of.known(part, idx, start - (columns - part.stop), part.stop - new) for part in parts]
+            if any(known):
+                layer.fill(start, columns - new, known)
+            if layer.is_stateful:
+                layer.load_states([of.state(part.row, idx, part.stop - new) for part in parts])
+    device = inputs.input_ids.device
+    rows = torch.tensor([[part.row] for part in parts], device=device)
+    stops = torch.tensor([[part.stop] for part in parts], device=device)
+    pads = torch.tensor([[of.plan.pads[part.row]] for part in parts], device=device)
+    tokens = stops - new + torch.arange(new, device=device)
+    at = torch.where(tokens < 0, 0, tokens + pads - first)
+    mask = torch.arange(columns, device=device) >= columns - stops
+    cuts = pieces(columns - new, columns) if columns > new and device.type == "cpu" else []
+    for start, stop in pairwise([columns - new, *cuts, columns]):
+        part_of = slice(start - (columns - new), stop - (columns - new))
+        _run(model, group, inputs, rows, at[:, part_of], mask[:, :stop])
+    return Ahead(group, parts)
 
 
 def run_ahead(
@@ -326,9 +380,8 @@ def compute_columns(
         inputs: The caller's arguments.
         first: The column of the first id in `inputs`.
     """
-    source = _Source(model, layers, plan, [[] for _ in plan.rows], inputs, first)
     parts = [Part(row, max(plan.held - pad, 0), plan.filled - pad) for row, pad in enumerate(plan.pads)]
-    ahead = source.compute(parts)
+    ahead = compute(model, Rows(layers, plan, [[] for _ in plan.rows]), inputs, first, parts)
     found: list[list[Piece]] = []
     for idx in range(len(layers)):
         pieces = [ahead.tokens(part.row, idx, part.start, part.stop) for part in parts]

@@ -4,8 +4,9 @@ A forward over the columns [held, n) of a batch, as the hook sees it:
 
     admit     may it use stored K/V at all?                   admission.py
     plan      which columns can come from the store           prompt_plan.py; planning/plan.py, pure
-    fill      [held, filled) is copied into the layers        reused.py, fill.py, loading.py; moved_forward.py
-    cut       with states: [filled, cut) runs on its own      prompt_plan.py, reused.py
+    cut       with states: [filled, cut) runs on its own      prompt_plan.py
+    fetch     the stored K/V of the plan is loaded            prompt_plan.py; the store
+    fill      [held, filled) is put into the layers           reused.py, moved.py; fill.py, loading.py
     narrow    the model is given what is left                 reused.py
     forward   the unmodified model
     record    what the layers hold now                        live/live_kv.py
@@ -28,9 +29,8 @@ from kvboost_hf.cache.forward.admission import (
     admit_prompt,
     reason_for_stock_layers,
 )
-from kvboost_hf.cache.forward.moved_forward import plan_moved
-from kvboost_hf.cache.forward.prompt_plan import cut_prompt, may_overlap, min_saving_of, plan_prompt
-from kvboost_hf.cache.forward.repair_later import columns_per_token, may_repair, repair_more
+from kvboost_hf.cache.forward.moved import Moved, columns_per_token, may_repair, repair_more
+from kvboost_hf.cache.forward.prompt_plan import min_saving_of, plan_prompt
 from kvboost_hf.cache.forward.reused import PromptColumns, Reused
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, Step, Unrecorded
 from kvboost_hf.cache.live.compiled import StaticDecoding
@@ -47,8 +47,6 @@ from kvboost_hf.compat import (
     attn_implementation,
     cache_argument,
     has_own_cache,
-    hidden_states_reason,
-    probe_reason,
     steps_reason,
 )
 from kvboost_hf.handles import ATTENTION
@@ -228,33 +226,22 @@ def _piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Fo
 
 def _reuse(parts: CacheParts, request: Request, prompt: PromptColumns) -> Forward:
     """Look for a prompt in the store."""
-    live, model = parts.live, request.model
-    plan = plan_prompt(parts, model, prompt)
-    media = bool(prompt.new.media.any())
-    moved = plan_moved(parts, model, prompt, plan, media=media, stores_whole=request.stores_whole)
-    if moved is not None:
-        return moved
-    prompt, plan, cuts = cut_prompt(parts, model, prompt, plan)
-    if (plan.filled > prompt.first or cuts) and (reason := _probed(model, prompt.inputs)):
+    planned = plan_prompt(parts, request.model, prompt)
+    if planned.reason is not None:
         if prompt.first:  # earlier pieces of the prompt are in the layers, and must stay
-            return _lose_track(parts, request, prompt.held, reason)
-        return _bypass(parts, request, reason)
-    live.hand_out(attn_implementation(model) == ATTENTION)  # what overlaps depends on it
-    overlaps = plan.filled > prompt.held and may_overlap(parts, model, plan, prompt)
+            return _lose_track(parts, request, prompt.held, planned.reason)
+        return _bypass(parts, request, planned.reason)
+    if planned.moving is not None:
+        return Moved(parts, prompt, planned.plan, planned.moving, stores_whole=request.stores_whole)
     return Reused(
         parts,
-        prompt,
-        plan,
-        cuts,
-        overlaps=overlaps,
-        share_from=min_saving_of(parts, prompt) if not media else None,
+        planned.prompt,
+        planned.plan,
+        planned.cuts,
+        overlaps=planned.overlaps,
+        share_from=min_saving_of(parts, prompt) if not prompt.new.media.any() else None,
         stores_whole=request.stores_whole,
     )
-
-
-def _probed(model: PreTrainedModel, inputs: ForwardInputs) -> str | None:
-    """Why a run on a few tokens rules out to give a prompt in parts, or None."""
-    return probe_reason(model) or (hidden_states_reason(model) if inputs.logits_of_all else None)
 
 
 def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:

@@ -1,4 +1,4 @@
-"""Stored K/V on its way into the layers, one after the other, while the model computes.
+"""Readers of the K/V that a plan takes from stored chunks, and loading it into the layers while the model computes.
 
 The columns are opened in every layer before the forward, and filled while it runs. What is in host memory is copied to
 a device by a stream of its own: all copies are queued before the forward, and on the device each layer of the model
@@ -9,46 +9,59 @@ out to be damaged, its columns are computed in a forward of their own, in the mi
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from kvboost_hf.cache.forward.spans import Spans, pieces_of, spans_of, stored_chunk
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.blocks import Groups
-from kvboost_hf.cache.kv.layer_kv import Run, can_gather, places_in_table, planes_of, table_of
+from kvboost_hf.cache.kv.layer_kv import (
+    JoinedKVReader,
+    LayerKVReader,
+    Run,
+    can_gather,
+    places_in_table,
+    planes_of,
+    table_of,
+)
 from kvboost_hf.cache.kv.records import StoredChunk
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
 from kvboost_hf.cache.layers.choose import HiddenStates
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import write_row
 from kvboost_hf.cache.layers.pieced import PiecedLayer
-from kvboost_hf.cache.planning.plan import ReusePlan
+from kvboost_hf.cache.planning.plan import ReusePlan, Segment
 from kvboost_hf.cache.tiers.record import DamagedBlobError
 
 _MIN_BYTES = 2**20  # less is loaded at once
 # Copied together to a device at first, and at most: an H100 takes 1 and 10 ms for it. Each copy costs the host time.
 _FIRST_BYTES, _MOST_BYTES = 2**26, 2**29
+_JOINED = 16  # chunks at most: while they are copied together, they are on the device twice
+
+
+def is_worth_overlapping(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
+    """Whether what serves a plan is so much that loading it meanwhile saves time.
+
+    It is in lower tiers; or, if nothing is, in host memory and has to be copied to a device.
+    """
+    chunks = _chunks_of(plan)
+    nbytes = sum([chunk.found.entry.nbytes for chunk in chunks if chunk.found is not None])
+    # Rows that share pieces keep them where they are.
+    if not nbytes and not (len(plan.rows) > 1 and any([layer.hands_out for layer in layers])):
+        nbytes = sum([chunk.kv.nbytes_elsewhere for chunk in chunks])
+    return nbytes >= _MIN_BYTES
 
 
 def can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
-    """Whether what serves a plan may be loaded while the model computes, and it is enough to be worth it."""
+    """Whether what serves a plan may be loaded while the model computes."""
     return (
-        _bytes_to_load(layers, plan) >= _MIN_BYTES
-        and not torch.is_grad_enabled()
-        and all(type(layer) in (GrowingLayer, PiecedLayer, HiddenStates) for layer in layers)
+        not torch.is_grad_enabled()
+        and all([type(layer) in (GrowingLayer, PiecedLayer, HiddenStates) for layer in layers])
         and not plan.ahead
     )
-
-
-def _bytes_to_load(layers: Sequence[ReuseLayer], plan: ReusePlan) -> int:
-    """Bytes in lower tiers; if there are none, those in host memory that have to be copied to a device."""
-    chunks = _chunks_of(plan)
-    below = sum(chunk.found.entry.nbytes for chunk in chunks if chunk.found is not None)
-    if below or (len(plan.rows) > 1 and any(layer.hands_out for layer in layers)):  # rows that share pieces keep them
-        return below
-    return sum(chunk.kv.nbytes_elsewhere for chunk in chunks)
 
 
 def _groups(layer_bytes: int) -> Groups:
@@ -233,9 +246,9 @@ def _runs_of(plan: ReusePlan) -> Iterator[Run]:
     for number, (row, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
         start, stop, own = plan.held - pad, plan.filled - pad, []
         for segment in row.segments:
-            chunk, begin, end = stored_chunk(segment), max(segment.start, start), min(segment.stop, stop)
-            if chunk.loaded is not None and begin < end:
-                own.append((chunk.kv, begin - segment.origin, end - begin))
+            chunk, begin, end = segment.chunk, max(segment.start, start), min(segment.stop, stop)
+            if isinstance(chunk, StoredChunk) and chunk.loaded is not None and begin < end:
+                own.append((chunk.loaded, begin - segment.start + segment.offset, end - begin))
         column = plan.filled - plan.held - sum(length for _, _, length in own)
         if column:
             yield Run(None, 0, column, number, 0)
@@ -246,7 +259,8 @@ def _runs_of(plan: ReusePlan) -> Iterator[Run]:
 
 def _chunks_of(plan: ReusePlan) -> list[StoredChunk]:
     """All chunks of a plan, each once."""
-    return list({chunk.key: chunk for row in plan.rows for chunk in map(stored_chunk, row.segments)}.values())
+    chunks = [segment.chunk for row in plan.rows for segment in row.segments]
+    return list({chunk.key: chunk for chunk in chunks if isinstance(chunk, StoredChunk)}.values())
 
 
 def _note(chunks: Sequence[StoredChunk], seconds: float) -> None:
@@ -254,3 +268,154 @@ def _note(chunks: Sequence[StoredChunk], seconds: float) -> None:
     found = [chunk.found for chunk in chunks if chunk.found is not None]
     for tier in {each.tier for each in found}:
         tier.took(sum(each.entry.nbytes for each in found if each.tier is tier), seconds)
+
+
+class ColumnReader(Protocol):
+    """Has K/V of consecutive tokens."""
+
+    def layer(self, layer_idx: int, /) -> Piece | None:
+        """The tensors of a layer, [heads, tokens, dim] each, or None if it keeps no columns."""
+
+
+class Zeros:
+    """Reads zeros, for columns that are computed when all others are in place.
+
+    Args:
+        like: Has tensors of the same shapes and types.
+        tokens: How many there are at most.
+    """
+
+    def __init__(self, like: ColumnReader, tokens: int) -> None:
+        self._like, self._tokens = like, tokens
+        self._made: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._last: tuple[int, Piece | None] | None = None  # a layer is read for all rows before the next one
+
+    def layer(self, layer_idx: int) -> Piece | None:
+        """Zeros for each tensor of a layer, [heads, tokens, dim], or None if it keeps no columns."""
+        if self._last is None or self._last[0] != layer_idx:
+            like = self._like.layer(layer_idx)
+            self._last = layer_idx, None if like is None else tuple([self._zeros(each) for each in like])
+        return self._last[1]
+
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        kind = like.dtype, like.device
+        if kind not in self._made:
+            self._made[kind] = torch.zeros((), dtype=like.dtype, device=like.device)
+        return self._made[kind].expand(like.shape[0], self._tokens, like.shape[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Row tokens [start, stop), which a reader has from row token `origin` on."""
+
+    reader: ColumnReader
+    origin: int
+    start: int
+    stop: int
+
+
+Spans = Sequence[Sequence[Span]]  # of each row, in order
+
+
+def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = False) -> list[list[Span]]:
+    """Readers for the segments of a plan whose chunks are loaded. Rows share the readers of chunks that they share.
+
+    On a GPU, consecutive chunks that the same rows have are one span: its host takes longer to launch what there is to
+    do for each chunk and layer than the GPU to do it.
+
+    Args:
+        plan: What comes from where.
+        groups: How many tensors to move together: see `LayerKV.reader`.
+        zeros: Have zeros between `plan.held` and `plan.filled` where no chunk serves.
+    """
+    readers: dict[tuple[bytes, ...], LayerKVReader | JoinedKVReader] = {}  # by the chunks that they read
+    spans: list[list[Span]] = []
+    for runs in _runs(plan):
+        spans.append([])
+        for run in runs:
+            chunks = [each.chunk for each in run if isinstance(each.chunk, StoredChunk)]
+            keys = tuple([chunk.key for chunk in chunks])
+            if keys not in readers:
+                own = [LayerKVReader(chunk.kv, groups) for chunk in chunks]
+                readers[keys] = own[0] if len(own) == 1 else JoinedKVReader(own)
+            spans[-1].append(Span(readers[keys], run[0].start - run[0].offset, run[0].start, run[-1].stop))
+    if not zeros:
+        return spans
+    nothing = Zeros(next(iter(readers.values())), plan.filled)
+    return [
+        _with_zeros(row, nothing, plan.held - pad, plan.filled - pad)
+        for row, pad in zip(spans, plan.pads, strict=True)
+    ]
+
+
+def _runs(plan: ReusePlan) -> list[list[list[Segment]]]:
+    """The loaded segments of each row, those together that one reader can have."""
+    rows = [
+        [each for each in row.segments if isinstance(each.chunk, StoredChunk) and each.chunk.loaded is not None]
+        for row in plan.rows
+    ]
+    first = next((each.chunk for row in rows for each in row), None)
+    if not isinstance(first, StoredChunk) or not first.kv.can_follow(first.kv):
+        return [[[each] for each in row] for row in rows]
+    users: dict[bytes, list[int]] = {}  # of each chunk, the rows
+    for number, row in enumerate(rows):
+        for each in row:
+            users.setdefault(each.chunk.key, []).append(number)
+    joined: list[list[list[Segment]]] = []
+    for row in rows:
+        runs: list[list[Segment]] = []
+        for each in row:
+            if runs and len(runs[-1]) < _JOINED and _can_follow(each, runs[-1][-1], users):
+                runs[-1].append(each)
+            else:
+                runs.append([each])
+        joined.append(runs)
+    return joined
+
+
+def _can_follow(segment: Segment, last: Segment, users: Mapping[bytes, list[int]]) -> bool:
+    """Whether one reader can have two segments of a row."""
+    chunk, before = segment.chunk, last.chunk
+    assert isinstance(chunk, StoredChunk)
+    assert isinstance(before, StoredChunk)
+    return (
+        last.stop == segment.start
+        and segment.offset == 0
+        and last.to_end
+        and users[before.key] == users[chunk.key]
+        and chunk.kv.can_follow(before.kv)
+    )
+
+
+def _with_zeros(spans: Sequence[Span], zeros: Zeros, start: int, stop: int) -> list[Span]:
+    """The spans of a row with zeros between them, from row token `start` to `stop`, padding left out."""
+    found: list[Span] = []
+    at = max(start, 0)
+    for span in (*spans, Span(zeros, stop, stop, stop)):
+        if at < span.start:
+            found.append(Span(zeros, at, at, span.start))
+        if span.start < span.stop:
+            found.append(span)
+        at = span.stop
+    return found
+
+
+def pieces_of(spans: Sequence[Span], layer_idx: int, start: int, stop: int) -> list[Piece]:
+    """K/V of a row's tokens [start, stop), as far as it has them, as pieces of what is stored."""
+    pieces: list[Piece] = []
+    for span, at, length in parts_of(spans, start, stop):
+        piece = span.reader.layer(layer_idx)
+        if piece is not None:
+            whole = piece[0].shape[1] == length  # all of them have as many tokens
+            pieces.append(piece if whole else tuple([kv.narrow(1, at, length) for kv in piece]))
+    return pieces
+
+
+def parts_of(spans: Sequence[Span], start: int, stop: int) -> list[tuple[Span, int, int]]:
+    """The spans that have some of a row's tokens [start, stop): where these begin in the reader, and how many."""
+    found: list[tuple[Span, int, int]] = []
+    for span in spans:
+        begin, end = max(span.start, start), min(span.stop, stop)
+        if begin < end:
+            found.append((span, begin - span.origin, end - begin))
+    return found

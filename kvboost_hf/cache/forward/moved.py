@@ -1,238 +1,318 @@
-"""Prompts with moved chunks: which columns they serve, which are computed, and getting them into the layers.
+"""Prompts with moved chunks: a forward over what they do not serve, and over what is computed again of them.
 
-    row     [ held | exact | moved | computed | moved | … | computed ]
-              0    held    hit                                      n
-
-Planning is pure. A moved chunk has the right tokens and the wrong history, and its keys were rotated to other
-positions: `place` rotates them, and what is computed again of them is chosen in `repair/`.
+plan      what moved chunks can serve                       planning/moved.py, pure
+fill      stored K/V into the layers, keys turned           fill.py
+look      where the end of the prompt attends to            scatter.py, for repairs that ask
+choose    what to compute again                             planning/repair.py, pure
+scatter   the caller's forward over the chosen columns      scatter.py
+later     what is left, with the tokens that follow         `repair_more`
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
-from kvboost_hf.cache.forward.scatter import Columns
-from kvboost_hf.cache.kv import transfer
-from kvboost_hf.cache.kv.layer_kv import LayerKVReader
-from kvboost_hf.cache.layers.base import Piece, ReuseLayer
-from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.layers.growing_tensor import write_row
-from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.match import MovedIndex, MovedSegment, find_moved
-from kvboost_hf.cache.planning.plan import RowPlan, Segment
-from kvboost_hf.cache.planning.repair import Mask, RepairRow
-from kvboost_hf.cache.store.chunk_store import StoredChunk
-from kvboost_hf.compat import KeyRotation, Shifts
+from kvboost_hf.cache.forward.admission import MOVED_NOTHING, MOVED_SAVES_LITTLE, reason_against_moving
+from kvboost_hf.cache.forward.fill import fill_turned
+from kvboost_hf.cache.forward.moved_probe import needs_no_mask, repair_for
+from kvboost_hf.cache.forward.reused import PromptColumns, note_served
+from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer, root_of
+from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass, attention_of_the_end, num_queries
+from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.live.live_kv import LiveKV
+from kvboost_hf.cache.planning.chunks import Tokens, is_text
+from kvboost_hf.cache.planning.match import find_moved
+from kvboost_hf.cache.planning.moved import BlendPlan, MovedColumns, choose_columns, plan_blend
+from kvboost_hf.cache.planning.plan import ReusePlan
+from kvboost_hf.cache.planning.repair import Mask, Measure, Repair, Scores, budget
+from kvboost_hf.cache.prompt.hook import Kwargs
+from kvboost_hf.cache.prompt.inputs import without_router_logits
+from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
+from kvboost_hf.compat import KeyRotation, PrivateCache, input_device, key_rotation, rope_regime, run_model
+from kvboost_hf.config import ReusePolicy
 
-_LAST_TOKENS = 16  # the end of a prompt is computed even where it is stored
+_MEASURED_LAYER = 1  # values of layer 0 depend on nothing but the token
+_SLACK = (1.15, 1.0)  # a few more columns than wanted go on from it, and are measured again in the next layer
+PIECE = 512  # columns at once where nobody waits
+_TOKENS_FOR_A_SEAM = 1024  # documents of 800 tokens, and what stands between them
+_AT_ONCE = 2048  # columns: with so many, the first token alone stands on repaired K/V, and all later ones on exact K/V
+_TOKENS = 3  # with which all of a longer prompt is computed again: its mask has columns by columns
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """Columns [start, stop) of a row, served by a chunk from its token `offset` on."""
-
-    start: int
-    stop: int
-    chunk: StoredChunk
-    offset: int
-    shift: int  # how far its keys are to be rotated: new position less old position
-
-
-@dataclass(frozen=True, slots=True)
-class BlendPlan:
-    """Where the columns [held, columns) of a batch come from."""
-
-    held: int
-    columns: int
-    pads: tuple[int, ...]
-    placed: tuple[tuple[Placed, ...], ...]  # per row, in order
-    rows: tuple[RepairRow, ...]
-
-    @property
-    def first_computed(self) -> int:
-        """The first column that is not exact in every row."""
-        return min(
-            int(np.flatnonzero(row.computed | row.moved)[0]) if (row.computed | row.moved).any() else self.columns
-            for row in self.rows
-        )
-
-    @property
-    def moved(self) -> Mask:
-        """[batch, columns], those that moved chunks serve."""
-        return np.stack([row.moved for row in self.rows])
-
-    @property
-    def present(self) -> Mask:
-        """[batch, columns], those that are in the layers before anything is computed."""
-        return ~np.stack([row.computed for row in self.rows])
-
-    @property
-    def chunks(self) -> list[StoredChunk]:
-        """All that serve."""
-        return [piece.chunk for row in self.placed for piece in row]
-
-    def with_loaded(self, loaded: Mapping[bytes, StoredChunk]) -> "BlendPlan":
-        """The same with chunks that are loaded, by key."""
-        placed = tuple(tuple(replace(piece, chunk=loaded[piece.chunk.key]) for piece in row) for row in self.placed)
-        return replace(self, placed=placed)
-
-
-def plan_blend(
-    ids: Tokens,
-    pads: Sequence[int],
-    held: int,
-    logits: int,
-    exact: Sequence[RowPlan],
-    index: MovedIndex,
-    sink_tokens: int,
-) -> BlendPlan | None:
-    """Find moved chunks for what the store has no exact K/V of.
+class Moving:
+    """How moved chunks take part in a prompt.
 
     Args:
-        ids: [batch, columns], all of them.
-        pads: Columns of left padding of each row.
-        held: Columns in the live cache.
-        logits: How many of the last columns are wanted for their logits.
-        exact: What the store can serve of each row as it stands.
-        index: Stored chunks by content.
-        sink_tokens: Tokens at the beginning of a row that are not moved.
-
-    Returns:
-        The plan, or None where nothing can be moved.
+        plan: Which of its columns they serve.
+        repair: Chooses what to compute again.
+        measures: What has to be measured to choose.
     """
-    columns = ids.shape[1]
-    found: dict[bytes, tuple[MovedSegment, ...]] = {}  # beams and num_return_sequences repeat rows
-    placed: list[tuple[Placed, ...]] = []
-    rows: list[RepairRow] = []
-    for tokens, pad, plan in zip(ids, pads, exact, strict=True):
-        own = tokens[pad:]
-        key = own.tobytes()
-        if key not in found:
-            stop = len(own) - max(logits, _LAST_TOKENS)
-            found[key] = find_moved(own, max(plan.hit, sink_tokens), stop, index)
-        segments = found[key]
-        moved, computed = np.zeros(columns, dtype=bool), np.zeros(columns, dtype=bool)
-        computed[max(held, pad, plan.hit + pad) :] = True
-        for segment in segments:
-            moved[segment.start + pad : segment.stop + pad] = True
-        seams = tuple(segment.start + pad for segment in segments if not segment.continues)
-        rows.append(RepairRow(computed & ~moved, moved, seams))
-        placed.append((*_exact(plan.segments, pad), *_moved(segments, pad)))
-    if not any(found.values()):
+
+    plan: BlendPlan
+    repair: Repair
+    measures: Measure
+
+
+def plan_moved(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns, exact: ReusePlan) -> Moving | None:
+    """How moved chunks can take part in a prompt, or None where they are not to.
+
+    Args:
+        parts: The cache's model, store, settings and layers.
+        model: The model.
+        prompt: The columns of the prompt.
+        exact: What the store can serve of it as it stands.
+    """
+    policy, live, ledger = parts.binding.policy, parts.live, parts.live.ledger
+    if policy.mode != "blend" or prompt.inputs.computes_all or (exact.filled >= prompt.limit and not exact.ahead):
         return None
-    return BlendPlan(held, columns, tuple(pads), tuple(placed), tuple(rows))
+    assert ledger is not None
+    live.tally.moved_reason = reason_against_moving(parts, model, media=bool(prompt.new.media.any()))
+    if live.tally.moved_reason is not None:
+        return None
+    repair = repair_for(model, policy.repair, len(live.layers))
+    index = parts.binding.store.moved_index(ledger.root)
+    plan = plan_blend(prompt.ids, exact, prompt.inputs.logits, index, policy.sink_tokens)
+    if plan is None:
+        live.tally.moved_reason = MOVED_NOTHING
+        return None
+    measures = _measures(plan, repair, policy)
+    if max(0.0, _saving(plan, exact, repair, measures, policy, len(live.layers))) < policy.min_prefill_saving:
+        live.tally.moved_reason = MOVED_SAVES_LITTLE
+        return None
+    return Moving(plan, repair, measures)
 
 
-def _exact(segments: Sequence[Segment], pad: int) -> Iterator[Placed]:
-    for segment in segments:
-        assert isinstance(segment.chunk, StoredChunk)
-        yield Placed(segment.start + pad, segment.stop + pad, segment.chunk, segment.start - segment.origin, 0)
+def movable_spans(parts: CacheParts, ids: torch.Tensor, start: int) -> list[tuple[int, int]]:
+    """Which tokens from `start` on of a prompt [1, tokens] chunks could serve that stood elsewhere; half-open."""
+    model, tokens = parts.binding.model, ids[0].cpu().numpy().astype(np.int64, copy=False)
+    if parts.binding.policy.mode != "blend" or model is None or rope_regime(model, len(tokens)):
+        return []
+    root = root_of(parts, len(tokens))
+    if root is None or reason_against_moving(parts, model, media=False) is not None:
+        return []
+    start, index = max(start, parts.binding.policy.sink_tokens), parts.binding.store.moved_index(root)
+    return [(found.start, found.stop) for found in find_moved(tokens, start, len(tokens) - 1, index)]
 
 
-def _moved(segments: Sequence[MovedSegment], pad: int) -> Iterator[Placed]:
-    for segment in segments:
-        assert isinstance(segment.chunk, StoredChunk)
-        yield Placed(segment.start + pad, segment.stop + pad, segment.chunk, segment.offset, segment.shift)
-
-
-def choose_columns(wanted: Sequence[Mask], spare: Sequence[Mask]) -> Columns:
-    """The columns to compute, [batch, m]: those `wanted` in each row, and as many as others need from `spare`.
-
-    A forward computes the same number of columns of every row. Rows that need fewer compute some of their moved ones
-    besides, which can only make them better, and then whatever there is.
+class Moved(Forward):
+    """A forward over chosen columns, whose other columns are in the layers already.
 
     Args:
-        wanted: Per row, [columns].
-        spare: Per row, [columns], those that may be computed at all.
+        parts: The cache's model, store, settings and layers.
+        prompt: The columns of the prompt.
+        loaded: The chunks that serve them, loaded.
+        moving: Which of them have moved, and what is computed again.
+        stores_whole: Store all of the prompt when it is done.
     """
-    width = max(int(row.sum()) for row in wanted)
-    chosen: list[Columns] = []
-    for row, rest in zip(wanted, spare, strict=True):
-        more = np.flatnonzero(rest & ~row)
-        chosen.append(np.sort(np.concatenate([np.flatnonzero(row), more[::-1][: width - int(row.sum())]])))
-    return np.stack(chosen)
+
+    takes_kv = True
+    can_settle_later = True
+
+    def __init__(
+        self, parts: CacheParts, prompt: PromptColumns, loaded: ReusePlan, moving: Moving, *, stores_whole: bool
+    ) -> None:
+        super().__init__(parts, loaded.held)
+        self._prompt, self._loaded, self._plan, self._stores_whole = prompt, loaded, moving.plan, stores_whole
+        self._repair, self._measures = moving.repair, moving.measures
+        self._served: list[StoredChunk | StoredStates] = []
+        self._looked = [0] * len(parts.live.layers)  # tokens through each layer, to see what the end attends to
+        self._scatter: ScatterPass | None = None
+
+    @property
+    def beginning(self) -> Tokens:
+        """See `Forward`."""
+        return self._prompt.ids
+
+    def begin(self, request: Request) -> Kwargs:
+        """See `Forward`."""
+        plan, layers, policy = self._plan, self.parts.live.layers, self.parts.binding.policy
+        model, first, ids = request.model, self._prompt.first, self._prompt.inputs.input_ids
+        rotation = key_rotation(model)
+        assert not isinstance(rotation, str)
+        fill_turned(layers, self._loaded, rotation)
+        scores: Scores | None = None
+        if self._measures is Measure.ATTENTION:
+            scores, self._looked = attention_of_the_end(model, layers, plan, ids, first)
+        narrowing: Narrowing | None = None
+        unmasked = needs_no_mask(model)
+        if self._measures is Measure.DEVIATION:
+            narrowing, columns = self._narrowing(rotation, unmasked=unmasked)
+        else:
+            may_compute = np.zeros((len(plan.rows), self._prompt.columns), dtype=bool)
+            may_compute[:, first:] = True
+            columns = _choose(plan, self._repair, policy, scores, may_compute, 1.0)
+        self._scatter = ScatterPass(
+            model, request.cache, layers, columns, self._loaded.pads, narrowing=narrowing, unmasked=unmasked
+        )
+        given = {name: value for name, value in request.kwargs.items() if name != "cache_position"}
+        return {**given, **without_router_logits(model, given), **self._scatter.arguments(ids, first)}
+
+    def _narrowing(self, rotation: KeyRotation, *, unmasked: bool) -> tuple[Narrowing, Columns]:
+        """How layers choose the columns that go on, and those to begin with."""
+        plan, repair, policy = (
+            self._plan,
+            self._repair,
+            self.parts.binding.policy,
+        )  # not `self`: it has the `ScatterPass`
+
+        def narrow(measured: Scores, step: int) -> Columns:
+            return _choose(plan, repair, policy, measured, ~(measured < 0), _SLACK[step])
+
+        # A few exact columns more, if that makes it a whole prompt, save more than they cost: it needs no mask.
+        few = unmasked and not self._prompt.first and plan.first_computed <= self._prompt.columns // 16
+        start = 0 if few else plan.first_computed
+        columns = np.arange(start, self._prompt.columns)[None].repeat(len(plan.rows), axis=0)
+        return Narrowing(_MEASURED_LAYER, len(_SLACK), narrow, 1 - rotation.rotated(_MEASURED_LAYER)), columns
+
+    def update(
+        self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `Forward`."""
+        return self._scatter.update(layer_idx, keys, values) if self._scatter is not None else None
+
+    def record(self, output: Any) -> Any:
+        """See `Forward`."""
+        assert self._scatter is not None
+        self._scatter.close()
+        parts, plan, ledger = self.parts, self._plan, self.parts.live.ledger
+        if ledger is not None:
+            moved = plan.moved
+            stale = moved.copy()
+            np.put_along_axis(stale, self._scatter.columns, False, axis=1)
+            seams = sum(len(row.seams) for row in plan.rows)
+            progressive = goes_on(parts.binding.policy, int(moved.sum()), seams)
+            if ledger.blended is not None:
+                ledger.blended = ledger.blended.extend(moved, stale)
+                ledger.progressive |= progressive
+            elif stale.any():
+                ledger.blended, ledger.progressive = MovedColumns(moved, stale), progressive
+            self._served = note_served(parts, self._loaded, self._prompt.ids)
+            self._note_repaired(moved, stale, self._scatter.layer_tokens)
+        parts.live.filled(self._prompt.ids[:, self._loaded.held :], self._prompt.columns)
+        note_hooks(parts, confirmed=not self._prompt.inputs.verifies)
+
+    def _note_repaired(self, moved: Mask, stale: Mask, layer_tokens: list[int]) -> None:
+        """Count what was computed again of what was served."""
+        tally = self.parts.live.tally
+        layers = [a + b for a, b in zip(layer_tokens, self._looked, strict=True)]
+        before = tally.layers or (0,) * len(layers)
+        tally.layers = tuple(a + b for a, b in zip(before, layers, strict=True))
+        again = (moved & ~stale).sum(axis=1).tolist()
+        tally.rows = [served - computed for served, computed in zip(tally.rows, again, strict=True)]
+        tally.moved += int(moved.sum())
+        tally.recomputed += sum(again)
+
+    def settle(self) -> None:
+        """See `Forward`."""
+        confirmed = not self._prompt.inputs.verifies
+        self.parts.binding.store.promote(self._served)
+        offer(self.parts, self._prompt.columns, confirmed=confirmed, root_checked=True)
+        if confirmed and self._stores_whole:
+            self.parts.writer.offer_tails()
+
+    def abandon(self) -> None:
+        """See `Forward`."""
+        if self._scatter is not None:
+            self._scatter.close()
+        super().abandon()
+
+
+def _choose(
+    plan: BlendPlan, repair: Repair, policy: ReusePolicy, scores: Scores | None, may_compute: Mask, slack: float
+) -> Columns:
+    """The columns to compute, of those that may be."""
+    wanted = [
+        row.computed | repair.choose(row, policy, scores[at] if scores is not None else None, slack)
+        for at, row in enumerate(plan.rows)
+    ]
+    return choose_columns(wanted, list(may_compute))
+
+
+def _saving(
+    plan: BlendPlan, exact: ReusePlan, repair: Repair, measures: Measure, policy: ReusePolicy, layers: int
+) -> float:
+    """Tokens that are not computed, compared to what exact reuse would leave."""
+    columns, batch = plan.reuse.filled, len(plan.rows)
+    without = exact.ahead + batch * (columns - exact.filled)
+    chosen = [int((row.computed | repair.choose(row, policy)).sum()) for row in plan.rows]
+    if measures is not Measure.NOTHING:
+        at_least = [int(row.computed.sum()) + budget(row, policy.recompute_ratio) for row in plan.rows]
+        chosen = [max(pair) for pair in zip(chosen, at_least, strict=True)]
+    computed = float(max(chosen))
+    if measures is Measure.DEVIATION:
+        whole = min(_MEASURED_LAYER + 1, layers)
+        computed += (columns - plan.first_computed - computed) * whole / layers
+    elif measures is Measure.ATTENTION:
+        computed += num_queries(plan)
+    return without - batch * computed
+
+
+def _measures(plan: BlendPlan, repair: Repair, policy: ReusePolicy) -> Measure:
+    """The measurement that a repair needs for a prompt: none, where positions alone decide."""
+    needed = any(repair.needs_scores(row, policy) for row in plan.rows)
+    return repair.measure if needed or repair.measure is Measure.DEVIATION else Measure.NOTHING
+
+
+def may_repair(live: LiveKV, *, at_once: bool = False) -> bool:
+    """Whether a cache holds tainted columns that can be computed again, and are to be: with later tokens, or now."""
+    ledger = live.ledger
+    return (
+        ledger is not None
+        and ledger.blended is not None
+        and (at_once or ledger.progressive)
+        and not ledger.unconfirmed
+        and ledger.log.trusted
+        and _holds_all(live.layers)
+        and is_text(ledger.log.columns())  # images would have to be shown again
+    )
+
+
+def goes_on(policy: ReusePolicy, moved: int, seams: int) -> bool:
+    """Whether what moved chunks have left is computed again with later tokens, where so many tokens have moved."""
+    return policy.progressive if policy.progressive is not None else moved <= _TOKENS_FOR_A_SEAM * seams
+
+
+def columns_per_token(live: LiveKV) -> int:
+    """How many columns of each row to compute again with a new token: all, or a third of a long prompt."""
+    assert live.ledger is not None
+    return max(_AT_ONCE, math.ceil(live.ledger.log.length / _TOKENS))
 
 
 @torch.no_grad()
-def place(layers: Sequence[ReuseLayer], plan: BlendPlan, rotation: KeyRotation) -> None:
-    """Fill the columns [held, columns) of every layer: stored K/V where there is some, zeros elsewhere.
+def repair_more(live: LiveKV, model: PreTrainedModel, most: int) -> None:
+    """Compute the next tainted columns again, at most `most` of each row.
 
-    Pieces are put in place as they are stored, and then all keys of a layer are rotated at once: the operations on a
-    device are so many for each layer, and so many for each piece, not for each piece of each layer.
+    A column is exact if every column before it is. So each piece begins where the last one has ended, and what was
+    chosen by the repair is computed a second time. When no column is left, the row is stored under its history.
+
+    An interrupt leaves some layers with new K/V and others with old: the ledger still says that it is tainted.
     """
-    with torch.inference_mode(False):
-        first, shifts = _shifts_of(plan)
-        turns = Shifts(rotation, shifts, _send)
-        readers = {chunk.key: chunk.kv.reader() for chunk in plan.chunks}
-        rows = [_parts_of(placed, plan, readers) for placed in plan.placed]
-        zeros = cache(_zeros)
-        for idx, layer in enumerate(layers):
-            like = next(part.reader.layer(idx) for parts in rows for part in parts if part.reader is not None)
-            if like is None:
-                continue
-            assert isinstance(layer, GrowingLayer)
-            opened = layer.open(plan.columns, like, len(rows))
-            forms = [(kv.shape[0], kv.shape[2], kv.dtype, kv.device) for kv in like]
-            for row, parts in enumerate(rows):
-                pieces = [part.stored(idx) or tuple([zeros(part.columns, *form) for form in forms]) for part in parts]
-                write_row([out[row] for out in opened], pieces)
-            if shifts.size:  # else they all stand where they stood, behind another text
-                keys = opened[rotation.rotated(idx)][:, :, first : first + shifts.shape[1]]
-                rotation.rotate(idx, keys, turns, out=keys)
-            layer.seal()
+    ledger, layers = live.ledger, live.layers
+    assert ledger is not None
+    assert ledger.blended is not None
+    ids = ledger.log.columns()
+    wanted = ledger.blended.next_tainted(ids.shape[1], most)
+    columns = choose_columns(list(wanted), list(np.ones_like(wanted)))
+    cache = PrivateCache([layer.native for layer in layers])
+    pads = ledger.log.pads.tolist()
+    scatter = ScatterPass(model, cache, layers, columns, pads, unmasked=needs_no_mask(model))
+    cache.take = scatter.update
+    try:
+        given = scatter.arguments(torch.from_numpy(ids).to(input_device(model)), 0)
+        run_model(model, cache=cache, **given)
+    finally:
+        scatter.close()
+        cache.take = None
+    live.tally.repaired += int((columns >= ledger.log.pads[:, None]).sum())
+    live.repaired(wanted)
 
 
-def _send(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on a device, which the host does not wait for."""
-    if transfer.link.is_apart(device):
-        table = transfer.link.pinned(table.shape, table.dtype).copy_(table)
-    return transfer.link.send(table, device)
-
-
-def _shifts_of(plan: BlendPlan) -> tuple[int, NDArray[np.int64]]:
-    """The first column behind `plan.held` that moves, and by how much those from it on do, [batch, columns]."""
-    shifts = np.zeros((len(plan.rows), plan.columns - plan.held), dtype=np.int64)
-    for row, placed in enumerate(plan.placed):
-        for piece in placed:
-            shifts[row, piece.start - plan.held : piece.stop - plan.held] = piece.shift
-    moving = np.flatnonzero(shifts.any(axis=0))
-    first, stop = (int(moving[0]), int(moving[-1]) + 1) if len(moving) else (0, 0)
-    return first, shifts[:, first:stop]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """So many columns of a row, which a chunk has from its token `offset` on, or none has."""
-
-    columns: int
-    reader: LayerKVReader | None = None
-    offset: int = 0
-
-    def stored(self, idx: int) -> Piece | None:
-        """Their K/V in a layer, [heads, columns, dim] each; None where no chunk has them."""
-        if self.reader is None:
-            return None
-        piece = self.reader.layer(idx)
-        assert piece is not None
-        if piece[0].shape[1] == self.columns:
-            return piece
-        return tuple(kv.narrow(1, self.offset, self.columns) for kv in piece)
-
-
-def _parts_of(placed: Sequence[Placed], plan: BlendPlan, readers: Mapping[bytes, LayerKVReader]) -> list[_Part]:
-    """All columns of a row from `plan.held` on."""
-    parts: list[_Part] = []
-    done = plan.held
-    for piece in placed:
-        reader = readers[piece.chunk.key]
-        parts += [_Part(piece.start - done), _Part(piece.stop - piece.start, reader, piece.offset)]
-        done = piece.stop
-    return [part for part in (*parts, _Part(plan.columns - done)) if part.columns]
-
-
-def _zeros(columns: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=dtype, device=device).expand(heads, columns, dim)
+def _holds_all(layers: Sequence[ReuseLayer]) -> bool:
+    """Whether no layer has let go of columns, as windows do."""
+    return not any(layer.first for layer in layers)

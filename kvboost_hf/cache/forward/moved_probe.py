@@ -8,11 +8,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf.cache.forward.attention_scores import attention_of_the_end
-from kvboost_hf.cache.forward.moved import BlendPlan, Placed, place
-from kvboost_hf.cache.forward.scatter import Narrowing, ScatterPass
+from kvboost_hf.cache.forward.fill import fill_turned
+from kvboost_hf.cache.forward.scatter import Narrowing, ScatterPass, attention_of_the_end
 from kvboost_hf.cache.kv.layer_kv import copy_columns
 from kvboost_hf.cache.layers.choose import make_layers
+from kvboost_hf.cache.planning.moved import BlendPlan
+from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, Segment
 from kvboost_hf.cache.planning.repair import REPAIRS, Measure, Repair, RepairRow
 from kvboost_hf.cache.store.chunk_store import StoredChunk
 from kvboost_hf.compat import (
@@ -101,11 +102,12 @@ def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> s
     moved = np.zeros(_TOKENS, dtype=bool)
     moved[_MOVED] = True
     row = RepairRow(~moved, moved, (_MOVED.start,))
-    piece = Placed(_MOVED.start, _MOVED.stop, chunk, 0, -_SHIFT)
-    plan = BlendPlan(0, _TOKENS, (0,), ((piece,),), (row,))
+    segment = Segment(chunk, 0, _MOVED.start, _MOVED.stop, moved=True)
+    reuse = ReusePlan(0, _TOKENS, (RowPlan(_TOKENS, (segment,), (), None),), (0,))
+    plan = BlendPlan(reuse, (row,))
 
     layers = make_layers(model)
-    place(layers, plan, rotation)
+    fill_turned(layers, reuse, rotation)
     if measure is Measure.ATTENTION:
         attention_of_the_end(model, layers, plan, ids, 0)
     chosen = np.flatnonzero(~moved)[None]

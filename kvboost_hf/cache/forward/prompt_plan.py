@@ -1,40 +1,65 @@
 """Plans a prompt: which columns come from the store, and where forwards of our own end before the caller's."""
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs import pieces
 from kvboost_hf.cache.forward.admission import adds_mask, reason_against_short_hits
-from kvboost_hf.cache.forward.loading import can_overlap
+from kvboost_hf.cache.forward.loading import can_overlap, is_worth_overlapping
+from kvboost_hf.cache.forward.moved import Moving, plan_moved
 from kvboost_hf.cache.forward.reused import PromptColumns
 from kvboost_hf.cache.forward.running import CacheParts
-from kvboost_hf.cache.forward.spans import needed_for, with_loaded
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces
-from kvboost_hf.cache.planning.plan import ReusePlan, plan_batch
+from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment, plan_batch
+from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.media import Prompt
-from kvboost_hf.compat import weights_come_and_go
+from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
+from kvboost_hf.compat import attn_implementation, hidden_states_reason, probe_reason, weights_come_and_go
+from kvboost_hf.handles import ATTENTION
 
 _NEVER = 2**62  # tokens that an extra forward must save
 
 
-def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns) -> ReusePlan:
-    """Plan the columns [held, limit) of a prompt, with all chunks loaded."""
-    live, binding, ids = parts.live, parts.binding, prompt.ids
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """All that is decided of a prompt before its forward, with what serves it loaded.
+
+    Args:
+        prompt: Its columns.
+        plan: Which of them stored chunks serve.
+        cuts: Columns before which to run a forward of our own.
+        moving: How moved chunks take part in it; None if they do not.
+        overlaps: K/V may be loaded while the model computes.
+        reason: Why a run on a few tokens rules out to give the prompt in parts, so that none of this may be done.
+    """
+
+    prompt: PromptColumns
+    plan: ReusePlan
+    cuts: Sequence[int] = ()
+    moving: Moving | None = None
+    overlaps: bool = False
+    reason: str | None = None
+
+
+def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns) -> Planned:
+    """Decide how a prompt runs, and then load what serves it; anew, if some of that turns out to be lost."""
+    live, store, ids = parts.live, parts.binding.store, prompt.ids
     ledger = live.ledger
     assert ledger is not None
     min_saving = min_saving_of(parts, prompt)
     stems_to = _stems_to(parts, ledger, prompt)
     lost: frozenset[bytes] = frozenset()
-    binding.store.wait_for_others(ledger.root, ids)
+    store.wait_for_others(ledger.root, ids)
     while True:
         plan = ledger.plan(
             ids,
             prompt.held,
             prompt.limit,
-            binding.store,
+            store,
             min_saving,
             stateful=live.stateful,
             stems_to=stems_to,
@@ -43,38 +68,94 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
         )
         if ledger.in_pieces is not None:
             plan = replace(plan, filled=whole_pieces(plan.filled))
-        wanted = needed_for(plan)
-        fetched = binding.store.fetch(wanted, check=not may_overlap(parts, model, plan, prompt))
-        if all(fetched.get(each.key) is each for each in wanted):  # nothing had to be loaded
-            return plan
+        planned = _decide(parts, model, prompt, plan, ledger)
+        if planned.reason is not None:
+            return planned
+        wanted = _needed_for(planned.plan)
+        if not wanted:
+            return planned
+        fetched = store.fetch(wanted, check=not planned.overlaps)
         if fetched.keys() >= {each.key for each in wanted}:
-            return with_loaded(plan, fetched)
+            if all([fetched[each.key] is each for each in wanted]):  # nothing had to be loaded
+                return planned
+            loaded = _with_loaded(planned.plan, fetched)
+            overlaps = planned.overlaps and is_worth_overlapping(live.layers, loaded)
+            return replace(planned, plan=loaded, overlaps=overlaps)
         lost |= {each.key for each in wanted if each.key not in fetched}
 
 
-def cut_prompt(
-    parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns, plan: ReusePlan
-) -> tuple[PromptColumns, ReusePlan, list[int]]:
-    """Divide what a plan leaves of a prompt into forwards.
-
-    Returns:
-        The prompt and the plan, changed where they have to be, and the columns at which forwards end before the
-        caller's.
-    """
+def _decide(
+    parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns, plan: ReusePlan, ledger: Ledger
+) -> Planned:
+    """How a prompt runs, given what the store can serve of it as it stands."""
     live = parts.live
-    ledger = live.ledger
-    assert ledger is not None
+    if (moving := plan_moved(parts, model, prompt, plan)) is not None:
+        return Planned(prompt, moving.plan.reuse, moving=moving)
+    cuts: list[int] = []
     if ledger.in_pieces is not None:
-        return prompt, plan, piece_ends(plan.filled, prompt.limit)
-    if prompt.new.media.any():
-        return prompt, *_whole_media(plan, _state_cuts(parts, plan, ledger, prompt), prompt.new, prompt.limit)
-    if live.stateful:
-        return prompt, plan, _state_cuts(parts, plan, ledger, prompt)
-    if not prompt.first:
-        reason = reason_against_short_hits(parts, model, plan, prompt.inputs, ledger)
-        if reason is not None:
-            prompt, plan = _give_up(parts, prompt, plan, ledger, reason)
-    return prompt, plan, _mask_cuts(parts, model, plan, prompt)
+        cuts = piece_ends(plan.filled, prompt.limit)
+    elif prompt.new.media.any():
+        plan, cuts = _whole_media(plan, _state_cuts(parts, plan, ledger, prompt), prompt.new, prompt.limit)
+    elif live.stateful:
+        cuts = _state_cuts(parts, plan, ledger, prompt)
+    else:
+        if not prompt.first:
+            reason = reason_against_short_hits(parts, model, plan, prompt.inputs, ledger)
+            if reason is not None:
+                prompt, plan = _without_reuse(parts, prompt, plan, ledger, reason)
+        cuts = _mask_cuts(parts, model, plan, prompt)
+    if (plan.filled > prompt.first or cuts) and (reason := _probed(model, prompt.inputs)):
+        return Planned(prompt, plan, cuts, reason=reason)
+    live.hand_out(attn_implementation(model) == ATTENTION)  # what overlaps depends on it
+    return Planned(prompt, plan, cuts, overlaps=not cuts and _may_overlap(parts, model, plan, prompt))
+
+
+def _needed_for(plan: ReusePlan) -> list[StoredChunk | StoredStates]:
+    """The chunks and states that must be loaded to carry out a plan."""
+    found: list[StoredChunk | StoredStates] = []
+    for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
+        reach = plan.starts(row) - pad
+        for segment in row_plan.segments:
+            if segment.start < reach:
+                assert isinstance(segment.chunk, StoredChunk)
+                found.append(segment.chunk)
+        if row_plan.states is None:
+            continue
+        # Where a state comes from the store, either the row or what is computed of it begins.
+        at = {reach, *[stem.start for stem in plan.path(row)]}
+        for point, saved in row_plan.states.items():
+            if point in at:
+                assert isinstance(saved, StoredStates)
+                found.append(saved)
+    return found
+
+
+def _with_loaded(plan: ReusePlan, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> ReusePlan:
+    """The plan with what is loaded, by key, in place of what was not."""
+    rows: list[RowPlan] = []
+    for row in plan.rows:
+        segments = tuple(_with_chunk(segment, loaded) for segment in row.segments)
+        states = row.states
+        if states is not None:
+            states = {at: _loaded_states(saved, loaded) for at, saved in states.items()}
+        rows.append(replace(row, segments=segments, states=states))
+    return replace(plan, rows=tuple(rows))
+
+
+def _with_chunk(segment: Segment, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> Segment:
+    chunk = loaded.get(segment.chunk.key)
+    return replace(segment, chunk=chunk) if isinstance(chunk, StoredChunk) else segment
+
+
+def _loaded_states(saved: SavedState, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> SavedState:
+    assert isinstance(saved, StoredStates)
+    found = loaded.get(saved.key)
+    return found if isinstance(found, StoredStates) else saved
+
+
+def _probed(model: PreTrainedModel, inputs: ForwardInputs) -> str | None:
+    """Why a run on a few tokens rules out to give a prompt in parts, or None."""
+    return probe_reason(model) or (hidden_states_reason(model) if inputs.logits_of_all else None)
 
 
 def min_saving_of(parts: CacheParts, prompt: PromptColumns) -> int:
@@ -96,21 +177,22 @@ def _stems_to(parts: CacheParts, ledger: Ledger, prompt: PromptColumns) -> int:
     return ledger.last_border(prompt.limit, parts.binding.store, prompt.ids) if parts.live.stateful else prompt.limit
 
 
-def may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, prompt: PromptColumns) -> bool:
-    """Whether K/V may still be loading while the model computes.
+def _may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, prompt: PromptColumns) -> bool:
+    """Whether K/V may still be loading while the model computes, and it is so much that it should.
 
     Damage that is only found then takes a forward in the middle of a forward, which not every model can take.
     """
     return (
-        parts.binding.policy.mode == "exact"
+        plan.filled > prompt.held
+        and parts.binding.policy.mode == "exact"
         and not parts.binding.policy.reproducible  # which would have to be computed in pieces
-        and not prompt.new.media.any()  # where images are cut, the plan is not yet the last one
+        and not prompt.new.media.any()
         and parts.live.static is None
+        and is_worth_overlapping(parts.live.layers, plan)
         and can_overlap(parts.live.layers, plan)
         and "forward" not in model.__dict__
         and "_compiled_call_impl" not in model.__dict__
         and not weights_come_and_go(model)
-        and not _mask_cuts(parts, model, plan, prompt)
     )
 
 
@@ -138,10 +220,10 @@ def _mask_cuts(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, promp
     return []
 
 
-def _give_up(
+def _without_reuse(
     parts: CacheParts, prompt: PromptColumns, plan: ReusePlan, ledger: Ledger, reason: str
 ) -> tuple[PromptColumns, ReusePlan]:
-    """Reuse nothing of a prompt after all: the prompt behind empty layers, and an empty plan."""
+    """The prompt behind empty layers, and an empty plan, where a few known tokens are computed again."""
     live = parts.live
     live.tally.bypass = reason
     live.tally.live = live.tally.moved = 0

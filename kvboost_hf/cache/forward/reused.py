@@ -15,7 +15,6 @@ from kvboost_hf.cache.forward.audit import audit, put_right
 from kvboost_hf.cache.forward.fill import compute_columns, fill_layers, run_ahead
 from kvboost_hf.cache.forward.loading import Loading
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
-from kvboost_hf.cache.forward.spans import stored_chunk
 from kvboost_hf.cache.layers.base import Piece
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import PIECE, Tokens
@@ -192,28 +191,18 @@ class Reused(Forward):
         return Loading(layers, plan, compute, self.parts.binding.store.lose)
 
     def _note_filled(self) -> None:
-        """Record what was filled, and where and why the store could give no more."""
-        parts, plan, ids = self.parts, self._plan, self._prompt.ids
-        live, tally, ledger = parts.live, parts.live.tally, parts.live.ledger
+        """Record what was filled."""
+        plan, ids = self._plan, self._prompt.ids
+        live, tally, ledger = self.parts.live, self.parts.live.tally, self.parts.live.ledger
         assert ledger is not None
         live.filled(ids[:, plan.held : plan.filled], plan.filled)
         self._note_pieces(plan.filled)
-        count_stems(tally, plan)
+        if plan.stems:
+            count_stems(tally, plan)
         for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
             stop = plan.filled - pad
             ledger.borders[row] += [border for border in row_plan.borders if border.at <= stop]
-            reach = plan.starts(row) - pad  # what follows up to `stop` was computed ahead
-            served = [segment for segment in row_plan.segments if segment.start < reach]
-            for segment in served:
-                tokens = min(segment.stop, reach) - segment.start
-                tally.count(stored_chunk(segment).tier, tokens)
-                tally.rows[row] += tokens
-            chunks = [stored_chunk(segment) for segment in served]
-            saved = (row_plan.states or {}).get(stop)
-            states = saved if isinstance(saved, StoredStates) else None
-            parts.binding.store.record_use(chunks, missed=row_plan.miss is not None, states=states)
-            self._fetched += [*chunks, *([states] if states is not None else [])]
-            note_miss(parts, row, ids[row, pad:], row_plan)
+        self._fetched = note_served(self.parts, plan, ids)
         tally.forwarded += int((self._prompt.columns - np.maximum(plan.filled, ledger.log.pads)).sum())
         self.length = plan.filled
 
@@ -301,13 +290,44 @@ def count_stems(tally: Tally, plan: ReusePlan) -> None:
             tally.rows[row] += reused
 
 
-def note_miss(parts: CacheParts, row: int, tokens: Tokens, plan: RowPlan) -> None:
-    """Report where and why the store could give no more of a row that holds `tokens`."""
-    ledger, store = parts.live.ledger, parts.binding.store
-    if plan.miss is not None and ledger is not None:
-        evicted = store.was_evicted(plan.miss.wanted_key)
-        other = store.known_under_other_root(ledger.root, tokens)
-        parts.live.tally.misses.append(miss_report(row, tokens, plan.miss, evicted=evicted, other_fingerprint=other))
+def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[StoredChunk | StoredStates]:
+    """Count what stored chunks have served of each row, and where and why they could serve no more.
+
+    Args:
+        parts: The cache's store and tally.
+        plan: What was put into the layers.
+        ids: Codes of all columns, [batch, columns].
+
+    Returns:
+        What has served.
+    """
+    tally, store, ledger = parts.live.tally, parts.binding.store, parts.live.ledger
+    assert ledger is not None
+    found: list[StoredChunk | StoredStates] = []
+    for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
+        reach = plan.starts(row) - pad  # what follows was computed ahead
+        chunks: list[StoredChunk] = []
+        moved = False
+        for segment in row_plan.segments:
+            if segment.start < reach:
+                assert isinstance(segment.chunk, StoredChunk)
+                chunks.append(segment.chunk)
+                tokens = min(segment.stop, reach) - segment.start
+                tally.count(segment.chunk.tier, tokens)
+                tally.rows[row] += tokens
+                if segment.moved:
+                    moved = True
+                    tally.count_moved(segment.shift, tokens)
+        saved = row_plan.states.get(plan.filled - pad) if row_plan.states is not None else None
+        states = saved if isinstance(saved, StoredStates) else None
+        store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=moved)
+        found += [*chunks, *([states] if states is not None else [])]
+        if (miss := row_plan.miss) is not None:
+            tokens_of = ids[row, pad:]
+            evicted = store.was_evicted(miss.wanted_key)
+            other = store.known_under_other_root(ledger.root, tokens_of)
+            tally.misses.append(miss_report(row, tokens_of, miss, evicted=evicted, other_fingerprint=other))
+    return found
 
 
 def _narrow(model: PreTrainedModel, kwargs: Kwargs, prompt: PromptColumns, served: int) -> Kwargs:

@@ -1,29 +1,46 @@
 """The fingerprint of a model: a hash of all that its K/V depends on besides tokens.
 
-That is configuration, weights, adapters, hooks and autocast. Stored K/V is valid only for the model as it was when it
-computed them. Reading all weights at each call would cost more than reuse saves, so changed weights are detected in
-cheaper ways (`weights.py`), or by a checksum of all on request (`checksum.py`). Settings that change without a weight
-changing (adapters, forward hooks, scalar attributes) are read from the modules; switched back, they give the old
-fingerprint again.
+Stored K/V is valid only for the model as it was when it computed them. Reading all weights at each call would cost
+more than reuse saves, so changed weights are detected in cheaper ways, or by a checksum of all on request
+(`checksum.py`). Settings that change without a weight changing are read from the modules; switched back, they give the
+old fingerprint again. This is all that is looked at before each prompt, and what it stops:
+
+    modules, their classes, attributes and parameters  walk.py      edits, merges, pruning, another layer or adapter
+    configurations, precision, autocast                values.py    `config.rope_theta = ...`, a prompt under autocast
+    dicts of all of these, by the numbers of changes   versions.py  none: it tells that nothing of them has changed
+    forwards and functions that forwards call          foreign.py   patches of objects, classes, modules and registries
+    hooks, and functions in place of the forward       hooks.py     steering, compression, masks; those that only count
+                                                                    are watched while they run
+    what objects, hooks and patches of others reach    values.py    a steering vector that is set or written to
+    versions, shapes and memory of weights             weights.py   training, `load_state_dict`, `weight.data = ...`
+    steps of optimizers                                weights.py   fused optimizers, which count no writes
+    memory that somebody else holds, by its hash       weights.py   writes through `weight.data`, arrays of NumPy
+    32 values of each weight                           weights.py   writes that nobody counts
+    weights at rest, and the files that have them      offloaded.py other weights under accelerate or streamed layers
+
+Everything up to the functions is in dicts: while none has changed, none is read. Hooks and code of others, adapters,
+offloaded weights and frequencies that vary have a state that no dict shows: with one of them all is read each time.
+The weights are always looked at, since memory has no number of changes.
 """
 
+import warnings
 from collections.abc import Hashable, Iterable
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost_hf import forks
-from kvboost_hf.cache.identity.durable_names import durable_name, library_versions
+from kvboost_hf.cache.identity.foreign import durable_name, library_versions
 from kvboost_hf.cache.identity.hooks import ForwardWatch, HookWatch
 from kvboost_hf.cache.identity.offloaded import FileWeight
-from kvboost_hf.cache.identity.settings import config_scalars, written_config
+from kvboost_hf.cache.identity.values import config_scalars, written_config
 from kvboost_hf.cache.identity.walk import Found, ModelWalk
 from kvboost_hf.cache.identity.weights import WeightsWatch, lack_memory
 from kvboost_hf.checksum import Content, checksum
-from kvboost_hf.compat import note_changes, training_reason
+from kvboost_hf.compat import KeptOnModel, note_changes, training_reason
 
 
 class ModelFingerprint:
@@ -34,12 +51,16 @@ class ModelFingerprint:
         self.bumps = 0  # how often `bump` was called
         self._weights = WeightsWatch()
         self._walk = ModelWalk()
-        self._digests: dict[bool, tuple[Hashable, bytes]] = {}  # full or not -> what was digested, and the result
+        # Full or not -> the look that it was found in, what was digested, and the result.
+        self._digests: dict[bool, tuple[Hashable, Hashable, bytes]] = {}
+        self._looks = 0  # how often something else was found in the model
         self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
+        self._serials_now: list[int] = []  # of the parts that were found last
         self._next_serial = 0
         self._settings: tuple[Hashable, bytes] | None = None  # of a model in training mode, and their hash
         self.watched: list[HookWatch | ForwardWatch] = []  # others' hooks, as they were when this was last asked
         self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
+        self._codes: tuple[int, list[str] | str] | None = None  # names of parts, or why there are none, by look
         self._in_files: dict[Hashable, Content] = {}  # of weights that accelerate reads
 
     def look(self, model: nn.Module) -> None:
@@ -57,15 +78,20 @@ class ModelFingerprint:
         """
         with self._lock:
             found, serials = self._look(model)
-            in_files = [(before, each.digest) for before, each in found.in_files if isinstance(each, Content)]
-            switches = (*found.switches, *sorted(found.files), *in_files, *serials)
             weights = self._weights_of(found, full=full)
             full = isinstance(weights, bytes)
+            known, look = self._digests.get(full), (self._looks, weights, self.bumps)
+            if known is not None and known[0] == look:
+                return known[2]
+            in_files = [(before, each.digest) for before, each in found.in_files if isinstance(each, Content)]
+            switches = (*found.switches, *sorted(found.files), *in_files, *serials)
             state = (switches, weights, self.bumps)
-            known = self._digests.get(full)
-            if known is None or known[0] != state:
-                known = self._digests[full] = state, self._digest(model, state, b"" if full else self._weights.sample)
-            return known[1]
+            if known is not None and known[1] == state:
+                digest = known[2]
+            else:
+                digest = self._digest(model, state, b"" if full else self._weights.sample)
+            self._digests[full] = look, state, digest
+            return digest
 
     def durable(self, model: nn.Module, *, full: bool = False) -> bytes | str:
         """A fingerprint that is the same in other processes, or the reason why there is none.
@@ -80,16 +106,15 @@ class ModelFingerprint:
         """
         with self._lock:
             found, _ = self._look(model)
-            codes: set[str] = set()
-            for part in found.parts:
-                name = durable_name(part)
-                if name is None:
-                    return f"{getattr(part, '__qualname__', type(part).__qualname__)} cannot be told apart from others"
-                codes.add(name)
-            switches = (*found.switches, *(() if found.are_all_placed else sorted(found.files)), *sorted(codes))
+            if self._codes is None or self._codes[0] != self._looks:
+                self._codes = self._looks, _codes_of(found.parts)
+            codes = self._codes[1]
+            if isinstance(codes, str):
+                return codes
             weights = self._weights_of(found, full=full)
             if isinstance(weights, int) and (full or self._weights.without_memory):
                 return "weights whose memory is taken from them between forwards cannot be told apart from others"
+            switches = (*found.switches, *(() if found.are_all_placed else sorted(found.files)), *codes)
             in_files = tuple(each.digest for _, each in found.in_files if isinstance(each, Content))
             state = (switches, full, weights, in_files, frozenset(found.files), self.bumps)
             if self._durable is None or self._durable[0] != state:
@@ -110,7 +135,10 @@ class ModelFingerprint:
     @property
     def altered(self) -> str | None:
         """Why a hook changes, or may change, what the model computes, or None."""
-        return next((reason for watch in self.watched if (reason := watch.reason) is not None), None)
+        for watch in self.watched:
+            if (reason := watch.reason) is not None:
+                return reason
+        return None
 
     def bump(self) -> None:
         """Change the fingerprint, so that all K/V computed before is no longer found."""
@@ -120,14 +148,17 @@ class ModelFingerprint:
     def _forget(self) -> None:
         """After a fork in the middle of a look at the model: begin anew, under another fingerprint."""
         self._weights, self._walk, self._parts = WeightsWatch(), ModelWalk(), {}
-        self._digests, self._settings, self._durable = {}, None, None
+        self._digests, self._settings, self._durable, self._codes = {}, None, None, None
         self.bumps += 1
 
     def _look(self, model: nn.Module) -> tuple[Found, list[int]]:
         """Walk through the model; returns what was found, and the serials of its parts."""
         found = self._walk.look(model)
+        if found.is_same:
+            return found, self._serials_now
+        self._looks += 1
         self.watched = found.watched
-        serials = self._serials(found.parts)
+        serials = self._serials_now = self._serials(found.parts)
         if isinstance(model, PreTrainedModel):
             note_changes(model, (*found.own_configs, *serials[found.foreign]))
         settings = (*found.switches, *serials) if found.in_training else None
@@ -177,6 +208,17 @@ class ModelFingerprint:
         return digest.digest()
 
 
+def _codes_of(parts: Iterable[Any]) -> list[str] | str:
+    """Names of functions and hooks that are the same in every process, or why there are none."""
+    found: set[str] = set()
+    for part in parts:
+        name = durable_name(part)
+        if name is None:
+            return f"{getattr(part, '__qualname__', type(part).__qualname__)} cannot be told apart from others"
+        found.add(name)
+    return sorted(found)
+
+
 def model_name(model: nn.Module) -> bytes:
     """A hash of a model's configuration and shapes, without its weights."""
     digest = blake2b(digest_size=20)
@@ -193,3 +235,29 @@ def _digest_shapes(digest: Any, model: nn.Module) -> None:
     digest.update(shown.encode())
     for name, tensor in model.named_parameters():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+
+
+class ModelState(KeptOnModel):
+    """Fingerprint, lock and attachment of one model."""
+
+    def __init__(self) -> None:
+        self.fingerprint = ModelFingerprint()
+        self.lock = forks.rlock()
+        self.attached: Any = None  # a `hook.Attachment`: makes a cache for calls that bring none
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        self._warn_of_copy()
+        return super().__reduce__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self._warn_of_copy()
+        return super().__deepcopy__(memo)
+
+    def _warn_of_copy(self) -> None:
+        """A copy is not attached: a store belongs to one model, and the salt is a secret that no file may hold."""
+        if self.attached is not None:
+            warnings.warn(
+                "A copied, pickled or saved model is not attached, though this one is: its store belongs to it alone. "
+                "Call attach(copy) to have the copy reuse K/V, too.",
+                stacklevel=2,
+            )

@@ -5,11 +5,12 @@ A *state* sums up all tokens so far (linear attention): it can only be put back 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+Turn = tuple[int, Callable[[torch.Tensor], None]]  # which tensor of a layer, and what turns its new columns in place
 Piece = tuple[torch.Tensor, ...]  # of one row, one tensor for each that the layer keeps: [heads, length, dim]
 
 
@@ -171,7 +172,7 @@ class ReuseLayer:
         """Views of a row's columns [start, stop), or None if the layer keeps none."""
         return None
 
-    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]]) -> None:
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
         """Make columns [start, stop), computed before, the last ones.
 
         Args:
@@ -179,6 +180,8 @@ class ReuseLayer:
             stop: Where they end.
             rows: For each row its pieces, in order. A row whose pieces are shorter than `stop - start` is padding on
                 its left, and is zeroed there.
+            turn: Moves them to other positions once they are in place; only layers of full and sliding attention are
+                ever given one.
         """
 
     @property

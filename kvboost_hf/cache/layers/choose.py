@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.cache.layers.base import ColumnSpec, Piece, ReuseLayer
+from kvboost_hf.cache.layers.base import ColumnSpec, Piece, ReuseLayer, Turn
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.cache.layers.pieced import PiecedLayer
@@ -150,7 +150,7 @@ class HiddenStates(ReuseLayer):
         """See `ReuseLayer.columns`."""
         return (self._states.row(row, start, stop),) if self._states.buffer is not None else None
 
-    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]]) -> None:
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
         """See `ReuseLayer.fill`."""
         self.version += 1
         self._states.fill(start, stop, [[piece[0] for piece in pieces] for pieces in rows])

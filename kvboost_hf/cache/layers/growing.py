@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvboost_hf.cache.layers.base import ColumnSpec, Piece, ReuseLayer
+from kvboost_hf.cache.layers.base import ColumnSpec, Piece, ReuseLayer, Turn
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor, append_all
 
 
@@ -214,14 +214,15 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
             return None
         return tuple([t.row(row, start, stop) for t in self._tensors if t.buffer is not None])
 
-    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]]) -> None:
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
         """See `ReuseLayer.fill`."""
         like = next(piece for pieces in rows for piece in pieces)
         if not self.is_initialized:
             self.lazy_initialization(like[0], like[1])
         self.version += 1
         for i, tensor in enumerate(self._tensors[: len(like)]):
-            tensor.fill(start, stop, [[piece[i] for piece in pieces] for pieces in rows])
+            turned = turn[1] if turn is not None and turn[0] == i else None
+            tensor.fill(start, stop, [[piece[i] for piece in pieces] for pieces in rows], turned)
 
     def can_take(self, device: torch.device) -> bool:
         """Whether it holds nothing, and may be given all columns in buffers on a device that were made for it."""

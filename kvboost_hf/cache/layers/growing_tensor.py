@@ -119,7 +119,13 @@ class GrowingTensor:
         self.stop = self.first + new.shape[2]
         self._replace(new, shared=True)  # an in-place append would corrupt the graph
 
-    def fill(self, start: int, stop: int, rows: Sequence[Sequence[torch.Tensor]]) -> None:
+    def fill(
+        self,
+        start: int,
+        stop: int,
+        rows: Sequence[Sequence[torch.Tensor]],
+        turn: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
         """See `ReuseLayer.fill`; the pieces are [heads, length, dim]."""
         like = next(piece for pieces in rows for piece in pieces)
         if start > self.stop:  # what is held does not reach: begin anew
@@ -127,6 +133,8 @@ class GrowingTensor:
         opened = self.open(stop, like.expand(len(rows), -1, -1, -1))
         for row, pieces in enumerate(rows):
             write_behind_padding(opened[row], pieces)
+        if turn is not None:
+            turn(opened)
         self.seal()
 
     def take(self, buffer: torch.Tensor, stop: int) -> None:

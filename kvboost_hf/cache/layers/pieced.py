@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kvboost_hf.cache.layers.base import ColumnSpec, Piece
+from kvboost_hf.cache.layers.base import ColumnSpec, Piece, Turn
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.handles import KVHandle, PiecedKV, PieceTable, read_in_place
@@ -113,8 +113,12 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         parts = [part for part in parts if part and part[0].shape[1]]
         return parts[0] if len(parts) == 1 else tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
 
-    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]]) -> None:
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
         """See `ReuseLayer.fill`."""
+        if turn is not None:  # pieces stay as they are stored
+            self._settle()
+            super().fill(start, stop, rows, turn)
+            return
         like = next(piece for pieces in rows for piece in pieces)
         behind = self._table.columns if self._table is not None else 0
         if start != behind or start != self.length or not self._can_keep(rows, like):

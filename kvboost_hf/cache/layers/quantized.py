@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.codecs.base import Codec, Planes, Role
-from kvboost_hf.cache.layers.base import ColumnSpec, Piece
+from kvboost_hf.cache.layers.base import ColumnSpec, Piece, Turn
 from kvboost_hf.cache.layers.growing import ColumnLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor, capacity, write_behind_padding
 from kvboost_hf.compat import LayerRotation
@@ -319,7 +319,7 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
             return None
         return tuple(tensor.read(start, stop, slice(row, row + 1))[0] for tensor in self._tensors)
 
-    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]]) -> None:
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
         """See `ReuseLayer.fill`."""
         assert start == self.length, "every column is needed"
         like = next(piece for pieces in rows for piece in pieces)

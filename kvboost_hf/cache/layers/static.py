@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from kvboost_hf.cache.layers.base import Piece
+from kvboost_hf.cache.layers.base import Piece, Turn
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.cache.layers.windows import SlidingLayer
@@ -265,7 +265,7 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
         _keep_address(twin.length_tensor)
         return twin
 
-    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]]) -> None:
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
         """See `ReuseLayer.fill`."""
         if start > self.length:
             self._first = start

@@ -11,8 +11,8 @@ from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, copy_columns, copy_states
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.planning.chunks import Tokens, content_only_key, prefix_key, whole_pieces
+from kvboost_hf.cache.planning.moved import MovedColumns
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row, plan_shared
-from kvboost_hf.cache.planning.repair import MovedColumns
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
 

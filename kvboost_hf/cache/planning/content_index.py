@@ -9,14 +9,14 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from kvboost_hf.cache.planning.chunks import Tokens, common_length
-from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedChunk, window_hashes
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS
+from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, window_hashes
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Chunk
 
 _MAX_COMPARED = 32  # chunks of equal standing among which one is chosen
 _MAX_INSIDE = 8  # texts that are known to have the same window inside, the latest ones
 _TOKEN_BYTES = np.dtype(np.int64).itemsize
 
-C = TypeVar("C", bound=MovedChunk)
+C = TypeVar("C", bound=Chunk)
 
 
 class ContentIndex(Generic[C]):
@@ -167,7 +167,7 @@ class ContentIndex(Generic[C]):
         return self._by_key.get(key)
 
 
-def _start(chunk: MovedChunk) -> int:
+def _start(chunk: Chunk) -> int:
     return chunk.start
 
 

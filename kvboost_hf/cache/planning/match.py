@@ -15,13 +15,14 @@ token by token.
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvboost_hf.cache.planning.chunks import Tokens, common_length
+from kvboost_hf.cache.planning.plan import Chunk, Segment
 
 # Fewer tokens of a chunk are never moved: recomputing tokens after the seam would leave nothing of them.
 MIN_MOVED_TOKENS = 16
@@ -39,19 +40,6 @@ _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 2**64)
 
 
-class MovedChunk(Protocol):
-    """A stored chunk, as far as matching needs it."""
-
-    @property
-    def key(self) -> bytes: ...
-    @property
-    def parent(self) -> bytes: ...  # key of the chunk that it was computed directly behind
-    @property
-    def start(self) -> int: ...  # row token of its first token, when it was computed
-    @property
-    def tokens(self) -> Tokens: ...
-
-
 class MovedIndex(Protocol):
     """The chunks of one root, as far as matching needs them. Chunks of another root must never be found in it."""
 
@@ -65,46 +53,25 @@ class MovedIndex(Protocol):
         """The indices in `hashes` at which the hash of a window of a stored chunk stands, its head included."""
         ...
 
-    def whole(self, tokens: Tokens) -> "MovedChunk | None":
+    def whole(self, tokens: Tokens) -> "Chunk | None":
         """The longest chunk that is a prefix of `tokens`; of equal ones the one with most `start`."""
         ...
 
-    def leading(self, tokens: Tokens) -> "MovedChunk | None":
+    def leading(self, tokens: Tokens) -> "Chunk | None":
         """A chunk that shares most leading tokens with `tokens`; of equal ones the one with most `start`."""
         ...
 
-    def inside(self, window: Tokens) -> "Sequence[tuple[MovedChunk, int]]":
+    def inside(self, window: Tokens) -> "Sequence[tuple[Chunk, int]]":
         """Some chunks that have `window` inside them, and where; a collision may bring others."""
         ...
 
-    def behind(self, parent: bytes, tokens: Tokens) -> "MovedChunk | None":
+    def behind(self, parent: bytes, tokens: Tokens) -> "Chunk | None":
         """Of chunks with this `parent`, the one that shares most leading tokens with `tokens`."""
         ...
 
-    def under(self, key: bytes) -> "MovedChunk | None":
+    def under(self, key: bytes) -> "Chunk | None":
         """The chunk with this key."""
         ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MovedSegment:
-    """Row tokens [start, stop), which are those of `chunk` from its token `offset` on."""
-
-    chunk: MovedChunk
-    offset: int
-    start: int
-    stop: int
-    continues: bool = False  # computed directly behind what serves the tokens before `start`: no seam
-
-    @property
-    def shift(self) -> int:
-        """New position minus old one."""
-        return self.start - self.offset - self.chunk.start
-
-    @property
-    def to_end(self) -> bool:
-        """Whether it goes on to the end of the chunk."""
-        return self.offset + self.stop - self.start == len(self.chunk.tokens)
 
 
 def window_hashes(tokens: Tokens) -> list[int]:
@@ -117,7 +84,7 @@ def window_hashes(tokens: Tokens) -> list[int]:
 
 def find_moved(
     tokens: Tokens, start: int, stop: int, index: MovedIndex, *, behind: bytes | None = None
-) -> tuple[MovedSegment, ...]:
+) -> tuple[Segment, ...]:
     """Find chunks that can serve row tokens [start, stop), wherever their tokens stood.
 
     Of all covers by whole chunks and by leading parts of chunks, the one that serves most tokens is chosen, with as
@@ -145,7 +112,7 @@ def find_moved(
         places = _leftmost(tokens, places, stop, index)
     covered = _chosen(tokens, _best_cover(tokens, places, stop, index), start, behind, index)
     gaps = _Gaps(tokens, start, hashes, index)
-    segments: list[MovedSegment] = []
+    segments: list[Segment] = []
     for segment in covered:
         gaps.fill(segments, segment.start, segment)
         segments.append(segment)
@@ -155,7 +122,7 @@ def find_moved(
 
 def _chosen(
     tokens: Tokens, cover: list[tuple[int, int]], border: int, behind: bytes | None, index: MovedIndex
-) -> Iterator[MovedSegment]:
+) -> Iterator[Segment]:
     """The chunks that serve the intervals of a cover; `behind` is the key of what ends at `border`."""
     shift = 0
     for at, end in cover:
@@ -168,7 +135,7 @@ def _chosen(
                 chunk = index.leading(wanted)
         if chunk is None or _agreed(chunk, wanted) < len(wanted):  # evicted in between
             continue
-        segment = MovedSegment(chunk, 0, at, end)
+        segment = Segment(chunk, 0, at, end, moved=True)
         yield segment
         behind = chunk.key if segment.to_end else None
         border, shift = end, segment.shift
@@ -180,7 +147,7 @@ class _Gaps:
     def __init__(self, tokens: Tokens, start: int, hashes: list[int], index: MovedIndex) -> None:
         self._tokens, self._start, self._hashes, self._index = tokens, start, hashes, index
 
-    def fill(self, before: list[MovedSegment], stop: int, after: MovedSegment | None) -> None:
+    def fill(self, before: list[Segment], stop: int, after: Segment | None) -> None:
         """Append to the segments `before` what serves tokens up to `stop`, where `after` begins, if anything does."""
         free = before[-1].stop if before else self._start
         free = self._go_on(before, free, stop)
@@ -201,22 +168,22 @@ class _Gaps:
         first, last = start - self._start, stop - self._start - MIN_MOVED_TOKENS + 1
         return [start + place for place in self._index.known_windows(self._hashes[first:last])] if first < last else []
 
-    def _longest(self, place: int, start: int, stop: int) -> MovedSegment | None:
+    def _longest(self, place: int, start: int, stop: int) -> Segment | None:
         """The longest part of a chunk that serves `place` within row tokens [start, stop)."""
         window = self._tokens[place : place + MIN_MOVED_TOKENS]
         rest = _window(self._tokens, place, stop, self._index)
         found = self._index.leading(rest)
-        best = MovedSegment(found, 0, place, place + _agreed(found, rest)) if found is not None else None
+        best = Segment(found, 0, place, place + _agreed(found, rest), moved=True) if found is not None else None
         for chunk, at in self._index.inside(window):
             right = common_length(chunk.tokens[at:], rest)
             if right < MIN_MOVED_TOKENS:  # a collision
                 continue
             left = _common_end(chunk.tokens[:at], self._tokens[start:place])
             if left + right >= (best.stop - best.start + 1 if best is not None else _MIN_INSIDE_TOKENS):
-                best = MovedSegment(chunk, at - left, place - left, place + right)
+                best = Segment(chunk, at - left, place - left, place + right, moved=True)
         return best if best is not None and best.stop - best.start >= MIN_MOVED_TOKENS else None
 
-    def _go_on(self, segments: list[MovedSegment], start: int, stop: int) -> int:
+    def _go_on(self, segments: list[Segment], start: int, stop: int) -> int:
         """Append the chunks that were computed directly behind the last segment; returns where they end."""
         while segments and segments[-1].stop == start < stop and segments[-1].to_end:
             last = segments[-1]
@@ -225,13 +192,13 @@ class _Gaps:
             n = _agreed(chunk, rest)
             if chunk is None or not n or start - chunk.start != last.shift:
                 break
-            segments.append(MovedSegment(chunk, 0, start, start + n))
+            segments.append(Segment(chunk, 0, start, start + n, moved=True))
             start += n
         return start
 
-    def _come_from(self, segment: MovedSegment, start: int) -> list[MovedSegment]:
+    def _come_from(self, segment: Segment, start: int) -> list[Segment]:
         """The ends of the chunks that a segment was computed directly behind, as far as they serve from `start` on."""
-        found: list[MovedSegment] = []
+        found: list[Segment] = []
         while segment.offset == 0 and segment.start > start:
             chunk = self._index.under(segment.chunk.parent)
             if chunk is None or chunk.start + len(chunk.tokens) != segment.chunk.start:
@@ -239,12 +206,12 @@ class _Gaps:
             n = _common_end(chunk.tokens, self._tokens[start : segment.start])
             if not n:
                 break
-            segment = MovedSegment(chunk, len(chunk.tokens) - n, segment.start - n, segment.start)
+            segment = Segment(chunk, len(chunk.tokens) - n, segment.start - n, segment.start, moved=True)
             found.insert(0, segment)
         return found
 
 
-def _joined(segments: list[MovedSegment], start: int, behind: bytes | None) -> Iterator[MovedSegment]:
+def _joined(segments: list[Segment], start: int, behind: bytes | None) -> Iterator[Segment]:
     """The segments, each marked if it `continues` the one before; `behind` is the key of what ends at `start`."""
     border, shift = start, 0
     for segment in segments:
@@ -276,7 +243,7 @@ def _window(tokens: Tokens, at: int, stop: int, index: MovedIndex) -> Tokens:
     return tokens[at : min(at + index.max_tokens, stop)]
 
 
-def _agreed(chunk: MovedChunk | None, tokens: Tokens) -> int:
+def _agreed(chunk: Chunk | None, tokens: Tokens) -> int:
     return common_length(chunk.tokens, tokens) if chunk is not None else 0
 
 

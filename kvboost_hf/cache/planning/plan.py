@@ -31,6 +31,10 @@ class Chunk(Protocol):
     @property
     def key(self) -> bytes: ...
     @property
+    def parent(self) -> bytes: ...  # key of the chunk that it was computed directly behind
+    @property
+    def start(self) -> int: ...  # row token of its first token, when it was computed
+    @property
     def tokens(self) -> Tokens: ...
 
 
@@ -67,12 +71,24 @@ class Border:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Row tokens [start, stop), served by a chunk that starts at row token `origin`."""
+    """Row tokens [start, stop), which are those of `chunk` from its token `offset` on."""
 
     chunk: Chunk
-    origin: int
+    offset: int
     start: int
     stop: int
+    moved: bool = False  # the chunk may have stood elsewhere, and behind other tokens
+    continues: bool = False  # a moved one that was computed directly behind what serves the tokens before it: no seam
+
+    @property
+    def shift(self) -> int:
+        """New position minus old one."""
+        return self.start - self.offset - self.chunk.start
+
+    @property
+    def to_end(self) -> bool:
+        """Whether it goes on to the end of the chunk."""
+        return self.offset + self.stop - self.start == len(self.chunk.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +199,7 @@ def _walk(tokens: Tokens, held: int, border: Border, limit: int, chunker: Chunke
             if chunk is not None:
                 stop = min(cut, limit)
                 if stop > at:
-                    segments.append(Segment(chunk, border.at, at, stop))
+                    segments.append(Segment(chunk, at - border.at, at, stop))
                     at = stop
                 if stop < cut:
                     break
@@ -193,7 +209,7 @@ def _walk(tokens: Tokens, held: int, border: Border, limit: int, chunker: Chunke
         nearest, agreed = _nearest(tokens, border, index)
         stop = min(border.at + agreed, limit)
         if nearest is not None and stop > at:
-            segments.append(Segment(nearest, border.at, at, stop))
+            segments.append(Segment(nearest, at - border.at, at, stop))
             at = stop
         if at < limit:
             miss = Miss(at, border, wanted, None if nearest is None else nearest.tokens)
