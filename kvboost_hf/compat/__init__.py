@@ -52,7 +52,7 @@ from kvboost_hf.compat.probes import (
     steps_reason,
     tolerance,
 )
-from kvboost_hf.compat.rope import frequencies_vary, rope_regime
+from kvboost_hf.compat.rope import frequencies_vary, original_length, rope_regime
 from kvboost_hf.compat.rotary import key_rotation
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Shifts
 from kvboost_hf.compat.training import checkpointing_reason, training_reason
@@ -103,6 +103,7 @@ __all__ = [
     "loader_of_pair",
     "mask_form",
     "note_changes",
+    "original_length",
     "own_hook",
     "own_hooks",
     "padding_reason",

@@ -315,6 +315,7 @@ class Span:
 
 
 Spans = Sequence[Sequence[Span]]  # of each row, in order
+_Loaded = tuple[Segment, StoredChunk]  # with its chunk
 
 
 def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = False) -> list[list[Span]]:
@@ -331,14 +332,15 @@ def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = Fal
     readers: dict[tuple[bytes, ...], LayerKVReader | JoinedKVReader] = {}  # by the chunks that they read
     spans: list[list[Span]] = []
     for runs in _runs(plan):
-        spans.append([])
+        own: list[Span] = []
         for run in runs:
-            chunks = [each.chunk for each in run if isinstance(each.chunk, StoredChunk)]
-            keys = tuple([chunk.key for chunk in chunks])
+            keys = tuple([chunk.key for _, chunk in run])
             if keys not in readers:
-                own = [LayerKVReader(chunk.kv, groups) for chunk in chunks]
-                readers[keys] = own[0] if len(own) == 1 else JoinedKVReader(own)
-            spans[-1].append(Span(readers[keys], run[0].start - run[0].offset, run[0].start, run[-1].stop))
+                of = [LayerKVReader(chunk.kv, groups) for _, chunk in run]
+                readers[keys] = of[0] if len(of) == 1 else JoinedKVReader(of)
+            first, last = run[0][0], run[-1][0]
+            own.append(Span(readers[keys], first.start - first.offset, first.start, last.stop))
+        spans.append(own)
     if not zeros:
         return spans
     nothing = Zeros(next(iter(readers.values())), plan.filled)
@@ -348,22 +350,22 @@ def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = Fal
     ]
 
 
-def _runs(plan: ReusePlan) -> list[list[list[Segment]]]:
+def _runs(plan: ReusePlan) -> list[list[list[_Loaded]]]:
     """The loaded segments of each row, those together that one reader can have."""
-    rows = [
-        [each for each in row.segments if isinstance(each.chunk, StoredChunk) and each.chunk.loaded is not None]
-        for row in plan.rows
-    ]
-    first = next((each.chunk for row in rows for each in row), None)
-    if not isinstance(first, StoredChunk) or not first.kv.can_follow(first.kv):
+    rows: list[list[_Loaded]] = []
+    for plan_of_row in plan.rows:
+        own = [(each, each.chunk) for each in plan_of_row.segments]
+        rows.append([(each, of) for each, of in own if isinstance(of, StoredChunk) and of.loaded is not None])
+    kv = next((chunk.kv for row in rows for _, chunk in row), None)
+    if kv is None or not kv.can_follow(kv):
         return [[[each] for each in row] for row in rows]
     users: dict[bytes, list[int]] = {}  # of each chunk, the rows
     for number, row in enumerate(rows):
-        for each in row:
-            users.setdefault(each.chunk.key, []).append(number)
-    joined: list[list[list[Segment]]] = []
+        for _, chunk in row:
+            users.setdefault(chunk.key, []).append(number)
+    joined: list[list[list[_Loaded]]] = []
     for row in rows:
-        runs: list[list[Segment]] = []
+        runs: list[list[_Loaded]] = []
         for each in row:
             if runs and len(runs[-1]) < _JOINED and _can_follow(each, runs[-1][-1], users):
                 runs[-1].append(each)
@@ -373,17 +375,15 @@ def _runs(plan: ReusePlan) -> list[list[list[Segment]]]:
     return joined
 
 
-def _can_follow(segment: Segment, last: Segment, users: Mapping[bytes, list[int]]) -> bool:
+def _can_follow(this: _Loaded, last: _Loaded, users: Mapping[bytes, list[int]]) -> bool:
     """Whether one reader can have two segments of a row."""
-    chunk, before = segment.chunk, last.chunk
-    assert isinstance(chunk, StoredChunk)
-    assert isinstance(before, StoredChunk)
+    (segment, chunk), (before, chunk_before) = this, last
     return (
-        last.stop == segment.start
+        before.stop == segment.start
         and segment.offset == 0
-        and last.to_end
-        and users[before.key] == users[chunk.key]
-        and chunk.kv.can_follow(before.kv)
+        and before.to_end
+        and users[chunk_before.key] == users[chunk.key]
+        and chunk.kv.can_follow(chunk_before.kv)
     )
 
 

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.forward.admission import MOVED_NOTHING, MOVED_SAVES_LITTLE, reason_against_moving
 from kvboost_hf.cache.forward.fill import fill_turned
 from kvboost_hf.cache.forward.moved_probe import needs_no_mask, repair_for
-from kvboost_hf.cache.forward.reused import PromptColumns, note_served
-from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer, root_of
+from kvboost_hf.cache.forward.reused import note_served
+from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer, root_of
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass, attention_of_the_end, num_queries
+from kvboost_hf.cache.kv.records import Stored
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.planning.chunks import Tokens, is_text
@@ -32,7 +33,6 @@ from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.planning.repair import Mask, Measure, Repair, Scores, budget
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import without_router_logits
-from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
 from kvboost_hf.compat import KeyRotation, PrivateCache, input_device, key_rotation, rope_regime, run_model
 from kvboost_hf.config import ReusePolicy
 
@@ -119,7 +119,7 @@ class Moved(Forward):
         super().__init__(parts, loaded.held)
         self._prompt, self._loaded, self._plan, self._stores_whole = prompt, loaded, moving.plan, stores_whole
         self._repair, self._measures = moving.repair, moving.measures
-        self._served: list[StoredChunk | StoredStates] = []
+        self._served: list[Stored] = []
         self._looked = [0] * len(parts.live.layers)  # tokens through each layer, to see what the end attends to
         self._scatter: ScatterPass | None = None
 

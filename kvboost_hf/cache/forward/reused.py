@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,49 +13,17 @@ from kvboost_hf.cache.costs import ComputePace
 from kvboost_hf.cache.forward.audit import audit, put_right
 from kvboost_hf.cache.forward.fill import compute_columns, fill_layers, run_ahead
 from kvboost_hf.cache.forward.loading import Loading
-from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
+from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer
+from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import Piece
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import PIECE, Tokens
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, plan_shared
 from kvboost_hf.cache.planning.report import BATCH, Tally, miss_report
 from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import ForwardInputs, without_router_logits
-from kvboost_hf.cache.prompt.media import Prompt, narrow_media
-from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
+from kvboost_hf.cache.prompt.inputs import without_router_logits
+from kvboost_hf.cache.prompt.media import narrow_media
 from kvboost_hf.compat import cache_argument
-
-
-@dataclass(frozen=True, slots=True)
-class PromptColumns:
-    """All columns up to the end of a forward over a prompt, or over more of one.
-
-    Args:
-        inputs: The arguments of the forward.
-        new: The columns that it brings.
-        ids: Codes of all columns, [batch, columns].
-        held: How many of them the layers hold.
-    """
-
-    inputs: ForwardInputs
-    new: Prompt
-    ids: Tokens
-    held: int
-
-    @property
-    def columns(self) -> int:
-        """How many there are."""
-        return int(self.ids.shape[1])
-
-    @property
-    def first(self) -> int:
-        """The column of the first id that the caller passed."""
-        return self.columns - self.inputs.input_ids.shape[1]
-
-    @property
-    def limit(self) -> int:
-        """The first column whose logits are wanted."""
-        return self.columns - self.inputs.logits
 
 
 class Reused(Forward):
@@ -90,7 +57,7 @@ class Reused(Forward):
         self._prompt, self._plan, self._cuts = prompt, plan, cuts
         self._overlaps, self._stores_whole = overlaps, stores_whole
         self._loading: Loading | None = None
-        self._fetched: list[StoredChunk | StoredStates] = []  # what has served, some of it from lower tiers
+        self._fetched: list[Stored] = []  # what has served, some of it from lower tiers
         self._confirmed = not prompt.inputs.verifies or stores_whole  # no crop() will follow
         self._audited: Kwargs | None = None  # the caller's arguments, if the prompt may be computed a second time
         self._only_if_altered = self._changed = False
@@ -289,7 +256,7 @@ def count_stems(tally: Tally, plan: ReusePlan) -> None:
             tally.rows[row] += reused
 
 
-def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[StoredChunk | StoredStates]:
+def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]:
     """Count what stored chunks have served of each row, and where and why they could serve no more.
 
     Args:
@@ -302,7 +269,7 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[StoredC
     """
     tally, store, ledger = parts.live.tally, parts.binding.store, parts.live.ledger
     assert ledger is not None
-    found: list[StoredChunk | StoredStates] = []
+    found: list[Stored] = []
     for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
         reach = plan.starts(row) - pad  # what follows was computed ahead
         chunks: list[StoredChunk] = []

@@ -16,7 +16,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from kvboost_hf.cache.planning.chunks import Tokens, whole_pieces
 from kvboost_hf.cache.prompt.generate_call import is_inside_of_us
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
+from kvboost_hf.cache.prompt.media import Prompt
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import attn_implementation, rope_regime
 from kvboost_hf.errors import StoreClosedError
@@ -92,6 +93,36 @@ class Request:
     stores_whole: bool
     inputs: ForwardInputs | str = "not read yet"
     is_step: bool = False
+
+
+@dataclass(slots=True)
+class PromptColumns:
+    """All columns up to the end of a forward over a prompt, or over more of one.
+
+    Args:
+        inputs: The arguments of the forward.
+        new: The columns that it brings.
+        ids: Codes of all columns, [batch, columns].
+        held: How many of them the layers hold.
+
+    Attributes:
+        columns: How many there are.
+        first: The column of the first id that the caller passed.
+        limit: The first column whose logits are wanted.
+    """
+
+    inputs: ForwardInputs
+    new: Prompt
+    ids: Tokens
+    held: int
+    columns: int = field(init=False)
+    first: int = field(init=False)
+    limit: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.columns = int(self.ids.shape[1])
+        self.first = self.columns - self.inputs.input_ids.shape[1]
+        self.limit = self.columns - self.inputs.logits
 
 
 class Forward(ABC):
