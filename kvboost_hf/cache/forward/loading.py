@@ -20,6 +20,7 @@ from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.blocks import Groups
 from kvboost_hf.cache.kv.layer_kv import (
     JoinedKVReader,
+    LayerKV,
     LayerKVReader,
     Run,
     can_gather,
@@ -49,10 +50,11 @@ def is_worth_overlapping(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
     """
     chunks = _chunks_of(plan)
     nbytes = sum([chunk.found.entry.nbytes for chunk in chunks if chunk.found is not None])
-    # Rows that share pieces keep them where they are.
-    if not nbytes and not (len(plan.rows) > 1 and any([layer.hands_out for layer in layers])):
-        nbytes = sum([chunk.kv.nbytes_elsewhere for chunk in chunks])
-    return nbytes >= _MIN_BYTES
+    if nbytes or sum([chunk.nbytes for chunk in chunks]) < _MIN_BYTES:
+        return nbytes >= _MIN_BYTES
+    if len(plan.rows) > 1 and any([layer.hands_out for layer in layers]):  # rows that share pieces keep them
+        return False
+    return sum([chunk.kv.nbytes_elsewhere for chunk in chunks]) >= _MIN_BYTES
 
 
 def can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
@@ -315,7 +317,7 @@ class Span:
 
 
 Spans = Sequence[Sequence[Span]]  # of each row, in order
-_Loaded = tuple[Segment, StoredChunk]  # with its chunk
+_Loaded = tuple[Segment, bytes, LayerKV]  # with the key and the K/V of its chunk
 
 
 def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = False) -> list[list[Span]]:
@@ -334,9 +336,9 @@ def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = Fal
     for runs in _runs(plan):
         own: list[Span] = []
         for run in runs:
-            keys = tuple([chunk.key for _, chunk in run])
+            keys = tuple([key for _, key, _ in run])
             if keys not in readers:
-                of = [LayerKVReader(chunk.kv, groups) for _, chunk in run]
+                of = [LayerKVReader(kv, groups) for *_, kv in run]
                 readers[keys] = of[0] if len(of) == 1 else JoinedKVReader(of)
             first, last = run[0][0], run[-1][0]
             own.append(Span(readers[keys], first.start - first.offset, first.start, last.stop))
@@ -353,20 +355,23 @@ def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = Fal
 def _runs(plan: ReusePlan) -> list[list[list[_Loaded]]]:
     """The loaded segments of each row, those together that one reader can have."""
     rows: list[list[_Loaded]] = []
-    for plan_of_row in plan.rows:
-        own = [(each, each.chunk) for each in plan_of_row.segments]
-        rows.append([(each, of) for each, of in own if isinstance(of, StoredChunk) and of.loaded is not None])
-    kv = next((chunk.kv for row in rows for _, chunk in row), None)
-    if kv is None or not kv.can_follow(kv):
-        return [[[each] for each in row] for row in rows]
+    for row in plan.rows:
+        rows.append([])
+        for segment in row.segments:
+            chunk = segment.chunk
+            if isinstance(chunk, StoredChunk) and chunk.loaded is not None:
+                rows[-1].append((segment, chunk.key, chunk.loaded))
+    some = next((kv for own in rows for *_, kv in own), None)
+    if some is None or not some.can_follow(some):
+        return [[[each] for each in own] for own in rows]
     users: dict[bytes, list[int]] = {}  # of each chunk, the rows
-    for number, row in enumerate(rows):
-        for _, chunk in row:
-            users.setdefault(chunk.key, []).append(number)
+    for number, own in enumerate(rows):
+        for _, key, _ in own:
+            users.setdefault(key, []).append(number)
     joined: list[list[list[_Loaded]]] = []
-    for row in rows:
+    for own in rows:
         runs: list[list[_Loaded]] = []
-        for each in row:
+        for each in own:
             if runs and len(runs[-1]) < _JOINED and _can_follow(each, runs[-1][-1], users):
                 runs[-1].append(each)
             else:
@@ -377,13 +382,13 @@ def _runs(plan: ReusePlan) -> list[list[list[_Loaded]]]:
 
 def _can_follow(this: _Loaded, last: _Loaded, users: Mapping[bytes, list[int]]) -> bool:
     """Whether one reader can have two segments of a row."""
-    (segment, chunk), (before, chunk_before) = this, last
+    (segment, key, kv), (before, key_before, kv_before) = this, last
     return (
         before.stop == segment.start
         and segment.offset == 0
         and before.to_end
-        and users[chunk_before.key] == users[chunk.key]
-        and chunk.kv.can_follow(chunk_before.kv)
+        and users[key_before] == users[key]
+        and kv.can_follow(kv_before)
     )
 
 

@@ -252,8 +252,7 @@ def count_stems(tally: Tally, plan: ReusePlan) -> None:
             tokens[row] = max(min(stem.stop, plan.starts(row) - pad) - max(stem.start, plan.held - pad), 0)
         tokens[max(tokens, key=lambda row: tokens[row])] -= len(stem)
         for row, reused in tokens.items():
-            tally.count(BATCH, reused)
-            tally.rows[row] += reused
+            tally.serve(row, {BATCH: reused})
 
 
 def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]:
@@ -273,20 +272,21 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]
     for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
         reach = plan.starts(row) - pad  # what follows was computed ahead
         chunks: list[StoredChunk] = []
-        moved = False
+        moved: list[tuple[int, int]] = []  # by how much, and how many
+        tiers: dict[str, int] = {}
         for segment in row_plan.segments:
             if segment.start < reach:
                 assert isinstance(segment.chunk, StoredChunk)
                 chunks.append(segment.chunk)
                 tokens = min(segment.stop, reach) - segment.start
-                tally.count(segment.chunk.tier, tokens)
-                tally.rows[row] += tokens
+                tier = segment.chunk.tier
+                tiers[tier] = tiers.get(tier, 0) + tokens
                 if segment.moved:
-                    moved = True
-                    tally.count_moved(segment.shift, tokens)
+                    moved.append((segment.shift, tokens))
+        tally.serve(row, tiers, moved)
         saved = row_plan.states.get(plan.filled - pad) if row_plan.states is not None else None
         states = saved if isinstance(saved, StoredStates) else None
-        store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=moved)
+        store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=bool(moved))
         found += [*chunks, *([states] if states is not None else [])]
         if (miss := row_plan.miss) is not None:
             tokens_of = ids[row, pad:]

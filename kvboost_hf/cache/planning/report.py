@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -171,13 +171,19 @@ class Tally:
         """Tokens from the store, and from other rows."""
         return sum(self.tiers.values())
 
-    def count(self, tier: str, tokens: int) -> None:
-        """Tokens were found in a tier."""
-        self.tiers[tier] = self.tiers.get(tier, 0) + tokens
+    def serve(self, row: int, tiers: Mapping[str, int], moved: Iterable[tuple[int, int]] = ()) -> None:
+        """Count tokens that a row was spared.
 
-    def count_moved(self, shift: int, tokens: int) -> None:
-        """Tokens of the store stand so many positions behind where they stood."""
-        self.moved_by[shift] = self.moved_by.get(shift, 0) + tokens
+        Args:
+            row: Of the batch.
+            tiers: How many of them were found in each tier.
+            moved: Those of them that moved chunks served: by how many positions, and how many tokens.
+        """
+        for tier, tokens in tiers.items():
+            self.tiers[tier] = self.tiers.get(tier, 0) + tokens
+            self.rows[row] += tokens
+        for shift, tokens in moved:
+            self.moved_by[shift] = self.moved_by.get(shift, 0) + tokens
 
     def report(self) -> ReuseReport:
         """The counts so far."""
