@@ -16,7 +16,7 @@ from kvboost_hf.compat.calls import (
 )
 from kvboost_hf.compat.forwards import forward_arguments, forward_of
 from kvboost_hf.compat.generating import loader_of, loader_of_pair, require_generates
-from kvboost_hf.compat.hooks import hook_hidden_states, hook_layers, own_hook, own_hooks
+from kvboost_hf.compat.hooks import hook_hidden_states, hook_layers, hooks_registered, own_hook
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
@@ -90,6 +90,7 @@ __all__ = [
     "hidden_states_reason",
     "hook_hidden_states",
     "hook_layers",
+    "hooks_registered",
     "input_device",
     "is_generate",
     "keeps_positions",
@@ -105,7 +106,6 @@ __all__ = [
     "note_changes",
     "original_length",
     "own_hook",
-    "own_hooks",
     "padding_reason",
     "probe_ids",
     "probe_logits",

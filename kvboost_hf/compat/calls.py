@@ -13,7 +13,10 @@ MAX_DEPTH = 40  # frames to look at
 def generate_frame(frame: FrameType | None) -> FrameType | None:
     """The frame of the innermost generate() call around `frame`, or None."""
     for _ in range(MAX_DEPTH):
-        if frame is None or (frame.f_code.co_name == "generate" and is_generate(frame)):
+        if frame is None:
+            return None
+        code = frame.f_code
+        if code.co_name == "generate" and is_generate(frame):
             return frame
         frame = frame.f_back
     return None

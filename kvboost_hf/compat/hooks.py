@@ -57,9 +57,9 @@ _own = itertools.count()
 _registered = 0
 
 
-def own_hooks() -> int:
-    """How many hooks this package has registered so far."""
-    return _registered
+def hooks_registered() -> int:
+    """How many hooks others have registered on any module so far."""
+    return int(RemovableHandle.next_id) - _registered
 
 
 def own_hook(handle: RemovableHandle) -> RemovableHandle:

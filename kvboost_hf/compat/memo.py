@@ -50,7 +50,7 @@ def remember(model: PreTrainedModel, key: Hashable, find: Callable[[], T]) -> T:
         key: Names the finding, and all that it depends on besides the model, such as the dtype.
         find: Not called again once it has returned anything but a `Passing` reason.
     """
-    findings = _Findings.of(model)
+    findings: _Findings = model.__dict__.get(_Findings._attribute) or _Findings.of(model)
     found: T = findings.known.get(key, findings)  # a look-up is atomic: only the first call needs the lock
     if found is findings:
         with findings.lock:

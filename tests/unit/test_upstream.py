@@ -22,7 +22,7 @@ from transformers import GenerationMixin, LlamaForCausalLM, cache_utils
 import kvboost_hf
 from tests import upstream
 from tests.conftest import random_ids
-from tests.internals.cache import _NOTES, _SAID_OF_CLASSES
+from tests.internals.cache import _SAID_OF_CLASSES, NOTES
 from tests.internals.compat import CACHE, SERVED_LAYERS, generate_frame
 
 PACKAGE = Path(kvboost_hf.__file__).parent
@@ -91,7 +91,7 @@ def used() -> dict[str, list[str]]:
         for name in filter(is_private, chain.from_iterable(map(looked_up, nodes))):
             if name in LISTED or name not in ours:
                 found[str(name)].add(path)
-    for name in filter(is_private, _NOTES | _SAID_OF_CLASSES):
+    for name in filter(is_private, NOTES | _SAID_OF_CLASSES):
         found[name].add("kvboost_hf/cache/identity/walk.py")
     return {name: sorted(paths) for name, paths in found.items()}
 

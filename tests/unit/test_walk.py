@@ -1,5 +1,6 @@
 """What a walk through a model finds is the same whether it reads every attribute or what it noted of the modules."""
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -8,16 +9,22 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.internals.cache import Found, ModelWalk, _Walk
+from tests.internals.cache import Found, ModelState, ModelWalk, _are_counted, _Walk, hooks_of_all_modules
 
 
-@pytest.fixture
-def model() -> LlamaForCausalLM:
+def make() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, head_dim=8
     )
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    return make()
 
 
 def _attention(model: Any) -> nn.Module:
@@ -115,12 +122,105 @@ def test_an_edit_is_found(model: LlamaForCausalLM, edit: str) -> None:
     walk = ModelWalk()
     before = _shown(walk.look(model))
     assert walk._layout is not None  # else nothing is tested
+    assert walk._still is not None or not _are_counted()
     _EDITS[edit](model)
-    now = _shown(walk.look(model))
+    found = walk.look(model)
+    assert found.is_same == (edit == "nothing" and _are_counted())
+    now = _shown(found)
     assert now == _shown(_Walk(model).complete(model))
     assert repr(now) == repr(_shown(_Walk(model).complete(model)))  # True and 1 are equal, and not the same
     assert (repr(now) == repr(before)) == (edit == "nothing")
     assert _shown(walk.look(model)) == now
+
+
+def _other_dict(model: Any) -> None:
+    norm = model.model.norm
+    norm.__dict__ = {**norm.__dict__, "variance_epsilon": 0.5}
+
+
+def _other_group(model: Any) -> None:
+    norm = model.model.norm
+    norm.__dict__["_parameters"] = {"weight": nn.Parameter(torch.ones(16))}
+
+
+def _by_a_dict(model: Any) -> None:
+    vars(_attention(model))["scaling"] = 0.5
+
+
+def _doubled(*given: Any, **kwargs: Any) -> Any:
+    return 2 * torch.relu(given[0])
+
+
+_PATCHES: dict[str, Callable[[Any, pytest.MonkeyPatch], object]] = {
+    "another __dict__": lambda model, patch: _other_dict(model),
+    "another dict of parameters": lambda model, patch: _other_group(model),
+    "past __setattr__": lambda model, patch: _by_a_dict(model),
+    "a value in a dict of the configuration": lambda m, patch: m.config.rope_parameters.update(rope_theta=3.0),
+    "a value in a list of the configuration": lambda m, patch: m.config.eos_token_id.append(3),
+    "a forward of a class": lambda m, patch: patch.setattr(type(_attention(m)), "forward", _doubled),
+    "a method of a class": lambda m, patch: patch.setattr(type(m.model.norm), "extra_repr", _doubled),
+    "a method of nn.Module": lambda m, patch: patch.setattr(nn.Module, "__call__", _doubled),
+    "a new method of a class": lambda m, patch: patch.setattr(type(m.model), "late", _doubled, raising=False),
+    "a function of PyTorch": lambda m, patch: patch.setattr(nn.functional, "silu", _doubled),
+    "a function of the modeling file": lambda m, patch: patch.setattr(
+        sys.modules[type(m).__module__], "apply_rotary_pos_emb", _doubled
+    ),
+    "an attention": lambda m, patch: patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", _doubled),
+    "an attention for all": lambda m, patch: patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", _doubled),
+    "masks": lambda m, patch: patch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "sdpa", _doubled),
+    "another attention": lambda m, patch: m.set_attn_implementation("eager"),
+    "a hook of all modules": lambda m, patch: patch.setitem(hooks_of_all_modules()[1], -1, _doubled),
+    "a hook by its dict": lambda m, patch: m.model.norm._forward_hooks.update({-1: _doubled}),
+    "precision": lambda m, patch: torch.set_float32_matmul_precision("high"),
+}
+
+
+@pytest.mark.parametrize("how", _PATCHES)
+def test_a_change_from_outside_is_found(model: LlamaForCausalLM, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In dicts of modules, of classes, of Python's modules and of registries, and where no dict changes."""
+    model.config.eos_token_id = [1, 2]
+    walk = ModelWalk()
+    walk.look(model)
+    before = walk.look(model)
+    assert before.is_same or not _are_counted()
+    precision = torch.get_float32_matmul_precision()
+    try:
+        with monkeypatch.context() as patch:
+            _PATCHES[how](model, patch)
+            found = walk.look(model)
+            assert not found.is_same
+            assert repr(_shown(found)) != repr(_shown(before))
+            assert repr(_shown(found)) == repr(_shown(_Walk(model).complete(model)))
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    again = walk.look(model)
+    assert repr(_shown(again)) == repr(_shown(_Walk(model).complete(model)))
+
+
+@pytest.mark.skipif(not _are_counted(), reason="this Python does not count changes of dicts")
+def test_what_is_the_same_is_not_read_again(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors are there all the same, and so is what autocast changes."""
+    walk = ModelWalk()
+    first = walk.look(model)
+    monkeypatch.setattr(_Walk, "complete", None)
+    found = walk.look(model)
+    assert found.is_same
+    assert _shown(found) == _shown(first)
+    with torch.autocast("cpu"), pytest.raises(TypeError):
+        walk.look(model)
+
+
+def test_a_model_is_freed_at_once() -> None:
+    """What was seen of it is kept on the model, and holds neither it nor itself."""
+    model = make()
+    fingerprint = ModelState.of(model).fingerprint
+    fingerprint.current(model)
+    fingerprint.current(model)
+    alive: list[bool] = []
+    for part in (model, model.model.norm, model.lm_head.weight):
+        weakref.finalize(part, alive.append, False)
+    del fingerprint, model, part
+    assert alive == [False] * 3
 
 
 def test_a_layout_keeps_nothing_alive(model: LlamaForCausalLM) -> None:

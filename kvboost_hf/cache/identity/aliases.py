@@ -56,13 +56,20 @@ class Memory:
         """Note that somebody else holds it, or is about to."""
         if self._content is None:
             self._content = _content(weight)
+            _note()
+
+    def count_write(self) -> None:
+        """Count a write."""
+        self.writes += 1
+        _note()
 
     def look(self, weight: torch.Tensor, known: int) -> None:
         """Count a write if the content has changed, and check whether more than `known` tensors still refer to it."""
         with _lock:
             shared = _holders(weight) > known
             now = _content(weight)
-            self.writes += now != self._content
+            if now != self._content:
+                self.count_write()
             self._content = now if shared else None
 
 
@@ -75,6 +82,9 @@ class Memories:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         _make_property()
+        self._noted = -1  # how much had been noted of all memory when it was last looked at
+        self._shared: list[int] = []  # numbers of those that somebody else may write to
+        self._writes = 0
         indices: dict[int, list[int]] = {}  # of tensors, by address
         elsewhere = 0
         with _lock:
@@ -84,7 +94,6 @@ class Memories:
                 if memory.address not in indices:
                     self._memories.append(memory)
                 indices.setdefault(memory.address, []).append(index)
-            self._addresses = list(indices)
             self._at = [first for first, *_ in indices.values()]
             self._known = [len({id(tensors[index]) for index in group}) for group in indices.values()]
             for memory, group, known in zip(self._memories, indices.values(), self._known, strict=True):
@@ -101,27 +110,34 @@ class Memories:
             )
 
     def writes(self, tensors: Sequence[torch.Tensor]) -> int | None:
-        """How many writes were found so far; None if a memory was freed.
+        """How many writes were found so far.
 
         Args:
-            tensors: Those of the constructor.
+            tensors: Those of the constructor, in the same memory.
         """
-        if 0 in map(_uses, self._addresses):
-            return None
-        for number, memory in enumerate(self._memories):
-            if memory.is_shared:
-                memory.look(tensors[self._at[number]], self._known[number])
-        return sum([memory.writes for memory in self._memories])
+        if self._shared or self._noted != _noted:
+            self._noted = _noted
+            for number in [n for n, memory in enumerate(self._memories) if memory.is_shared]:
+                self._memories[number].look(tensors[self._at[number]], self._known[number])
+            self._shared = [n for n, memory in enumerate(self._memories) if memory.is_shared]
+            self._writes = sum([memory.writes for memory in self._memories])
+        return self._writes
 
 
 _all: WeakValueDictionary[int, Memory] = WeakValueDictionary()  # by address
+_noted = 0  # how often any memory was written to or handed out
 
 
 def note_write(tensor: torch.Tensor) -> None:
     """Count a write to the memory of a tensor, if that of a weight."""
     with _lock:
         if (memory := _all.get(tensor.untyped_storage()._cdata)) is not None:
-            memory.writes += 1
+            memory.count_write()
+
+
+def _note() -> None:
+    global _noted
+    _noted += 1
 
 
 def _memory(weight: torch.Tensor) -> Memory:

@@ -34,12 +34,16 @@ class ModelFingerprint:
         self.bumps = 0  # how often `bump` was called
         self._weights = WeightsWatch()
         self._walk = ModelWalk()
-        self._digests: dict[bool, tuple[Hashable, bytes]] = {}  # full or not -> what was digested, and the result
+        # Full or not -> the look that it was found in, what was digested, and the result.
+        self._digests: dict[bool, tuple[Hashable, Hashable, bytes]] = {}
+        self._looks = 0  # how often something else was found in the model
         self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
+        self._serials_now: list[int] = []  # of the parts that were found last
         self._next_serial = 0
         self._settings: tuple[Hashable, bytes] | None = None  # of a model in training mode, and their hash
         self.watched: list[HookWatch | ForwardWatch] = []  # others' hooks, as they were when this was last asked
         self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
+        self._codes: tuple[int, list[str] | str] | None = None  # names of parts, or why there are none, by look
         self._in_files: dict[Hashable, Content] = {}  # of weights that accelerate reads
 
     def look(self, model: nn.Module) -> None:
@@ -57,15 +61,20 @@ class ModelFingerprint:
         """
         with self._lock:
             found, serials = self._look(model)
-            in_files = [(before, each.digest) for before, each in found.in_files if isinstance(each, Content)]
-            switches = (*found.switches, *sorted(found.files), *in_files, *serials)
             weights = self._weights_of(found, full=full)
             full = isinstance(weights, bytes)
+            known, look = self._digests.get(full), (self._looks, weights, self.bumps)
+            if known is not None and known[0] == look:
+                return known[2]
+            in_files = [(before, each.digest) for before, each in found.in_files if isinstance(each, Content)]
+            switches = (*found.switches, *sorted(found.files), *in_files, *serials)
             state = (switches, weights, self.bumps)
-            known = self._digests.get(full)
-            if known is None or known[0] != state:
-                known = self._digests[full] = state, self._digest(model, state, b"" if full else self._weights.sample)
-            return known[1]
+            if known is not None and known[1] == state:
+                digest = known[2]
+            else:
+                digest = self._digest(model, state, b"" if full else self._weights.sample)
+            self._digests[full] = look, state, digest
+            return digest
 
     def durable(self, model: nn.Module, *, full: bool = False) -> bytes | str:
         """A fingerprint that is the same in other processes, or the reason why there is none.
@@ -80,16 +89,15 @@ class ModelFingerprint:
         """
         with self._lock:
             found, _ = self._look(model)
-            codes: set[str] = set()
-            for part in found.parts:
-                name = durable_name(part)
-                if name is None:
-                    return f"{getattr(part, '__qualname__', type(part).__qualname__)} cannot be told apart from others"
-                codes.add(name)
-            switches = (*found.switches, *(() if found.are_all_placed else sorted(found.files)), *sorted(codes))
+            if self._codes is None or self._codes[0] != self._looks:
+                self._codes = self._looks, _codes_of(found.parts)
+            codes = self._codes[1]
+            if isinstance(codes, str):
+                return codes
             weights = self._weights_of(found, full=full)
             if isinstance(weights, int) and (full or self._weights.without_memory):
                 return "weights whose memory is taken from them between forwards cannot be told apart from others"
+            switches = (*found.switches, *(() if found.are_all_placed else sorted(found.files)), *codes)
             in_files = tuple(each.digest for _, each in found.in_files if isinstance(each, Content))
             state = (switches, full, weights, in_files, frozenset(found.files), self.bumps)
             if self._durable is None or self._durable[0] != state:
@@ -110,7 +118,10 @@ class ModelFingerprint:
     @property
     def altered(self) -> str | None:
         """Why a hook changes, or may change, what the model computes, or None."""
-        return next((reason for watch in self.watched if (reason := watch.reason) is not None), None)
+        for watch in self.watched:
+            if (reason := watch.reason) is not None:
+                return reason
+        return None
 
     def bump(self) -> None:
         """Change the fingerprint, so that all K/V computed before is no longer found."""
@@ -120,14 +131,17 @@ class ModelFingerprint:
     def _forget(self) -> None:
         """After a fork in the middle of a look at the model: begin anew, under another fingerprint."""
         self._weights, self._walk, self._parts = WeightsWatch(), ModelWalk(), {}
-        self._digests, self._settings, self._durable = {}, None, None
+        self._digests, self._settings, self._durable, self._codes = {}, None, None, None
         self.bumps += 1
 
     def _look(self, model: nn.Module) -> tuple[Found, list[int]]:
         """Walk through the model; returns what was found, and the serials of its parts."""
         found = self._walk.look(model)
+        if found.is_same:
+            return found, self._serials_now
+        self._looks += 1
         self.watched = found.watched
-        serials = self._serials(found.parts)
+        serials = self._serials_now = self._serials(found.parts)
         if isinstance(model, PreTrainedModel):
             note_changes(model, (*found.own_configs, *serials[found.foreign]))
         settings = (*found.switches, *serials) if found.in_training else None
@@ -175,6 +189,17 @@ class ModelFingerprint:
         digest.update(repr(state).encode())
         digest.update(sample)
         return digest.digest()
+
+
+def _codes_of(parts: Iterable[Any]) -> list[str] | str:
+    """Names of functions and hooks that are the same in every process, or why there are none."""
+    found: set[str] = set()
+    for part in parts:
+        name = durable_name(part)
+        if name is None:
+            return f"{getattr(part, '__qualname__', type(part).__qualname__)} cannot be told apart from others"
+        found.add(name)
+    return sorted(found)
 
 
 def model_name(model: nn.Module) -> bytes:

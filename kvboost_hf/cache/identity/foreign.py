@@ -17,24 +17,18 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from kvboost_hf.cache.identity.durable_names import is_of_package, is_package_code, is_written_where_it_says
 from kvboost_hf.cache.identity.hooks import name_of, only_looks
-from kvboost_hf.compat import CACHE, attention_function, attn_implementation, own_hooks
+from kvboost_hf.compat import CACHE, attention_function, attn_implementation
 
 _CACHE_ARGUMENTS = frozenset((CACHE, "past_key_values", "past_key_value", "cache_params", "layer_past"))
 _ANYTHING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _IMPORTED = frozenset(("causal_conv1d", "einops", "kernels", "numpy"))  # packages that modules of transformers import
-
-
-def hooks_registered() -> int:
-    """How many hooks others have registered on any module so far."""
-    return int(RemovableHandle.next_id) - own_hooks()
 
 
 def holder_of_cache(model: nn.Module) -> str | None:
@@ -129,23 +123,24 @@ def is_stock(cache: Any) -> bool:
 
 def foreign_functions(model: nn.Module, kinds: Iterable[type]) -> list[Any]:
     """Functions of others that forwards call: attention, masks, and patches of modules and classes."""
-    found = _replaced_in(F)
+    found: list[Any] = []
     if isinstance(model, PreTrainedModel):
         mask = ALL_MASK_ATTENTION_FUNCTIONS.get(attn_implementation(model))
         attention = foreign_attention(model)
         found += [] if attention is None else [attention]
         found += [] if mask is None or _is_original(mask) else [mask]
+    for place in places_of_functions(model, kinds):
+        found += _replaced_in(place)
+    return found
+
+
+def places_of_functions(model: nn.Module, kinds: Iterable[type]) -> list[Any]:
+    """The classes and modules of Python in which forwards of modules of these classes look up what they call."""
     classes = {base: None for kind in kinds for base in kind.__mro__ if _is_of_a_model(base)}
     own = attention_function(model) if isinstance(model, PreTrainedModel) else None
     around = [sys.modules[own.__module__]] if own is not None and is_of_package(own) else []
-    for place in (
-        nn.Module,
-        *around,
-        *classes,
-        *(sys.modules[name] for name in {each.__module__: None for each in classes}),
-    ):
-        found += _replaced_in(place)
-    return found
+    modules = [sys.modules[name] for name in {each.__module__: None for each in classes}]
+    return [F, nn.Module, *around, *classes, *modules]
 
 
 def _is_of_a_model(kind: type) -> bool:

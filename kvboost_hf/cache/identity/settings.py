@@ -38,7 +38,7 @@ def config_scalars(config: Any) -> list[Hashable]:
         if kind in SCALARS:
             found.append(value)
         elif kind is list or kind is tuple or (kind is dict and value):
-            found.append(_shown(value))
+            found.append(shown(value))
         elif isinstance(value, PreTrainedConfig):  # of a text model or a vision tower
             found += config_scalars(value)
     return found
@@ -55,7 +55,8 @@ def _without_origin(written: dict[str, Any]) -> dict[str, Any]:
     return {name: _without_origin(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """The text of a value that may change in place."""
     try:
         return repr(value)
     except Exception:  # of something in it
@@ -70,9 +71,11 @@ def ids_of_configs(config: Any) -> set[int]:
 
 def autocast() -> Hashable:
     """The precision this thread computes with: float32 matmul precision, and autocast by device type."""
-    precision = torch.get_float32_matmul_precision()
-    kinds = [kind for kind in _device_kinds() if torch.is_autocast_enabled(kind)]
-    return precision, *[(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+    found: tuple[Hashable, ...] = (torch.get_float32_matmul_precision(),)
+    for kind in _device_kinds():
+        if torch.is_autocast_enabled(kind):
+            found += ((kind, torch.get_autocast_dtype(kind)),)
+    return found
 
 
 def arithmetic() -> tuple[Hashable, ...]:

@@ -8,7 +8,7 @@ no reference to tensors, so that memory a user frees is free.
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
@@ -40,13 +40,13 @@ from kvboost_hf.cache.identity.offloaded import (
 )
 from kvboost_hf.cache.identity.reachable import OF_TORCH, Reached, Reader
 from kvboost_hf.cache.identity.settings import (
-    NAME,
     SCALARS,
     adapter_switches,
     autocast,
     config_scalars,
     ids_of_configs,
 )
+from kvboost_hf.cache.identity.versions import INSIDE, NOTES, OURS, UNREAD, Still, is_read
 from kvboost_hf.cache.identity.weights import plain_tensors
 from kvboost_hf.checksum import Content, checksum
 from kvboost_hf.compat import KeptOnModel, forward_of, frequencies_vary
@@ -56,34 +56,9 @@ _PASSED_OVER = (PreTrainedConfig, GenerationConfig, KeptOnModel, type(None))
 _PLAIN = frozenset((nn.Parameter, torch.Tensor))
 _ADAPTER_STATE = frozenset(("_active_adapter", "_disable_adapters"))  # read through PEFT's own names
 _RECOMPUTED = ("_orig", "_v")  # pruning and old weight norms compute `weight` from `weight_orig` at each forward
-# What models note on themselves in the course of a forward. Positions that follow from an image are part of what K/V
-# is found by; hooks that only look are put in place when hidden states are first asked for, as with a first image;
-# generate() notes the size of the static cache that it has made; what is compiled is the same code; and `attach` puts
-# a method before the one that makes caches. One stands before the method that gives generate() a compiled call, too.
-PREPARE_CACHE = "_prepare_cache_for_generation"
-COMPILED_CALL = "get_compiled_call"
-_NOTES = frozenset(
-    (
-        *(NAME, PREPARE_CACHE, COMPILED_CALL, "rope_deltas", "_previous_max_cache_length", "_cache", "_use_kernels"),
-        *("to", "cuda", "npu", "xpu", "mlu", "musa", "sdaa"),  # accelerate's, which refuse to move what it moves
-        *("_output_capturing_hooks_installed", "_compiled_call", "_last_compile_config", "_compiled_call_impl"),
-    )
-)
-# What transformers says of a class, not of how it computes.
-_SAID_OF_CLASSES = frozenset(
-    (
-        *("_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_no_split_modules", "all_tied_weights_keys"),
-        *("_skip_keys_device_placement", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "model_tags"),
-        *("_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save"),
-        *("warnings_issued", "_weight_conversions", "hf_device_map", "peft_config", "_tied_weights_keys"),
-    )
-)
 _SAME_IN_TRAINING = frozenset((nn.Identity, nn.Linear, nn.Embedding, nn.ModuleDict, nn.ParameterDict))
-_OURS = "_kvboost_hf_"  # begins the names of what we keep on modules
 _READ_WHOLE_BYTES = 2**20  # of what is kept in containers, and of what hooks can reach
-_READ_ELSEWHERE = OF_TORCH | _NOTES | _SAID_OF_CLASSES | {"_hf_hook", "_old_forward", "forward"}
-# Attributes whose values a walk does not look at.
-_UNREAD = (OF_TORCH - {"training"}) | _NOTES | _SAID_OF_CLASSES
+_READ_ELSEWHERE = OF_TORCH | UNREAD | {"_hf_hook", "_old_forward", "forward"}
 
 
 @dataclass(slots=True)
@@ -101,6 +76,8 @@ class Found:
     are_all_placed: bool = True  # the weights in files are all among the other ones
     used_on: dict[int, torch.device] = field(default_factory=dict)  # by id, of weights that are kept elsewhere
     in_training: bool = False
+    is_same: bool = False  # it is what was found before
+    has_others: bool = False  # functions and values of others
     # Hooks, and a function in place of the forward, that may turn out to change what is computed.
     watched: list[HookWatch | ForwardWatch] = field(default_factory=list)
 
@@ -120,14 +97,30 @@ class ModelWalk:
 
     def __init__(self) -> None:
         self._layout: _Layout | None = None
+        self._still: Still | None = None
+        self._found = Found()  # without tensors, of the model that is still the same
+        self._in_vain = 0  # how often in a row it was not
+        self._may_stay = True  # nothing of others was found in it
 
     def look(self, model: nn.Module) -> Found:
         """Collect from the model as it is now."""
+        if self._still is not None:
+            tensors = self._still.tensors(model)
+            if tensors is not None and self._found.switches[0] == autocast():
+                self._in_vain = 0
+                return replace(self._found, tensors=tensors, is_same=True)
+        still = Still(model) if self._may_stay and self._in_vain < _MOST_IN_VAIN else None
         walk = self._layout.read(model) if self._layout is not None else None
         if walk is None:
             walk = _Walk(model)
             self._layout = _Layout(walk) if walk.is_ordinary else None
-        return walk.complete(model)
+        found = walk.complete(model)
+        self._may_stay = self._layout is not None and not found.has_others
+        self._still = None
+        if still is not None and self._may_stay and still.tensors(model) is not None:
+            self._still, self._found = still, replace(found, tensors=[])
+            self._in_vain += 1
+        return found
 
 
 class _Walk:
@@ -248,9 +241,9 @@ class _Walk:
             self.is_ordinary = False
             found.switches += adapter_switches(self.modules[number])
             attributes = {name: value for name, value in attributes.items() if name not in _ADAPTER_STATE}
-        found.switches += [v for name, v in attributes.items() if type(v) in SCALARS and name not in _NOTES]
+        found.switches += [v for name, v in attributes.items() if type(v) in SCALARS and name not in NOTES]
         for name, value in [item for item in attributes.items() if item[0] not in _READ_ELSEWHERE]:
-            if name.startswith(_OURS) or type(value) in SCALARS or isinstance(value, _PASSED_OVER):
+            if name.startswith(OURS) or type(value) in SCALARS or isinstance(value, _PASSED_OVER):
                 if isinstance(value, PreTrainedConfig):
                     self.configs.append(value)
                     self.configs_at.append((number, name))
@@ -274,8 +267,10 @@ class _Walk:
             if id(own) not in seen:
                 seen.add(id(own))
                 found.own_configs += config_scalars(own)
+        before = len(found.parts)
         for module in self.hooked:
             _add_hooks(found, module)
+        hooks = len(found.parts) > before
         found.parts += [forward_of(kind) for kind in self.classes]
         foreign = foreign_functions(model, self.classes)
         found.foreign = slice(len(found.parts), len(found.parts) + len(foreign))
@@ -283,9 +278,10 @@ class _Walk:
         found.switches = [autocast(), *config_scalars(config), *found.switches, *found.own_configs]
         everywhere = [hook for hooks in hooks_of_all_modules() for hook in hooks.values() if not only_looks(hook)]
         found.parts += everywhere
-        reach = [*self.others, *everywhere]
-        reach += [forward for kind in self.classes if not is_own(forward := forward_of(kind))]
-        reach += _values_of_classes(self.classes)
+        theirs = [*everywhere, *(forward for kind in self.classes if not is_own(forward := forward_of(kind)))]
+        theirs += _values_of_classes(self.classes)
+        reach = [*self.others, *theirs]
+        found.has_others = bool(theirs or foreign or hooks)
         if reach or foreign:
             _read_values(found, [*reach, *foreign], set(map(id, self.modules)))
         for weights in self._maps.values():
@@ -296,8 +292,8 @@ class _Walk:
         return found
 
 
+_MOST_IN_VAIN = 8  # looks after which it is no longer tried
 _Take = Callable[[Any], tuple[Any, ...]]
-_INSIDE = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 
 
 class _Layout:
@@ -315,7 +311,7 @@ class _Layout:
         # Of each module, the attributes that a walk looks at. If there are no more than there were, and these are
         # there, there is nothing new.
         self._lengths = list(map(len, attributes))
-        names = [(*_INSIDE, *(name for name in own if _is_looked_at(name))) for own in attributes]
+        names = [(*INSIDE, *(name for name in own if is_read(name))) for own in attributes]
         takers = {own: itemgetter(*own) for own in set(names)}
         self._takers: list[_Take] = [takers[own] for own in names]
         looked_at = list(chain.from_iterable(names))
@@ -323,7 +319,7 @@ class _Layout:
         self._types_of_values = list(map(type, values))
         self._scalars = _take([i for i, value in enumerate(values) if type(value) in SCALARS])
         self._scalar_values = self._scalars(values)
-        self._inside = _take([i for i, name in enumerate(looked_at) if name in _INSIDE])
+        self._inside = _take([i for i, name in enumerate(looked_at) if name in INSIDE])
         inside = self._inside(values)
         self._sizes = list(map(len, inside))
         filled = [i for i, size in enumerate(self._sizes) if size]
@@ -377,11 +373,6 @@ class _Layout:
 
 
 _DICT, _IS_META, _VALUES = attrgetter("__dict__"), attrgetter("is_meta"), methodcaller("values")
-
-
-def _is_looked_at(name: str) -> bool:
-    """Whether a walk reads the value of an attribute, not only its name."""
-    return name not in _UNREAD and not name.startswith(_OURS)
 
 
 def _values(dicts: Iterable[dict[str, Any]]) -> Iterable[Any]:

@@ -26,7 +26,8 @@ _HOST = "cpu"
 
 # Storage offset, size and stride of the values that are read; None for all of a short vector.
 Window = tuple[int, tuple[int, ...], tuple[int, ...]] | None
-Marks = tuple[list[int], list[int], list[torch.Size], list[tuple[int, ...]]]  # addresses, versions, shapes and strides
+# Versions, shapes, which are contiguous, and addresses and memories of tensors that are not read at their addresses.
+Marks = tuple[list[int], list[torch.Size], list[bool], list[tuple[Any, ...]]]
 
 
 class WeightsWatch:
@@ -46,7 +47,7 @@ class WeightsWatch:
         self._memories = Memories([])
         self._writes: int | None = None
         self.without_memory = False  # some weight had none when last asked: nobody can see what it will hold
-        self._in_place = _SampleInPlace([], [])
+        self._in_place = _SampleInPlace([])
         # Of other tensors, by device and dtype: their indices, and which of their values are read.
         self._windows: list[list[tuple[int, Window]]] = []
         self._read_on_host = b""
@@ -55,14 +56,16 @@ class WeightsWatch:
     def epoch(self, tensors: list[torch.Tensor]) -> int:
         """How often the tensors have changed."""
         with torch.inference_mode():  # views cost less in it
-            marks = _marks(tensors)
+            marks = _marks(tensors, self._in_place.elsewhere)
             same = marks == self._marks and self._memories.writes(tensors) == self._writes
-            if not same:
+            in_place = self._in_place.read(tensors) if same else None
+            if in_place is None:
                 self.without_memory = lack_memory(tensors)
-                self._marks, self._memories = marks, Memories(tensors)
+                self._memories = Memories(tensors)
                 self._writes = self._memories.writes(tensors)
-                self._in_place, self._windows = _SampleInPlace(tensors, marks[0]), _windows(tensors)
-            in_place = self._in_place.read(tensors)
+                self._in_place, self._windows = _SampleInPlace(tensors), _windows(tensors)
+                self._marks = _marks(tensors, self._in_place.elsewhere)
+                same, in_place = False, self._in_place.read(tensors)
             if in_place is None:  # another thread has given a weight other memory just now
                 self._marks = None
                 return self.epoch(tensors)
@@ -117,20 +120,19 @@ def plain_tensors(tensor: Any, depth: int = 0) -> Iterator[torch.Tensor]:
                 yield from plain_tensors(value, depth + 1)
 
 
-_ADDRESS, _VERSION, _SHAPE, _STRIDE = (
-    methodcaller("data_ptr"),
-    attrgetter("_version"),
-    attrgetter("shape"),
-    methodcaller("stride"),
-)
+_ADDRESS, _CONTIGUOUS, _STORAGE = map(methodcaller, ("data_ptr", "is_contiguous", "untyped_storage"))
+_MEMORY, _SHAPE, _VERSION = map(attrgetter, ("_cdata", "shape", "_version"))
 
 
-def _marks(tensors: list[torch.Tensor]) -> Marks:
+def _marks(tensors: list[torch.Tensor], elsewhere: Sequence[int]) -> Marks:
     try:
         versions = list(map(_VERSION, tensors))
     except RuntimeError:  # those made in inference mode have none
         versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-    return list(map(_ADDRESS, tensors)), versions, list(map(_SHAPE, tensors)), list(map(_STRIDE, tensors))
+    contiguous = list(map(_CONTIGUOUS, tensors))
+    rest = [(at, tensors[at].data_ptr(), tensors[at].untyped_storage()._cdata) for at in elsewhere]
+    strides = [tensor.stride() for tensor, is_one in zip(tensors, contiguous, strict=True) if not is_one]
+    return versions, list(map(_SHAPE, tensors)), contiguous, [*rest, *strides]
 
 
 class _SampleInPlace:
@@ -139,16 +141,19 @@ class _SampleInPlace:
 
     Args:
         tensors: The tensors, of any device.
-        addresses: Theirs.
+
+    Attributes:
+        elsewhere: Numbers of those that are not read at their addresses.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._at = [at for at, tensor in enumerate(tensors) if _is_sampled_in_place(tensor)]
-        storages = [tensors[at].untyped_storage() for at in self._at]
-        self._memories = list(map(_ADDRESS, storages))
+        self.elsewhere = sorted(set(range(len(tensors))).difference(self._at))
+        self._memories = [tensors[at].untyped_storage()._cdata for at in self._at]
+        self._addresses = addresses = [tensors[at].data_ptr() for at in self._at]
         found: dict[tuple[torch.device, int], list[NDArray[np.int64]]] = {}  # addresses of words, by their size
-        for at in self._at:
-            tensor, address = tensors[at], addresses[at]
+        for at, address in zip(self._at, addresses, strict=True):
+            tensor = tensors[at]
             word = gcd(tensor.element_size(), address, 8)
             inside = np.arange(0, tensor.element_size(), word)
             values = address + tensor.element_size() * _places(tensor)
@@ -173,8 +178,9 @@ class _SampleInPlace:
 
         None if the tensors, those of the constructor, have other memory now.
         """
-        storages = [tensors[at].untyped_storage() for at in self._at]  # hold it while it is read
-        if list(map(_ADDRESS, storages)) != self._memories:
+        own = [tensors[at] for at in self._at] if self.elsewhere else tensors
+        storages = list(map(_STORAGE, own))  # hold the memory while it is read
+        if list(map(_MEMORY, storages)) != self._memories or list(map(_ADDRESS, own)) != self._addresses:
             return None
         on_host = b"".join([memory.take(places).tobytes() for memory, places in self._on_host])
         return on_host, [memory.take(places).view(torch.uint8) for memory, places in self._on_devices]

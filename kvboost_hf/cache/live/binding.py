@@ -6,14 +6,14 @@ from collections.abc import Hashable
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
-from kvboost_hf.cache.identity.foreign import foreign_attention, hooks_registered
+from kvboost_hf.cache.identity.foreign import foreign_attention
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.identity.settings import arithmetic, autocast
 from kvboost_hf.cache.layers.quantized import mark
 from kvboost_hf.cache.planning.chunks import PIECE
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, default_store, salt_bytes
-from kvboost_hf.compat import known_hidden_states_reason, require_cache
+from kvboost_hf.compat import hooks_registered, known_hidden_states_reason, require_cache
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 
@@ -145,7 +145,7 @@ class Binding:
     @property
     def looks_changed(self) -> bool:
         """Whether hooks or autocast are others than when the root was last read. Cheap enough for each token."""
-        return self.has_new_hooks or self._precision != autocast()
+        return self._hooks != hooks_registered() or self._precision != autocast()
 
     @property
     def may_change_within_a_forward(self) -> bool:

@@ -171,6 +171,10 @@ class Tally:
         """Tokens from the store, and from other rows."""
         return sum(self.tiers.values())
 
+    def count(self, tier: str, tokens: int) -> None:
+        """Tokens were found in a tier."""
+        self.tiers[tier] = self.tiers.get(tier, 0) + tokens
+
     def serve(self, row: int, tiers: Mapping[str, int], moved: Iterable[tuple[int, int]] = ()) -> None:
         """Count tokens that a row was spared.
 
@@ -180,7 +184,7 @@ class Tally:
             moved: Those of them that moved chunks served: by how many positions, and how many tokens.
         """
         for tier, tokens in tiers.items():
-            self.tiers[tier] = self.tiers.get(tier, 0) + tokens
+            self.count(tier, tokens)
             self.rows[row] += tokens
         for shift, tokens in moved:
             self.moved_by[shift] = self.moved_by.get(shift, 0) + tokens

@@ -1,0 +1,268 @@
+"""Tells that nobody has changed a model, by the numbers with which CPython counts the changes of dicts.
+
+Until Python 3.13 each dict has a number that is another one after each change, and that no dict had before.
+Attributes, parameters, buffers, children and hooks of modules are in dicts, and so are settings of configurations,
+methods of classes and functions of Python's modules. To compare a few thousand numbers takes microseconds; to read
+what is in the dicts takes milliseconds. Where changes are not counted, each look at a model reads it.
+"""
+
+import ctypes
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvboost_hf.cache.identity.durable_names import is_written_where_it_says
+from kvboost_hf.cache.identity.foreign import is_own, places_of_functions
+from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
+from kvboost_hf.cache.identity.reachable import OF_TORCH
+from kvboost_hf.cache.identity.settings import NAME, shown
+from kvboost_hf.compat import KeptOnModel
+
+# What models note on themselves in the course of a forward. Positions that follow from an image are part of what K/V
+# is found by; hooks that only look are put in place when hidden states are first asked for, as with a first image;
+# generate() notes the size of the static cache that it has made; what is compiled is the same code; and `attach` puts
+# a method before the one that makes caches. One stands before the method that gives generate() a compiled call, too.
+PREPARE_CACHE = "_prepare_cache_for_generation"
+COMPILED_CALL = "get_compiled_call"
+NOTES = frozenset(
+    (
+        *(NAME, PREPARE_CACHE, COMPILED_CALL, "rope_deltas", "_previous_max_cache_length", "_cache", "_use_kernels"),
+        *("to", "cuda", "npu", "xpu", "mlu", "musa", "sdaa"),  # accelerate's, which refuse to move what it moves
+        *("_output_capturing_hooks_installed", "_compiled_call", "_last_compile_config", "_compiled_call_impl"),
+    )
+)
+# What transformers says of a class, not of how it computes.
+_SAID_OF_CLASSES = frozenset(
+    (
+        *("_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_no_split_modules", "all_tied_weights_keys"),
+        *("_skip_keys_device_placement", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "model_tags"),
+        *("_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save"),
+        *("warnings_issued", "_weight_conversions", "hf_device_map", "peft_config", "_tied_weights_keys"),
+    )
+)
+OURS = "_kvboost_hf_"  # begins the names of what we keep on modules
+# Attributes whose values a walk does not look at.
+UNREAD = (OF_TORCH - {"training"}) | NOTES | _SAID_OF_CLASSES
+INSIDE = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")  # dicts of each module
+HOOKS = INSIDE[3:]
+_DICT, _IS_META, _VALUES = attrgetter("__dict__"), attrgetter("is_meta"), methodcaller("values")
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
+# Values that a walk does not read, or that never change.
+_NEVER_READ = (GenerationConfig, KeptOnModel, type, types.ModuleType, types.BuiltinFunctionType)
+_VERSION_AT = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)  # in a dict, behind the number of its items
+_VERSION = np.dtype(np.uint64)
+_COUNTED_UNTIL = (3, 13)
+Dict = dict[Any, Any]
+
+
+def is_read(name: str) -> bool:
+    """Whether a walk reads the value of an attribute, not only its name."""
+    return name not in UNREAD and not name.startswith(OURS)
+
+
+class Still:
+    """A model as it is now, if all that its K/V depends on is in dicts whose changes are counted.
+
+    Neither its modules nor its tensors are kept alive: with the first module that is gone, the dicts are let go.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # Containers of configurations and modules, whose changes are not counted: they are written out.
+        self._lists: list[Any] = []
+        self._kept: list[tuple[tuple[Dict, ...], tuple[Dict, ...], Callable[[], bytes]]] = []
+        modules = _modules_of(model) if _are_counted() else []
+        own = tuple(map(_DICT, modules))
+        dicts = [*own, *(attributes[name] for attributes in own for name in INSIDE), *hooks_of_all_modules()]
+        kinds = dict.fromkeys(map(type, modules))
+        dicts += [vars(place) for place in places_of_functions(model, kinds)]
+        dicts += [vars(base) for base in {base: None for kind in kinds for base in kind.__mro__}]
+        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            for held in (vars(registry), *map(vars, type(registry).__mro__)):
+                dicts += [held, *(value for value in held.values() if type(value) is dict)]
+        inside = set(map(id, modules))
+        values = {
+            id(value): value  # many modules have the same configuration
+            for attributes in own
+            for name, value in attributes.items()
+            if type(value) not in _PLAIN and is_read(name)
+        }
+        if not own or not all([self._follow(value, dicts, inside) for value in values.values()]):
+            return
+        kept = self._kept
+
+        def forget(_: object) -> None:
+            kept.clear()
+
+        self._modules = [weakref.ref(module, forget) for module in modules]
+        self._types, self._bases = list(map(type, modules)), [kind.__mro__ for kind in kinds]
+        self._kinds = list(kinds)
+        filled = tuple(attributes[name] for attributes in own for name in INSIDE[:2] if attributes[name])
+        self._shown = list(map(shown, self._lists))
+        numbers = _numbers_of([_dict_of(each) for each in dicts])
+        self._numbers = numbers()
+        kept.append((own, filled, numbers))
+
+    def _follow(self, value: Any, dicts: list[Any], modules: set[int]) -> bool:
+        """Add the dicts of a value of a module, or of its configuration; returns whether all changes are seen then."""
+        if isinstance(value, PreTrainedConfig):
+            dicts.append(vars(value))
+            for inner in vars(value).values():
+                if isinstance(inner, PreTrainedConfig):
+                    self._follow(inner, dicts, modules)
+                elif type(inner) in (dict, list, tuple):
+                    self._lists.append(inner)
+            return True
+        if type(value) in (list, tuple, set, frozenset):
+            self._lists.append(value)
+            return all(type(each) in _PLAIN for each in value)
+        if type(value) is dict:
+            self._lists.append(value)
+            return all(type(each) in _PLAIN for pair in value.items() for each in pair)
+        if type(value) is functools.partial:
+            self._lists.append(value)
+            given = [*value.args, *value.keywords.values()]
+            return self._follow(value.func, dicts, modules) and all(type(each) in _PLAIN for each in given)
+        if isinstance(value, types.MethodType):
+            return id(value.__self__) in modules and self._follow(value.__func__, dicts, modules)
+        if isinstance(value, types.FunctionType):
+            return is_own(value) and is_written_where_it_says(value)
+        return isinstance(value, _NEVER_READ)
+
+    def tensors(self, model: nn.Module) -> list[torch.Tensor] | None:
+        """The parameters and buffers of a model in which nothing else has changed; None if something may have."""
+        kept = self._kept[:1]  # nobody lets go of it while its memory is read
+        if not kept:
+            return None
+        ((own, filled, numbers),) = kept
+        modules = [reference() for reference in self._modules]
+        if modules[0] is not model or list(map(type, modules)) != self._types:
+            return None
+        if not all(map(is_, map(_DICT, modules), own)) or numbers() != self._numbers:
+            return None
+        if [kind.__mro__ for kind in self._kinds] != self._bases or list(map(shown, self._lists)) != self._shown:
+            return None
+        tensors = [tensor for tensor in chain.from_iterable(map(_VALUES, filled)) if tensor is not None]
+        return None if any(map(_IS_META, tensors)) else tensors
+
+
+def _modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules, in the order of a walk."""
+    found: dict[int, nn.Module] = {}
+    todo = [model]
+    while todo:
+        module = todo.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            todo += [child for child in module.__dict__["_modules"].values() if child is not None]
+    return list(found.values())
+
+
+def _dict_of(attributes: Any) -> Dict:
+    """The dict behind what `vars()` returns of a class."""
+    found: Dict = gc.get_referents(attributes)[0] if isinstance(attributes, types.MappingProxyType) else attributes
+    return found
+
+
+def _numbers_of(dicts: Iterable[Dict]) -> Callable[[], bytes]:
+    """What reads the numbers of all these dicts, and keeps them alive."""
+    kept = {id(each): each for each in dicts}
+    addresses = np.fromiter(kept, dtype=np.int64) + _VERSION_AT
+    first = int(addresses.min())
+    size = int(addresses.max()) - first + _VERSION.itemsize
+    words: Any = (ctypes.c_char * size).from_address(first)
+    memory: NDArray[np.uint64] = np.frombuffer(words, dtype=_VERSION)
+    places = (addresses - first) // _VERSION.itemsize
+
+    def read(kept: object = kept) -> bytes:
+        found: NDArray[np.uint64] = memory.take(places)
+        return found.tobytes()
+
+    return read
+
+
+@functools.cache
+def _are_counted() -> bool:
+    """Whether this Python counts every change of a dict where it is looked for, as seen with some."""
+    if sys.implementation.name != "cpython" or sys.version_info[:2] > _COUNTED_UNTIL:
+        return False
+    if dict.__basicsize__ != object.__basicsize__ + 4 * ctypes.sizeof(ctypes.c_void_p):  # another form of it
+        return False
+    return all(map(_counts, (_changes_of_attributes, _changes_of_class, _changes_of_dict)))
+
+
+def _counts(changes: Callable[[], Iterator[Any]]) -> bool:
+    """Whether the number of a dict is another one after each of some changes, and only then."""
+    seen: list[bytes] = []
+    for attributes in changes():
+        numbers = _numbers_of([_dict_of(attributes)])
+        seen.append(numbers())
+        if numbers() != seen[-1]:
+            return False
+    return len(set(seen)) == len(seen) > 1
+
+
+def _changes_of_attributes() -> Iterator[Any]:
+    class Owner(nn.Module):
+        pass
+
+    owner: Any = Owner()
+    attributes = vars(owner)
+    for number in range(1, 64):  # also as Python sets them once it has done so often
+        owner.number = number
+        yield attributes
+        object.__setattr__(owner, "number", -number)
+        yield attributes
+    del owner.number
+    yield attributes
+    vars(owner)["number"] = 1
+    yield attributes
+
+
+def _changes_of_class() -> Iterator[Any]:
+    class Owner:
+        pass
+
+    owner: Any = Owner
+    for number in range(64):
+        owner.number = number
+        yield vars(owner)
+    del owner.number
+    yield vars(owner)
+
+
+def _changes_of_dict() -> Iterator[Any]:
+    changed: Dict = {}
+    for number in range(64):
+        changed["number"] = number
+        yield changed
+    changed.update(number=-1)
+    yield changed
+    changed |= {"number": -2}
+    yield changed
+    changed.setdefault("other", 1)
+    yield changed
+    changed.pop("other")
+    yield changed
+    changed.popitem()
+    yield changed
+    changed.update(dict.fromkeys("abcdefghijk"))
+    yield changed
+    changed.clear()
+    yield changed
