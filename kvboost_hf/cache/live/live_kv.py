@@ -81,8 +81,8 @@ class LiveKV:
         self._columns = 0  # held by layers that do not count themselves
         self._bumps = ModelState.of(model).fingerprint.bumps
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
-        self._classes_of: list[ReuseLayer] | None = None
-        self._classes: list[type | None] = []
+        self._made_of: list[ReuseLayer] | None = None
+        self._made: list[tuple[Any, type | None]] = []  # what transformers is to see, and its class if it is ours
         text_config = model.config.get_text_config(decoder=True)
         self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())  # they hold no tokens
         self._make_layers(model)
@@ -172,19 +172,16 @@ class LiveKV:
     @property
     def owns_layers(self) -> bool:
         """Whether the layers that transformers sees are those that were made for it, as they were made."""
-        layers = kv_layers(self.layers)
-        return len(self.visible) == len(layers) and all(
-            theirs is ours.native and type(theirs) is made and "update" not in theirs.__dict__
-            for theirs, ours, made in zip(self.visible, layers, self._made_classes, strict=True)
+        if self._made_of is not self.layers:
+            natives = [layer.native for layer in kv_layers(self.layers)]
+            self._made_of = self.layers
+            self._made = [(each, type(each) if is_own(type(each)) else None) for each in natives]
+        return len(self.visible) == len(self._made) and all(
+            [
+                theirs is ours and type(theirs) is made and "update" not in theirs.__dict__
+                for theirs, (ours, made) in zip(self.visible, self._made, strict=True)
+            ]
         )
-
-    @property
-    def _made_classes(self) -> list[type | None]:
-        """Classes of the layers that transformers sees, as they were made; None for one of somebody else."""
-        if self._classes_of is not self.layers:
-            kinds = [type(layer.native) for layer in kv_layers(self.layers)]
-            self._classes_of, self._classes = self.layers, [kind if is_own(kind) else None for kind in kinds]
-        return self._classes
 
     @property
     def nbytes(self) -> int:
