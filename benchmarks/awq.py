@@ -93,11 +93,11 @@ def measure(in_features: int, out_features: int, options: argparse.Namespace) ->
         found["awq"] = ms(lambda *w, x=x: awq_matmul(x, w[0], w[1], w[2], kernel))
         found["dense"] = ms(lambda *w, x=x: F.linear(x, w[3]))
         if rows > 1 and device == "cuda":
-            from kvboost_hf.offload.awq.triton.launch import awq_matmul_dense
+            from kvboost_hf.offload.awq.triton_launch import awq_matmul_dense
 
             found["memory"] = ms(lambda *w, x=x: awq_matmul_dense(x, *w[:3]))
         if rows == 1 and device == "cuda":
-            from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
+            from kvboost_hf.offload.awq.triton_launch import awq_matmul_triton
 
             tiling = planned(x, outer)
             found["registers"] = ms(lambda *w, x=x, tiling=tiling: awq_matmul_triton(x, w[0], w[1], w[2], tiling))
@@ -115,7 +115,7 @@ def dequantized(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tenso
     (in_features, _), (groups, out_features) = qweight.shape, scales.shape
     if device != "cuda":
         return layout.dequantize(qweight, qzeros, scales)
-    from kvboost_hf.offload.awq.triton.launch import plan_dequantizing
+    from kvboost_hf.offload.awq.triton_launch import plan_dequantizing
 
     weight = scales.new_empty(in_features * out_features)
     plan = plan_dequantizing(in_features, groups, out_features, out_features, scales.dtype, scales.device)
@@ -125,8 +125,8 @@ def dequantized(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tenso
 
 def planned(x: torch.Tensor, out_features: int) -> Any:
     """The tiling of a product in registers by the kernel for several rows, also where another way is taken."""
-    from kvboost_hf.offload.awq.triton.launch import traits_of
-    from kvboost_hf.offload.awq.triton.tiling import plan_tiling
+    from kvboost_hf.offload.awq.tiling import plan_tiling
+    from kvboost_hf.offload.awq.triton_launch import traits_of
 
     device = torch.cuda.get_device_properties(0)
     traits = traits_of(device.major, device.multi_processor_count)
@@ -139,8 +139,8 @@ def fastest(x: torch.Tensor, weights: list[Drawn], rounds: int) -> Result | None
     """The best of some tilings; those that a GPU has no room for are left out."""
     from triton import OutOfResources
 
-    from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
-    from kvboost_hf.offload.awq.triton.tiling import Tiling
+    from kvboost_hf.offload.awq.tiling import Tiling
+    from kvboost_hf.offload.awq.triton_launch import awq_matmul_triton
 
     first = planned(x, weights[0][2].shape[1])
     if len(x) == 1:

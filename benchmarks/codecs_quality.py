@@ -50,8 +50,7 @@ from benchmarks.leaderboard.changes import damage
 from benchmarks.leaderboard.measure import FreezableStore
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.assets.chat import encode
-from kvboost_hf.assets.texts import prose, source
+from kvboost_hf.assets.texts import encode, prose, source
 from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_documents
 from kvboost_hf.cache.codecs import config_of
 from kvboost_hf.cache.layers.base import ReuseLayer

@@ -18,7 +18,7 @@ from reuse import Result, measured_on, provenance
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.assets.chat import encode
+from kvboost_hf.assets.texts import encode
 from kvboost_hf.bench.workloads import WORKLOADS
 from kvboost_hf.config import ReuseMode
 from kvboost_hf.demo.workloads import shuffled_documents

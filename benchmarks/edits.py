@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVBoost, ReusePolicy, attach, detach, last_cache
 from kvboost_hf.assets.texts import Count, prose, source
-from kvboost_hf.bench.provenance import provenance
+from kvboost_hf.bench.run import provenance
 from kvboost_hf.cache.planning.report import ReuseReport
 from recipes.real_model import FLOAT32, load
 

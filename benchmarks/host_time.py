@@ -32,7 +32,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.bench.provenance import provenance
+from kvboost_hf.bench.run import provenance
 
 LAYERS, UNSEEN, STEPS, CHUNK = 32, 8, 16, 128
 FEW = 2 * CHUNK  # tokens of the prompt that shows what each more chunk costs

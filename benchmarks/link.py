@@ -17,7 +17,7 @@ from record import Record, add_options, add_shape
 from reuse import measured_on, provenance
 from targets import Result
 
-from kvboost_hf.offload.backends.cuda import PIECE_BYTES
+from kvboost_hf.offload.cuda import PIECE_BYTES
 from kvboost_hf.offload.host import HostMemory, cuda_pinning
 
 LAYER_BYTES, COPY_BYTES = 253_351_936, 1 << 30

@@ -39,10 +39,10 @@ from transformers import PreTrainedModel
 from benchmarks.leaderboard.facts import draw_facts, other_order
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
-from kvboost_hf.assets.chat import encode
+from kvboost_hf.assets.texts import encode
 from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_documents
 from kvboost_hf.cache.planning.report import ReuseReport
-from kvboost_hf.demo.timing import timed_generate
+from kvboost_hf.demo.measure import timed_generate
 
 DOCUMENTS, NUM_LAYERS = (6, 512), (8, 16)  # of ttft: how many of how many words; of the small model
 MAX_NEW_TOKENS = 12

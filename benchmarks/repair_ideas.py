@@ -23,7 +23,7 @@ from targets import Result
 from transformers.models.llama.modeling_llama import rotate_half
 
 from benchmarks.leaderboard.workloads import NOTES, SOURCES, Pool
-from kvboost_hf.bench.provenance import provenance
+from kvboost_hf.bench.run import provenance
 from recipes.real_model import load
 
 NEW, ASKED, SEED = 24, 3, 11  # tokens of an answer, prompts of each kind

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.assets.chat import encode
+from kvboost_hf.assets.texts import encode
 from kvboost_hf.assets.world import Turn, chat_messages, make_documents
 from kvboost_hf.compat import bytes_per_token
 

@@ -23,7 +23,7 @@ from targets import Result
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.bench.provenance import provenance
+from kvboost_hf.bench.run import provenance
 from recipes.real_model import FLOAT32, fetch
 from tests.conftest import counted
 

@@ -27,7 +27,7 @@ from targets import Result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvboost_hf import ChunkStore, attach
-from kvboost_hf.bench.provenance import provenance
+from kvboost_hf.bench.run import provenance
 from kvboost_hf.lm_eval import KVBoostHF
 from recipes.real_model import FLOAT32, fetch
 from tests.conftest import counted

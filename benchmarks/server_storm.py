@@ -32,7 +32,7 @@ from reuse import Result, measured_on, provenance
 from server_process import OURS, Process, serving
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.assets.chat import encode
+from kvboost_hf.assets.texts import encode
 from kvboost_hf.assets.world import make_documents
 
 KEY = "storm"

@@ -10,7 +10,7 @@ copies tells whether the link bounds it, and the same model with all layers on t
 The same is decoded with each layer in one copy, in place of pieces of 32 MB. accelerate's `cpu_offload` then runs the
 same weights. A part that fails is named, and the others go on. `--shape tiny` does so with tiny layers, anywhere.
 
-The forecast is what `kvboost_hf/offload/simulate.py` makes of the link, the bytes of a layer, the time of a layer with
+The forecast is what `benchmarks/ring.py` makes of the link, the bytes of a layer, the time of a layer with
 all layers on the GPU, which is the host's where the host is slower, and the GPU's part of it. What decoding reaches
 beyond or below it is not explained by these. `link.py` compares layers in one copy with
 pieces, and memory that PyTorch allocates with memory that is registered, as layers are.
@@ -36,6 +36,7 @@ import torch
 from accelerate import cpu_offload
 from record import Record, add_options, add_shape
 from reuse import Ids, in_turn, measured_on, medians, provenance
+from ring import simulate
 from shapes import make_model
 from targets import Result, verdicts
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -43,13 +44,11 @@ from what_fits import MODELS, qwen
 
 from kvboost_hf import StreamingConfig, load_streamed, stop_streaming, stream_layers, streaming_plan, streaming_stats
 from kvboost_hf.config import parse_size
-from kvboost_hf.demo.timing import timed_generate
-from kvboost_hf.offload.backends.choice import use_backend
-from kvboost_hf.offload.backends.cuda import CudaBackend
-from kvboost_hf.offload.backends.threaded import ThreadedBackend
+from kvboost_hf.demo.measure import timed_generate
+from kvboost_hf.offload.backend import ThreadedBackend, use_backend
+from kvboost_hf.offload.cuda import CudaBackend
 from kvboost_hf.offload.disk import FileSource
-from kvboost_hf.offload.schedule import Ring
-from kvboost_hf.offload.simulate import simulate
+from kvboost_hf.offload.plan import Ring
 from kvboost_hf.offload.sources import Source
 from recipes.awq import write_random_awq
 

@@ -35,7 +35,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvboost_hf
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, detach
-from kvboost_hf.bench.provenance import provenance
+from kvboost_hf.bench.run import provenance
 
 TOKENS, CHUNK, STEPS = 100, 16, 11  # no chunk ends within the steps
 Call = Callable[[], object]

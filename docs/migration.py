@@ -2,7 +2,7 @@
 
 import sys
 
-from kvboost_hf.migration.table import TABLE, Entry
+from kvboost_hf.migration import TABLE, Entry
 
 _TITLES = {
     "names": "Names of the package",

@@ -9,7 +9,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from kvboost_hf.server.apis.anthropic.schema import CountRequest, MessagesRequest
-from kvboost_hf.server.apis.kvboost.schema import WarmRequest
 from kvboost_hf.server.apis.ollama.schema import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -20,7 +19,7 @@ from kvboost_hf.server.apis.ollama.schema import (
 from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
 from kvboost_hf.server.requests.chat import ChatRequest
 from kvboost_hf.server.requests.fields import Refusal
-from kvboost_hf.server.requests.texts import CompletionRequest, EmbeddingRequest
+from kvboost_hf.server.requests.texts import CompletionRequest, EmbeddingRequest, WarmRequest
 
 _ROUTES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,

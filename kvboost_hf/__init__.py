@@ -38,12 +38,10 @@ from kvboost_hf.errors import (
 )
 from kvboost_hf.migration import OldModules, old_name
 from kvboost_hf.offload.build import stop_streaming, stream_layers, streaming_plan, streaming_stats
-from kvboost_hf.offload.hook import LayerStreamingHook
-from kvboost_hf.offload.load import load_streamed
+from kvboost_hf.offload.load import load_streamed, with_streaming
 from kvboost_hf.offload.plan import ResidencyPlan
-from kvboost_hf.offload.quantizer import with_streaming
 from kvboost_hf.offload.sizes import what_fits
-from kvboost_hf.offload.stats import StreamingStats
+from kvboost_hf.offload.stream import LayerStreamingHook, StreamingStats
 from kvboost_hf.scoring import Score, score, score_ids
 from kvboost_hf.verify import CorrectnessReport, verify_correctness
 

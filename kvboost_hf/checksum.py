@@ -23,8 +23,8 @@ class Content:
     """What `checksum` needs of a tensor that it does not read, such as one in a file.
 
     Args:
-        shape: Of the tensor.
-        dtype: Of the tensor.
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
         digest: A hash of the sums over its values, see `contents`.
     """
 

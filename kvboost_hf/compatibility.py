@@ -16,7 +16,7 @@ from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.planning.repair import Measure
 from kvboost_hf.compat import decoder_layers, known_reason, probe_reason, require_reusable_model, steps_reason
 from kvboost_hf.offload.awq.formats import PackedFormat
-from kvboost_hf.offload.quantizer import METHOD
+from kvboost_hf.offload.load import METHOD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,9 +170,10 @@ class KVQuantConfig:
         norm_correction: With `"turboquant"`, scale what is decoded to the length that was encoded; not keys with
             `qjl`, which are unbiased without it.
         grouped_values: With `"turboquant"`, keep values as `"kivi"` does, with 2 or 4 bits.
-        seed: Of the rotation.
+        seed: The seed of the rotation.
         sink_tokens: The first tokens of a prompt, which stay exact, in a store and in a live cache.
-        window: Of a live cache, at least so many last tokens stay exact, and at most twice as many. A multiple of 16.
+        window: Last tokens of a live cache that stay exact: at least so many, and at most twice as many. A multiple
+            of 16.
         exact_layers: So many first and so many last layers stay exact, but no more than a quarter of all at either
             end.
 

@@ -21,8 +21,8 @@ class _Owner:
     """What else happens to a lock at a fork.
 
     Args:
-        torn: See `lock`.
-        before: See `rlock`.
+        torn: A method that is called in a child where another thread held the lock.
+        before: A method that is called before a fork, while the lock is held.
     """
 
     def __init__(self, torn: Callable[[], None] | None, before: Callable[[], None] | None) -> None:
@@ -52,7 +52,7 @@ def rlock(*, torn: Callable[[], None] | None = None, before: Callable[[], None] 
     """The same for a lock that a thread may acquire several times.
 
     Args:
-        torn: See `lock`.
+        torn: A method that is called in a child where another thread held the lock; it is referred to weakly.
         before: A method that is called before a fork, while the lock is held; it is referred to weakly.
     """
     made = threading.RLock()
@@ -64,7 +64,7 @@ class Worker:
     """One thread that runs what it is given, one after the other; a forked child starts another one.
 
     Args:
-        name: Of the thread.
+        name: The name of the thread.
         begin: Called in the thread when it starts.
     """
 

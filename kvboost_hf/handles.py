@@ -29,8 +29,8 @@ class CodePlanes:
     Args:
         bits: 1, 2, 3, 4 or 8.
         codes: [batch, blocks, heads, tokens, bytes], uint8. Only the first two strides are free.
-        least: Of keys, [batch, blocks, heads, groups of tokens, head_dim]; of values, [batch, blocks, heads, tokens,
-            groups of dimensions].
+        least: The least value of each group. For keys, [batch, blocks, heads, groups of tokens, head_dim]; for values,
+            [batch, blocks, heads, tokens, groups of dimensions].
         step: Like `least`.
         group_size: Tokens, or dimensions, in a group; the last one may be shorter.
         scale: [batch, blocks, heads, tokens].
@@ -84,8 +84,8 @@ class PieceTable:
     """K/V of the first columns of a layer, in pieces that lie anywhere on the device.
 
     Args:
-        keys: Of each piece, [num_kv_heads, tokens, head_dim]; the last stride is 1.
-        values: Of each piece, like `keys`.
+        keys: The keys of each piece, [num_kv_heads, tokens, head_dim]; the last stride is 1.
+        values: The values of each piece, like `keys`.
         rows: [batch, pieces, 3], int64, in host memory: for each row its pieces in order, as the number of the piece,
             the column of its first token, and the row of `cos` and `sin` that moves its keys, or -1. Rows with fewer
             pieces end in -1, -1, -1.

@@ -41,7 +41,7 @@ class Score:
     """How likely a continuation is behind its prefix.
 
     Args:
-        logprob: Its log-likelihood in nats: the sum of `token_logprobs`.
+        logprob: The log-likelihood of the continuation in nats: the sum of `token_logprobs`.
         token_logprobs: That of each token, given all before it.
         is_greedy: Each token is the most likely one: greedy decoding would give this continuation.
     """
@@ -92,7 +92,7 @@ def score(
 
     Args:
         model: A causal language model, or a wrapper of PEFT around it; it runs in eval mode and without gradients.
-        tokenizer: Of the model. It adds its special tokens, unless the prefix begins with `bos_token`.
+        tokenizer: The tokenizer of the model. It adds its special tokens, unless the prefix begins with `bos_token`.
         prefix: A text, or one for each list in `continuations`.
         continuations: Texts, or a list of them for each prefix.
         batch_size: Rows in one forward, at most.
@@ -136,10 +136,10 @@ def score_ids(
     """`score` of token ids.
 
     Args:
-        model: See `score`.
+        model: A causal language model, or a wrapper of PEFT around it.
         pairs: Ids of a prefix [n] and of a continuation [m], n > 0 and m > 0, in any order.
-        batch_size: See `score`.
-        cache: See `score`.
+        batch_size: Rows in one forward, at most.
+        cache: Runs the forwards, with its store, policy and salt; None for the settings of `attach`.
 
     Returns:
         A score for each pair.
@@ -178,10 +178,10 @@ def scored(
     """The scores of texts, as they are computed.
 
     Args:
-        model: See `score`.
+        model: A causal language model, or a wrapper of PEFT around it.
         texts: Ids of a prefix and its continuation [n], and where the continuation starts: in [1, n).
-        batch_size: See `score`.
-        cache: See `score`.
+        batch_size: Rows in one forward, at most.
+        cache: Runs the forwards, with its store, policy and salt; None for the settings of `attach`.
 
     Yields:
         The number of a text, and its score.

@@ -1,7 +1,8 @@
 """Launches Triton kernels without Triton's front end where the compiled kernel is known. Imports Triton.
 
 At each call the front end looks at every argument and at the environment to find the compiled kernel, calls hooks, and
-asks the driver what each address is: together several times as long as a launch takes.
+asks the driver what each address is: together several times as long as a launch takes. `dot`, which kernels share,
+multiplies two tiles exactly, also under Triton's interpreter.
 """
 
 from functools import cache
@@ -11,12 +12,11 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.runtime.driver import driver
 
 _ALIGNMENT = 16  # Triton compiles another kernel for addresses, in bytes, and strides that are no multiples of it
-
-
 # The arguments of a kernel, in the order of its parameters; None for those that a call does not use.
 Arguments = tuple[
     tuple[Any, ...],  # tensors, or (tensor, *strides) each
@@ -25,6 +25,9 @@ Arguments = tuple[
     tuple[float | None, ...],
     tuple[int | str | None, ...],  # constants, `tl.constexpr`
 ]
+# In Triton's interpreter a product of bfloat16 is silently wrong, and int8 becomes NaN as bfloat16:
+# https://github.com/triton-lang/triton/issues/11584. There, products are of float32.
+INTERPRET = tl.constexpr(knobs.runtime.interpret)
 
 
 class Launcher:
@@ -102,3 +105,11 @@ class Launcher:
 @cache
 def _several_devices() -> bool:
     return torch.cuda.device_count() > 1
+
+
+@triton.jit
+def dot(a, b, onto=None):
+    """Compute a @ b + onto in float32, without rounding the operands."""
+    if INTERPRET:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, onto, input_precision="ieee")

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.assets.chat import encode
+from kvboost_hf.assets.texts import encode
 from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_chat, make_documents
 
 

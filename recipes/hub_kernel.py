@@ -21,7 +21,7 @@ BACKENDS = ("cpu", "cuda")
 
 _PACKAGE = ROOT / "kvboost_hf"
 _WITH_TRANSFORMERS = {"__init__.py", "masks.py", "register.py"}  # of attention/: transformers makes masks itself here
-_BESIDE = ("forks.py", "handles.py", "kernel_calls.py", "triton_dot.py", "triton_launch.py", "triton_support.py")
+_BESIDE = ("forks.py", "handles.py", "kernels.py", "triton_launch.py")
 
 _INIT = '''"""The attention of kvboost_hf, as transformers calls it for `attn_implementation="ORG/{name}"`."""
 

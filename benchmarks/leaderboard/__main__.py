@@ -17,9 +17,8 @@ from benchmarks.leaderboard.measure import Way, measure, primed, ways
 from benchmarks.leaderboard.method import load_methods
 from benchmarks.leaderboard.results import Cell, Results
 from benchmarks.leaderboard.workloads import OF_OTHERS, OF_READER, WORKLOADS, linked
-from kvboost_hf.bench.provenance import provenance
-from kvboost_hf.cli.arguments import positive
-from kvboost_hf.cli.models import add_model, load_model
+from kvboost_hf.bench.run import provenance
+from kvboost_hf.cli.arguments import add_model, load_model, positive
 
 NEW, ASKED = 24, 2  # tokens of an answer that is not known; prompts of each seed
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Any
 
-from kvboost_hf.assets.chat import encode
+from kvboost_hf.assets.texts import encode
 from kvboost_hf.assets.world import Document, Fact, Turn, chat_messages, make_documents
 
 NUM_WORDS = (48, 64, 96)  # of each document; a case has one of them

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from benchmarks.leaderboard.facts import draw_facts
-from kvboost_hf.assets.chat import encode
-from kvboost_hf.assets.texts import Count, prose, source
+from kvboost_hf.assets.texts import Count, encode, prose, source
 from kvboost_hf.assets.world import make_documents
 
 _SYSTEM = "You are a careful assistant. You answer from the documents that you are given, in a few sentences."

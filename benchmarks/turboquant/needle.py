@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.turboquant.checks import Check, Figures
 from benchmarks.turboquant.sabotage import controls
-from kvboost_hf.assets.chat import encode
+from kvboost_hf.assets.texts import encode
 from kvboost_hf.assets.world import make_documents
 from kvboost_hf.cache.codecs import Codec, make_codec
 from kvboost_hf.cache.planning.chunks import ContentChunker

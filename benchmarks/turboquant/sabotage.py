@@ -9,7 +9,7 @@ import torch
 from kvboost_hf.cache.codecs import Codec, Role, make_codec
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.verify.watched import WatchedCodec
+from kvboost_hf.verify.measure import WatchedCodec
 
 Damage = Literal["zeroed", "shuffled", "another seed"]
 

@@ -1,16 +1,17 @@
-"""Real text to make prompts of: what every Python installation ships, cut at paragraphs to a number of tokens."""
+"""Texts to make prompts of: those that every Python installation ships, cut at paragraphs, and chats as token ids."""
 
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from pydoc_data.topics import topics
 from types import ModuleType
 
-Count = Callable[[str], int]  # tokens of a text
+from transformers import PreTrainedTokenizerBase
 
+Count = Callable[[str], int]  # tokens of a text
 _MODULES = (
     "abc argparse ast bisect calendar cmd code codeop colorsys configparser contextlib copy csv dataclasses datetime "
     "difflib dis enum filecmp fileinput fnmatch fractions functools getopt getpass glob graphlib gzip heapq hmac "
@@ -19,6 +20,7 @@ _MODULES = (
     "shlex shutil signal smtplib socket socketserver statistics string stringprep struct subprocess symtable tarfile "
     "tempfile textwrap threading timeit tokenize trace traceback types typing uuid weakref zipapp zipfile"
 ).split()
+Message = dict[str, str]
 
 
 def prose(tokens: int, count: Count, seed: int = 0) -> list[str]:
@@ -63,3 +65,12 @@ def _parts(texts: dict[str, str], tokens: int, count: Count, seed: int) -> Itera
             kept = longer
         if count(kept) >= tokens // 2:
             yield name, kept
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    """Ids of a chat up to the start of the next answer; without a chat template, roles are written as plain labels."""
+    if tokenizer.chat_template is not None:
+        prompt = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        return list(tokenizer.encode(prompt, add_special_tokens=False))
+    lines = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
+    return list(tokenizer.encode("\n\n".join([*lines, "Assistant:"])))

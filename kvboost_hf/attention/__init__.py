@@ -2,7 +2,7 @@
 
 from kvboost_hf.attention.backends import active_tier, use_tier
 from kvboost_hf.attention.register import register
-from kvboost_hf.kernel_calls import kernel_calls
+from kvboost_hf.kernels import kernel_calls
 
 register()
 

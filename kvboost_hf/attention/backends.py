@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import torch
 
-from kvboost_hf.triton_support import missing_for_triton, triton_runs
+from kvboost_hf.kernels import missing_for_triton, triton_runs
 
 Backend = Literal["triton", "cuda", "cpu", "sdpa", "reference"]
 

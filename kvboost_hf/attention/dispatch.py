@@ -14,7 +14,7 @@ from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.merge import merge as merge_parts
 from kvboost_hf.attention.merge import no_log
 from kvboost_hf.handles import CodePlanes, MixedKV, PiecedKV, PieceTable
-from kvboost_hf.kernel_calls import count
+from kvboost_hf.kernels import count
 
 
 def attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:

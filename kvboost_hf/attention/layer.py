@@ -10,7 +10,7 @@ from kvboost_hf.attention import dispatch, ops, reference, sdpa
 from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import KVHandle, MixedKV, PiecedKV, read_reach, read_tree
-from kvboost_hf.kernel_calls import count
+from kvboost_hf.kernels import count
 
 # Weights, which no kernel has; keys chosen by an index of the model's own; sinks that differ between queries.
 _NOT_TAKEN = {"output_attentions", "indices", "block_indices", "sinks"}

@@ -27,7 +27,7 @@ class Arm:
     """One way of serving prompts.
 
     Args:
-        name: Its name in `--arms`.
+        name: The arm's name in `--arms`.
         policy: How stored K/V may be used; None for plain generate().
         codec: How K/V is stored.
         attention: Attention implementation; None for the default one.
@@ -129,7 +129,6 @@ class OurServer:
             self._kwargs["assistant_model"] = lookup_assistant(self._model, self.store)
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
-        """See `Server.answer`."""
         found = served(self._model, self._count, ids, max_new_tokens, self._arguments)
         if self.store is None or self._cache is None:
             return replace(found, reused=0, store_bytes=0)
@@ -138,7 +137,6 @@ class OurServer:
         return replace(found, reused=report.reused_tokens, store_bytes=kept, bypassed=report.bypass_reason)
 
     def close(self) -> None:
-        """See `Server.close`."""
         if self.store is not None:
             self.store.close()
 

@@ -14,18 +14,14 @@ from rich.console import Console
 
 from kvboost_hf.bench.arms import ARMS, CHOICE, Arm
 from kvboost_hf.bench.environments import peers_at_hand
-from kvboost_hf.bench.page import page
+from kvboost_hf.bench.models import ModelSource
 from kvboost_hf.bench.peers import CHOSEN_PEERS, PEERS
-from kvboost_hf.bench.provenance import provenance
-from kvboost_hf.bench.run import Row, Settings, run
-from kvboost_hf.bench.show import as_json, note, remarks, table
-from kvboost_hf.bench.source import ModelSource
-from kvboost_hf.bench.summary import summaries
+from kvboost_hf.bench.run import Row, Settings, provenance, run
+from kvboost_hf.bench.show import as_json, note, page, remarks, summaries, table
 from kvboost_hf.bench.workloads import workloads_of
-from kvboost_hf.demo.series import Workload
+from kvboost_hf.demo.workloads import Workload
 from kvboost_hf.offload.checkpoint import without_bars
-from kvboost_hf.outputs import STANDARD_OUTPUT, say, write, written
-from kvboost_hf.progress import Progress, duration
+from kvboost_hf.outputs import STANDARD_OUTPUT, Progress, duration, say, write, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,7 @@ def bench(options: argparse.Namespace, last: str) -> int:
     """Measure and show.
 
     Args:
-        options: Of the command line; `given` are its arguments as they were given.
+        options: The options of the command line; `given` are its arguments as they were given.
         last: Lines to print in the end.
 
     Returns:

@@ -12,7 +12,6 @@ import transformers
 from packaging.version import Version
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
-from kvboost_hf.bench.kvboost_peer import KVBOOST_PEERS, KVBoostPeer
 from kvboost_hf.bench.models import Counted, Models
 from kvboost_hf.bench.served import Served, Server, reason, served
 from kvboost_hf.compat import CACHE
@@ -20,6 +19,9 @@ from kvboost_hf.compat import CACHE
 _PAGES, _BATCH_TOKENS = 64, 2048  # pages of 256 tokens
 # In 5.17 a layer that keeps what has left its window fails at the second token: the mask does not fit.
 _KEEPS_PAST = Version(transformers.__version__) >= Version("5.18")
+CHOSEN_PEERS = ("hf-kept",)  # what a user would write by hand
+# The chunks that its documentation shows, and the budget of its server; all else is left to it.
+_ENGINE = {"chunk_size": 128, "max_cache_bytes": 2_000_000_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Peer:
     """One way of serving prompts.
 
     Args:
-        name: Its name in `--peers`.
+        name: The peer's name in `--peers`.
         make: Makes a server that has seen nothing yet, for a model.
         attention: Asks for a model with this attention, which no arm shares; None for the one that all share.
         needs: A package that it needs in an environment of its own; None where it runs in this one.
@@ -93,7 +95,6 @@ class KeptCache:
         self._reused = 0
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
-        """See `Server.answer`."""
 
         def make() -> dict[str, Any]:
             self._reused = min(_common(self._ids, ids), len(ids) - 1)
@@ -107,7 +108,7 @@ class KeptCache:
         return replace(found, reused=self._reused, store_bytes=_nbytes(self._cache))
 
     def close(self) -> None:
-        """See `Server.close`."""
+        """Nothing to close."""
 
 
 class CopiedPrefix:
@@ -125,7 +126,6 @@ class CopiedPrefix:
         self._reused = 0
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
-        """See `Server.answer`."""
         mine: DynamicCache
 
         def make() -> dict[str, Any]:
@@ -144,7 +144,7 @@ class CopiedPrefix:
         return replace(found, reused=self._reused, store_bytes=_nbytes(self._first))
 
     def close(self) -> None:
-        """See `Server.close`."""
+        """Nothing to close."""
 
 
 class OwnCache:
@@ -155,7 +155,6 @@ class OwnCache:
         self._implementation = implementation
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
-        """See `Server.answer`."""
 
         def make() -> dict[str, Any]:
             return {"cache_implementation": self._implementation}
@@ -164,7 +163,7 @@ class OwnCache:
         return replace(found, reused=0, store_bytes=0)
 
     def close(self) -> None:
-        """See `Server.close`."""
+        """Nothing to close."""
 
 
 class ContinuousBatching:
@@ -186,7 +185,6 @@ class ContinuousBatching:
             raise
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
-        """See `Server.answer`."""
         start, begin, first_ms = self._count.tokens, perf_counter(), None
         request = self._manager.add_request(list(ids), max_new_tokens=max_new_tokens, streaming=True)
         for told in self._manager.request_id_iter(request):
@@ -208,10 +206,31 @@ class ContinuousBatching:
         )
 
     def close(self) -> None:
-        """See `Server.close`."""
         self._manager.stop(block=True)
 
 
+@dataclass(frozen=True, slots=True)
+class KVBoostPeer:
+    """kvboost with one of its repair strategies."""
+
+    name: str
+    strategy: str
+    needs: str | None = "kvboost==0.9.0"
+
+    def refusal(self, models: Models, tokenizer: Any) -> str | None:
+        """Why it cannot serve this model here, or None."""
+        try:
+            self.open(models, tokenizer, None).close()
+        except Exception as error:  # of whatever kind: the others run all the same
+            return reason(error)
+        return None
+
+    def open(self, models: Models, tokenizer: Any, folder: Path | None) -> Server:
+        """A new engine; it keeps nothing in folders."""
+        return _Engine(models.get(), tokenizer, self.strategy)
+
+
+KVBOOST_PEERS = [KVBoostPeer(f"kvboost-{way}", way) for way in ("none", "selective", "cacheblend")]
 _ALL: tuple[Peer | KVBoostPeer, ...] = (
     Peer("hf-kept", KeptCache),
     Peer("hf-deepcopy", CopiedPrefix),
@@ -221,4 +240,39 @@ _ALL: tuple[Peer | KVBoostPeer, ...] = (
     *KVBOOST_PEERS,
 )
 PEERS = {peer.name: peer for peer in _ALL}
-CHOSEN_PEERS = ("hf-kept",)  # what a user would write by hand
+
+
+class _Engine:
+    def __init__(self, counted: Counted, tokenizer: Any, strategy: str) -> None:
+        import kvboost
+
+        self._count, self._tokenizer = counted.forwards, tokenizer
+        self._mode = kvboost.GenerationMode.CHUNK_KV_REUSE
+        options: dict[str, Any] = {"device": str(counted.model.device), "recompute_strategy": strategy, **_ENGINE}
+        self._engine = kvboost.KVBoost(model=counted.model, tokenizer=tokenizer, **options)
+
+    def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
+        """Tokenizing counts as time; the reused tokens are those that kvboost reports."""
+        text, said = self._tokenizer.decode(ids), list[int]()
+        start, begin, first_ms, first = self._count.tokens, perf_counter(), 0.0, 0
+
+        def on_token(token: int) -> None:
+            nonlocal first_ms, first
+            if not said:
+                first_ms, first = 1000 * (perf_counter() - begin), self._count.tokens
+            said.append(token)
+
+        found = self._engine.generate(text, max_new_tokens=max_new_tokens, mode=self._mode, on_token=on_token)
+        total_ms = 1000 * (perf_counter() - begin)
+        assert found.prompt_tokens == len(ids), f"kvboost saw {found.prompt_tokens} tokens of {len(ids)}"
+        return Served(
+            ids=said,
+            ttft_ms=first_ms,
+            total_ms=total_ms,
+            prefilled=first - start,
+            forwarded=self._count.tokens - start,
+            reused=found.cached_tokens,
+        )
+
+    def close(self) -> None:
+        """Nothing to close."""

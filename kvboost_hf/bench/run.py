@@ -1,9 +1,11 @@
-"""Runs each workload with each arm and peer.
+"""Runs each workload with each arm and peer, and records the commit, hardware, versions and command.
 
 All arms get the same prompts in the same order. Within a prompt they take turns, and each prompt begins with another
 arm. A round begins with empty caches and stores, after a few short prompts that are not counted.
 """
 
+import platform
+import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
@@ -14,14 +16,14 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+import transformers
 from transformers.utils.logging import disable_progress_bar
 
+from kvboost_hf import __version__
 from kvboost_hf.bench.arms import PLAIN, Arm
-from kvboost_hf.bench.models import Models
-from kvboost_hf.bench.served import Served, Server, reason
-from kvboost_hf.bench.source import ModelSource
-from kvboost_hf.bench.turns import Turns
-from kvboost_hf.demo.series import Prompt, Workload
+from kvboost_hf.bench.models import Models, ModelSource
+from kvboost_hf.bench.served import Served, Server, Turns, reason
+from kvboost_hf.demo.workloads import Prompt, Workload
 
 Progress = Callable[[str, int, int], None]  # what is done, answers so far, and all
 _WARM_UP_TOKENS = 300  # at the end of a prompt
@@ -56,7 +58,7 @@ class Row:
         arm: Who served it.
         round: Which repetition of the workload, counted from 0.
         prompt: Which prompt of the workload, counted from 0.
-        prompt_tokens: Its length.
+        prompt_tokens: The number of tokens of the prompt.
         same: Whether the answer's tokens are those of plain generate().
         right: Whether the answer holds the value that was asked for; None where that is not known, and for random
             weights.
@@ -78,10 +80,10 @@ class Settings:
     """The size of a run.
 
     Args:
-        prompts: Of each workload; 2 or more, and at most 8.
+        prompts: The number of prompts of each workload; 2 or more, and at most 8.
         repeats: Counted rounds of each workload.
         max_new_tokens: Length of an answer.
-        seed: Of documents and questions.
+        seed: The seed of documents and questions.
 
     Raises:
         ValueError: for a number out of range.
@@ -107,7 +109,7 @@ class Result:
         rows: All that was measured.
         refused: Arms and peers that did not run, and why.
         failed: Arms, peers and workloads that did not get to their end, in which workload, and why.
-        dtype: Of the model.
+        dtype: The dtype of the model.
     """
 
     rows: list[Row]
@@ -319,3 +321,68 @@ def _in_new_process(task: _Later) -> tuple[list[dict[str, Served]], dict[str, st
             for child in active_children():
                 child.kill()
             raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """The conditions of a run.
+
+    Args:
+        command: That repeats it.
+        commit: The commit of the checkout, with a plus where files differ from it; None outside of one.
+        hardware: The GPU, or the processor.
+        threads: The number of PyTorch's threads.
+        versions: The versions of this package, PyTorch, transformers and Python.
+    """
+
+    command: str
+    commit: str | None
+    hardware: str
+    threads: int
+    versions: dict[str, str]
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        commit = "not in a checkout" if self.commit is None else f"commit {self.commit}"
+        return f"{self.hardware}, threads: {self.threads}; {told}; {commit}; {self.command}"
+
+
+def provenance(command: str, device: str) -> Provenance:
+    """The conditions of a run in this process.
+
+    Args:
+        command: That was given.
+        device: Where the model runs.
+    """
+    place = torch.device(device)
+    return Provenance(
+        command=command,
+        commit=_commit(),
+        hardware=torch.cuda.get_device_name(place) if place.type == "cuda" else _processor(),
+        threads=torch.get_num_threads(),
+        versions={
+            "kvboost_hf": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "Python": platform.python_version(),
+        },
+    )
+
+
+def _processor() -> str:
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else f"{platform.machine()} CPU"
+
+
+def _commit() -> str | None:
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():  # installed: whatever repository holds it is not ours
+        return None
+    try:
+        head = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=root, text=True).strip()
+        changed = subprocess.check_output(["git", "status", "--porcelain", "-uno"], cwd=root, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changed else "")

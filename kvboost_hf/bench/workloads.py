@@ -6,17 +6,27 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from kvboost_hf.assets.chat import Message, encode
+from kvboost_hf.assets.texts import Message, encode
 from kvboost_hf.assets.world import SYSTEM_PROMPT, Document, Turn, chat_messages, make_chat, make_documents
-from kvboost_hf.bench.source import ModelSource
-from kvboost_hf.demo.real_text import workloads_for
-from kvboost_hf.demo.series import CHAT, Prompt, Prompts, Workload, alone, document
-from kvboost_hf.demo.workloads import LONG_DOCUMENT_TOKENS, NUM_DOCUMENTS, linked_documents
+from kvboost_hf.bench.models import ModelSource
+from kvboost_hf.demo.workloads import (
+    CHAT,
+    LONG_DOCUMENT_TOKENS,
+    NUM_DOCUMENTS,
+    Prompt,
+    Prompts,
+    Workload,
+    alone,
+    document,
+    linked_documents,
+    workloads_for,
+)
 from kvboost_hf.engine.load import naming
 
 _LIBRARY = 3 * NUM_DOCUMENTS  # documents to retrieve from
 _DOCUMENT_WORDS = LONG_DOCUMENT_TOKENS // NUM_DOCUMENTS
 _SHOTS, _SHOT_WORDS = 12, 64
+REAL_WORKLOADS = ("chat", "shuffled", "agent", "restart")  # of a model that is named
 
 
 def _retrieved(tokenizer: Any, count: int, seed: int) -> Prompts:
@@ -70,14 +80,13 @@ WORKLOADS: dict[str, Workload] = {
         Workload("restart", "questions about one document, the later half in a new process", document, restarts=True),
     )
 }
-REAL_WORKLOADS = ("chat", "shuffled", "agent", "restart")  # of a model that is named
 
 
 def workloads_of(source: ModelSource, max_new_tokens: int) -> dict[str, Workload]:
     """The workloads for a model, by name: real text for one that is named, else the text of the embedded model.
 
     Args:
-        source: Of the model.
+        source: The source of the model.
         max_new_tokens: Length of an answer.
 
     Raises:

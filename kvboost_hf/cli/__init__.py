@@ -7,10 +7,13 @@ import sys
 from collections.abc import Sequence
 
 from kvboost_hf import __version__
-from kvboost_hf.cli import bench, check, demo, doctor, fits, inspect, prune, serving, verify, warm
-from kvboost_hf.cli.arguments import refuse_unknown
-from kvboost_hf.cli.config_file import apply_config
-from kvboost_hf.cli.models import require_device
+from kvboost_hf.cli.arguments import refuse_unknown, require_device
+from kvboost_hf.cli.doctor import add_check, add_doctor, add_fits
+from kvboost_hf.cli.inspect import add_inspect, add_prune
+from kvboost_hf.cli.measure import add_bench, add_demo, add_verify
+from kvboost_hf.cli.server_settings import apply_config
+from kvboost_hf.cli.serving import add_serve
+from kvboost_hf.cli.warm import add_warm
 from kvboost_hf.errors import KVBoostError
 
 __all__ = ["command_line", "main", "serve"]
@@ -20,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `kvboost-hf`.
 
     Args:
-        arguments: Of the command; None takes those of the process.
+        arguments: The arguments of the command; None takes those of the process.
 
     Returns:
         The exit status: 2 for what is refused, 130 after Ctrl-C, 141 if nobody reads the output any longer.
@@ -61,8 +64,10 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvboost-hf", description="K/V reuse for Hugging Face transformers.")
     parser.add_argument("--version", action="version", version=f"kvboost_hf {__version__}")
     commands = parser.add_subparsers(required=True)
-    for command in (demo, bench, doctor, check, verify, fits, warm, serving, inspect, prune):
-        command.add(commands)
+    for add in (
+        add_demo, add_bench, add_doctor, add_check, add_verify, add_fits, add_warm, add_serve, add_inspect, add_prune,
+    ):  # fmt: skip
+        add(commands)
     for one in commands.choices.values():
         one.set_defaults(parser=one)
     return parser

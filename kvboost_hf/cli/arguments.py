@@ -1,17 +1,33 @@
-"""Parses and checks arguments that several commands share, and names the extra of a package that is not installed."""
+"""What commands share: arguments and their checks, the model that a command names, and what to type next."""
 
 import argparse
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
+import torch
+
+from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.cache.tiers.addresses import parse_tier
-from kvboost_hf.outputs import output_path
+from kvboost_hf.compat import available_device
+from kvboost_hf.config import StreamingConfig
+from kvboost_hf.engine.load import load
+from kvboost_hf.offload.checkpoint import without_bars
+from kvboost_hf.outputs import Progress, output_path
 
 # Of `ArgumentParser.add_subparsers`, as argparse calls it.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+# Commands, the flags to add, and what each is for.
+_STEPS: dict[str, tuple[tuple[str, ...], str]] = {
+    "demo": ((), "what reuse saves on real text"),
+    "check": ((), "whether it can reuse K/V, and why not"),
+    "bench": ((), "ways of reuse beside each other, in minutes"),
+    "verify": (("--prompts", "FILE"), "what reuse does to answers on your prompts"),
+    "serve": ((), "OpenAI's API, and a page, at http://127.0.0.1:8000"),
+}
 
 
 @contextmanager
@@ -19,8 +35,8 @@ def needs_extra(extra: str, command: str) -> Iterator[None]:
     """Turn an import that fails inside the context into an error that names the extra to install.
 
     Args:
-        extra: Of this package, such as `"demo"`.
-        command: Of `kvboost-hf`.
+        extra: The name of an extra of this package, such as `"demo"`.
+        command: The name of the command of `kvboost-hf`.
 
     Raises:
         ValueError: a package is not installed.
@@ -109,3 +125,85 @@ def require_lasting(addresses: Sequence[str]) -> None:
     """Raise ValueError unless one of these tiers outlives the process."""
     if all(parse_tier(address).kind in ("ram", "device") for address in addresses):
         raise ValueError(f"`--tiers` must have one that outlives a process, got {list(addresses)}. Pass disk:FOLDER.")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add `--model`, `--device` and `--dtype`."""
+    parser.add_argument("--model", help="a hub name or a folder (default: the embedded model)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    text = "where it runs (default: cuda where there is one, or cpu)"
+    parser.add_argument("--device", default=device, help=text)
+    text = "auto, float32, bfloat16 or float16 (default: auto)"
+    known = ("auto", "float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=known, metavar="DTYPE", default="auto", help=text)
+
+
+def require_device(device: str) -> None:
+    """Raise ValueError for a device that is not here."""
+    wrong = f"`--device` must be one that PyTorch finds here, such as cpu, got {device!r}."
+    try:
+        found = available_device(device)
+    except ValueError as error:
+        raise ValueError(wrong) from error
+    if found.type == "meta":
+        raise ValueError(wrong)
+
+
+def load_model(options: argparse.Namespace, streaming: StreamingConfig | None = None) -> tuple[Any, Any, str]:
+    """The model of the options on its device, its tokenizer, and the name to show.
+
+    Args:
+        options: Parsed, with those of `add_model`.
+        streaming: Which layers are streamed; None for none.
+
+    Raises:
+        ValueError: the model does not load, or the embedded one is to be streamed.
+    """
+    if options.model is not None:
+        return *load(options.model, streaming, options.device, {"dtype": options.dtype}), _shown(options.model)
+    if streaming is not None:
+        raise ValueError("`--awq-streaming` needs `--model`: the embedded model fits any device.")
+    model, tokenizer = load_embedded(None if options.dtype == "auto" else getattr(torch, options.dtype))
+    return model.to(options.device), tokenizer, f"embedded {EMBEDDED_MODEL_DIR.name}"
+
+
+def load_shown(
+    options: argparse.Namespace, shown: Progress, streaming: StreamingConfig | None = None
+) -> tuple[Any, Any, str]:
+    """`load_model`, with a line of progress in place of the bars of transformers."""
+    shown.show(f"loading {options.model or 'the embedded model'}")
+    with without_bars():
+        return load_model(options, streaming)
+
+
+def _shown(name: str) -> str:
+    """A hub name as it is; of a folder, its name and that of the folder around it, which often says more."""
+    return "/".join(Path(name).resolve().parts[-2:]) if Path(name).is_dir() else name
+
+
+def next_steps(options: argparse.Namespace, *steps: str | tuple[str, str]) -> str:
+    """The last lines of a command.
+
+    Args:
+        options: The options of the command that has run.
+        steps: What to type: names of commands, for the same model, or whole commands, each with what it is for.
+    """
+    pairs = [_named(step, options) if isinstance(step, str) else step for step in steps]
+    return "".join(["\nNext:\n", *(f"  {command}   # {what}\n" for command, what in pairs)])
+
+
+def typed(command: str, options: argparse.Namespace, *flags: object) -> str:
+    """A command on the same model, as it is typed; `NAME` stands for the model where the embedded one has run.
+
+    Args:
+        command: The name of the command of `kvboost-hf`.
+        options: The options of the command that has run.
+        flags: And their values, for this command.
+    """
+    dtype = ("--dtype", options.dtype) if getattr(options, "dtype", "auto") != "auto" else ()
+    return shlex.join(["kvboost-hf", command, "--model", options.model or "NAME", *dtype, *map(str, flags)])
+
+
+def _named(command: str, options: argparse.Namespace) -> tuple[str, str]:
+    flags, what = _STEPS[command]
+    return typed(command, options, *flags), what

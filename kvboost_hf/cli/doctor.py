@@ -1,4 +1,4 @@
-"""`kvboost-hf doctor`: reports which parts of the machine, packages and a model work, and how to mend the others."""
+"""`kvboost-hf doctor`, `check` and `fits`: what of this machine and a model works, and what fits on a device."""
 
 import argparse
 import os
@@ -7,19 +7,21 @@ import sys
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from packaging.requirements import Requirement
 
 from kvboost_hf.attention import active_tier
-from kvboost_hf.cli.arguments import Commands
-from kvboost_hf.cli.models import add_model, load_shown
-from kvboost_hf.cli.next_steps import typed
+from kvboost_hf.cli.arguments import Commands, add_model, load_shown, next_steps, positive, typed
 from kvboost_hf.compatibility import check_model_compatibility
-from kvboost_hf.progress import Progress
-from kvboost_hf.triton_support import missing_for_triton
+from kvboost_hf.config import StreamingConfig
+from kvboost_hf.engine.load import naming
+from kvboost_hf.kernels import missing_for_triton
+from kvboost_hf.offload.awq.formats import PackedFormat
+from kvboost_hf.offload.sizes import what_fits
+from kvboost_hf.outputs import Progress
 
 _EXTRAS = {
     "demo": "`kvboost-hf demo`, `bench` and `verify`",
@@ -39,14 +41,14 @@ class Finding(NamedTuple):
     optional: bool = False  # whether the remedy is for something that few need
 
 
-def add(commands: Commands) -> None:
+def add_doctor(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser("doctor", help="say what of this machine and a model works, and what to do")
     add_model(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_doctor)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_doctor(options: argparse.Namespace) -> int:
     """Print the report; returns 1 if something has to be done."""
     with Progress("looking at the machine") as shown:
         found = [*_machine(), *_packages(), *_model(options, shown)]
@@ -151,3 +153,71 @@ def _model(options: argparse.Namespace, shown: Progress) -> Iterator[Finding]:
     told = "yes" if tokenizer.chat_template else "none"
     remedy = "use /v1/completions and plain texts, or an instruct model for chats"
     yield Finding("chat template", told, None if tokenizer.chat_template else remedy, optional=True)
+
+
+def add_check(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("check", help="say whether a model can reuse K/V, and why not")
+    add_model(parser)
+    parser.set_defaults(run=run_check)
+
+
+def run_check(options: argparse.Namespace) -> int:
+    """Print the report; returns 1 if exact reuse is not possible."""
+    with Progress() as shown:
+        model, _, name = load_shown(options, shown)
+        shown.show(f"running {name} on a few tokens")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # all that they say is in the report
+            found = check_model_compatibility(model, strict=False)
+    sys.stdout.write(f"{name}: {found}\n")
+    if not found.exact:
+        again = ("kvboost-hf check --model NAME", "another model: this one runs without reuse")
+        sys.stdout.write(next_steps(options, again))
+        return 1
+    sys.stdout.write(next_steps(options, "demo", "verify"))
+    return 0
+
+
+def add_fits(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("fits", help="say what of a model stays on a device, and how fast the rest can come")
+    parser.add_argument("--model", required=True, help="a hub name or a folder; only its configuration is read")
+    parser.add_argument("--vram-budget", required=True, metavar="SIZE", help="of the device, such as 8GB or 7.5GiB")
+    parser.add_argument("--bits", type=int, choices=(4, 16), help="of weights (default: those of the checkpoint)")
+    parser.add_argument("--max-tokens", type=positive, default=4096, help="in the context (default: 4096)")
+    parser.add_argument("--prefill-chunk-size", type=positive, metavar="TOKENS", help="in one forward (default: all)")
+    parser.set_defaults(run=run_fits)
+
+
+def run_fits(options: argparse.Namespace) -> int:
+    """Print the plan."""
+    from transformers import AutoConfig
+
+    with naming(options.model):
+        config = AutoConfig.from_pretrained(options.model)
+    streaming = StreamingConfig(max_tokens=options.max_tokens, prefill_chunk_size=options.prefill_chunk_size)
+    dtype = config.dtype or torch.float16
+    with Progress(f"planning {options.model}"):
+        plan = what_fits(config, options.vram_budget, streaming=streaming, bits=options.bits, dtype=dtype)
+    sys.stdout.write(f"{plan}\n")
+    if (other := _other_weights(config, options.bits)) is not None:
+        sys.stdout.write(f"\nThis is a plan for other weights than {options.model} has: {other}.\n")
+        return 0
+    serve = typed("serve", options, "--awq-streaming", "--vram-budget", options.vram_budget)
+    sys.stdout.write(next_steps(options, (serve, "serve it within this budget")))
+    return 0
+
+
+def _other_weights(config: Any, bits: int | None) -> str | None:
+    """Why a checkpoint cannot be served as it was planned with so many bits, and what to do; None if it can."""
+    stored = getattr(config, "quantization_config", None)
+    if bits is None or (stored is None and bits == 16):
+        return None
+    if stored is None:
+        return "its own are not quantized. Name a checkpoint of it in 4 bits, or leave out `--bits`"
+    try:
+        PackedFormat.of(stored)
+    except ValueError as error:
+        return str(error).rstrip(".")
+    return None if bits == 4 else "its own have 4 bits. Leave out `--bits`, or name a checkpoint that is not quantized"

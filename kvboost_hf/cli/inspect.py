@@ -1,25 +1,32 @@
-"""`kvboost-hf inspect`: lists what tiers hold."""
+"""`kvboost-hf inspect` lists what tiers hold, and `kvboost-hf prune` removes unused files of streamed layers."""
 
 import argparse
 import json
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.assets import load_embedded
+from kvboost_hf.cache.planning.chunks import text_ids
 from kvboost_hf.cache.tiers.addresses import open_tier, open_tiers, parse_tier
-from kvboost_hf.cache.tiers.base import Tier
-from kvboost_hf.cli.arguments import Commands, add_json, needs_extra, positive, require_lasting
-from kvboost_hf.cli.next_steps import next_steps
-from kvboost_hf.contents import as_json, as_tables, contents
+from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
+from kvboost_hf.cli.arguments import Commands, add_json, needs_extra, next_steps, positive, require_lasting
 from kvboost_hf.engine.load import naming
-from kvboost_hf.outputs import STANDARD_OUTPUT, say, write, written
-from kvboost_hf.progress import Progress
+from kvboost_hf.offload.prune import LayerFile, former_files, prune_layers
+from kvboost_hf.outputs import STANDARD_OUTPUT, Progress, say, write, written
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_SHOWN_CHARACTERS = 200
+Decode = Callable[[list[int]], str]
 
 
-def add(commands: Commands) -> None:
+def add_inspect(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser("inspect", help="show what is stored: tokens, text, bytes, hits, tier")
     text = "what to look into, such as disk:~/.cache/kvboost_hf or redis://localhost:6379"
@@ -27,10 +34,10 @@ def add(commands: Commands) -> None:
     parser.add_argument("--tokenizer", metavar="NAME", help="shows text; a hub name or folder, or 'embedded'")
     parser.add_argument("--limit", type=positive, default=50, help="show those used most (default: 50)")
     add_json(parser, "write all of it ('-' for standard output)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_inspect)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_inspect(options: argparse.Namespace) -> int:
     """Print a table of chunks; returns 1 if a tier has failed."""
     with needs_extra("demo", "inspect"):
         from rich.console import Console
@@ -93,3 +100,117 @@ def _as_it_is(address: str) -> str | Tier:
             f"`--tiers` must name what is there, but no K/V was ever stored in the folder {spec.location!r}."
         )
     return open_tier(replace(spec, max_bytes=sys.maxsize))
+
+
+def add_prune(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("prune", help="remove files of streamed layers that no process uses")
+    parser.add_argument("folder", metavar="FOLDER", help="the `disk_folder` that layers are streamed from")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be removed")
+    parser.set_defaults(run=run_prune)
+
+
+def run_prune(options: argparse.Namespace) -> int:
+    """Print what is in the folder, by model, and what was removed."""
+    found = prune_layers(options.folder, dry_run=options.dry_run)
+    by_model = sorted(found, key=_told)
+    lines = [f"{state:<8} {model}: {_total(list(files))}" for (state, model), files in groupby(by_model, _told)]
+    unused = [each for each in found if not each.in_use]
+    lines.append(f"{'Would remove' if options.dry_run else 'Removed'} {_total(unused)} of {_total(found)}.")
+    if former := former_files(options.folder):
+        lines.append(
+            f"{len(former)} files ({former[0].name} and the like) are of an earlier release, whose processes hold no "
+            "locks. Delete them once none of them runs."
+        )
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
+
+
+def _told(each: LayerFile) -> tuple[str, str]:
+    return "in use" if each.in_use else "unused", ", ".join(each.models) or "a model that was in memory"
+
+
+def _total(files: Sequence[LayerFile]) -> str:
+    nbytes = sum(each.nbytes for each in files)
+    size = f"{nbytes / 10**9:.1f} GB" if nbytes >= 10**9 else f"{nbytes / 10**6:.1f} MB"
+    return f"{len(files)} file{'s' * (len(files) != 1)} ({size})"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A chunk, or states, in a tier.
+
+    Args:
+        tier: The name of the tier.
+        model: The first digits of the hash of its model's configuration.
+        root: The first digits of the root key, which depends on weights, salt and codec.
+        kind: `"chunk"`, `"content"` or `"states"`.
+        start: Row token of its first token.
+        tokens: Number of tokens.
+        nbytes: Bytes of the blob.
+        hits: How often it was used, if the tier counts that.
+        text: The decoded tokens, if a tokenizer is known.
+    """
+
+    tier: str
+    model: str
+    root: str
+    kind: str
+    start: int
+    tokens: int
+    nbytes: int
+    hits: int | None
+    text: str | None
+
+
+def contents(tiers: Sequence[Tier], decode: Decode | None = None) -> list[Line]:
+    """List the contents of tiers, by tier, model and root, in the order of tokens.
+
+    Args:
+        tiers: Open tiers.
+        decode: Decodes token ids to text.
+    """
+    found: list[tuple[tuple[Any, ...], Line]] = []
+    for tier in tiers:
+        hits = tier.hits()
+        for entry in tier.entries():
+            line = _line(tier, entry, hits.get(entry.key), decode)
+            found.append(((tier.name, line.model, line.root, entry.start, entry.key), line))
+    return [line for _, line in sorted(found, key=lambda item: item[0])]
+
+
+def _line(tier: Tier, entry: Entry, hits: int | None, decode: Decode | None) -> Line:
+    ids = [token for token in text_ids(entry.tokens).tolist() if token >= 0]
+    text = decode(ids) if decode is not None else None
+    count = len(entry.tokens)
+    names = (entry.model.hex()[:8], entry.root.hex()[:8], entry.kind.value)
+    return Line(tier.name, *names, entry.start, count, entry.nbytes, hits, text)
+
+
+def as_tables(lines: Sequence[Line]) -> Iterator["Table"]:
+    """The lines as `rich` tables, one for each tier, model and root."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    for (tier, model, root), group in groupby(lines, key=lambda line: (line.tier, line.model, line.root)):
+        own = list(group)
+        with_text = any(line.text is not None for line in own)
+        title = f"{tier}, model {model}, root {root}"
+        table = Table(title=title, title_justify="left", expand=with_text)
+        table.add_column("kind", no_wrap=True, min_width=max(len(line.kind) for line in own))
+        for name in ("from", "tokens", "bytes", "hits"):
+            table.add_column(name, justify="right", min_width=len(name), no_wrap=True)
+        if with_text:
+            table.add_column("text", overflow="ellipsis", no_wrap=True, ratio=1)
+        for line in own:
+            start = str(line.start) if line.kind != Kind.STATES.value else ""
+            hits = str(line.hits) if line.hits is not None else ""
+            text = escape(repr((line.text or "")[:_SHOWN_CHARACTERS])[1:-1])
+            cells = [line.kind, start, str(line.tokens), f"{line.nbytes:,}", hits]
+            table.add_row(*cells, *([text] if with_text else []))
+        yield table
+
+
+def as_json(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """The lines as JSON."""
+    return [asdict(line) for line in lines]

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
-from kvboost_hf.cli.arguments import Commands, needs_extra
-from kvboost_hf.cli.config_file import add_config
-from kvboost_hf.cli.models import add_model, load_model
+from kvboost_hf.cli.arguments import Commands, add_model, load_model, needs_extra
 from kvboost_hf.cli.server_flags import add_options
 from kvboost_hf.cli.server_settings import (
+    add_config,
     add_secrets,
     draft_trees,
     engine_settings,
@@ -20,20 +19,20 @@ from kvboost_hf.cli.server_settings import (
 )
 
 
-def add(commands: Commands) -> None:
+def add_serve(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser("serve", help="answer requests as the APIs of OpenAI, Anthropic and Ollama do")
     add_config(parser)
     add_model(parser)
     add_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_serve)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_serve(options: argparse.Namespace) -> int:
     """Serve until a signal ends the process."""
     with needs_extra("server", "serve"):
-        from kvboost_hf.server.apis.kvboost.schema import read_chat
         from kvboost_hf.server.http.listen import require_free
+        from kvboost_hf.server.requests.texts import read_chat
         from kvboost_hf.server.serve import serve
         from kvboost_hf.server.startup import Startup, write_log
 

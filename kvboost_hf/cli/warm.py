@@ -10,23 +10,27 @@ from typing import Any
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.tiers.failures import without_secrets
-from kvboost_hf.cli.arguments import Commands, needs_extra, read_text, require_lasting
-from kvboost_hf.cli.config_file import add_config
-from kvboost_hf.cli.models import add_model, load_shown
-from kvboost_hf.cli.next_steps import next_steps
+from kvboost_hf.cli.arguments import (
+    Commands,
+    add_model,
+    load_shown,
+    needs_extra,
+    next_steps,
+    read_text,
+    require_lasting,
+)
 from kvboost_hf.cli.server_flags import add_api_keys, add_kept, add_streaming
-from kvboost_hf.cli.server_settings import add_secrets, kept_settings, streaming_config
-from kvboost_hf.outputs import say
-from kvboost_hf.progress import Progress
+from kvboost_hf.cli.server_settings import add_config, add_secrets, kept_settings, streaming_config
+from kvboost_hf.outputs import Progress, say
 from kvboost_hf.server.generation.sharing import choose_attention
-from kvboost_hf.server.http.keys import prompt_salt
+from kvboost_hf.server.settings import prompt_salt
 
 _SECRET = ("api_key", "salt")
 _OWN = ("help", "config", "documents", "system", "chat", "prefix")  # flags that `serve` does not have, or not as these
 _Warmed = list[tuple[str, ReuseReport]]  # each with a name to show
 
 
-def add(commands: Commands) -> None:
+def add_warm(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser("warm", help="compute K/V of files ahead of the first request, and keep it")
     add_config(parser)
@@ -44,10 +48,10 @@ def add(commands: Commands) -> None:
     add_api_keys(finding)
     add_kept(finding)
     add_streaming(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_warm)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_warm(options: argparse.Namespace) -> int:
     """Compute, store and show; returns 1 if no tier has it, or one has failed."""
     with needs_extra("demo", "warm"):
         from rich.console import Console
@@ -156,7 +160,7 @@ def _chats(options: argparse.Namespace, texts: list[str]) -> list[dict[str, Any]
     if not options.chat:
         return []
     with needs_extra("server", "warm --chat"):  # messages and tools are read as a server reads them
-        from kvboost_hf.server.apis.kvboost.schema import read_chat
+        from kvboost_hf.server.requests.texts import read_chat
     return [
         {
             "text_or_ids": [message.body for message in chat.messages or ()],

@@ -1,30 +1,33 @@
-"""Runs the workloads of the demo.
+"""Runs the workloads of the demo, and times generate() calls.
 
 All arms run the same prompts in turn, prompt by prompt; medians are taken over repetitions of a whole workload, each
-starting with empty caches and stores.
+starting with empty caches and stores. The time to the first token is that from the call of generate() to the token's
+arrival on the host (a streamer takes it there), planning, copying and storing included.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeVar
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf.cache.planning.chunks import Chunker, ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.compat import cache_argument
+from kvboost_hf.compat import cache_argument, input_device
 from kvboost_hf.config import ReusePolicy
-from kvboost_hf.demo.real_text import workloads_for
-from kvboost_hf.demo.series import CHAT, DOCUMENT, SHUFFLED, Prompt, Workload
-from kvboost_hf.demo.timing import Call, medians, timed_generate
+from kvboost_hf.demo.workloads import CHAT, DOCUMENT, SHUFFLED, Prompt, Workload, workloads_for
 from kvboost_hf.verify.measure import Answer, compare
 
 # For the embedded model: the default repair may compute two layers in full, which are half of those that it has.
 FIRST_K = ReusePolicy(mode="blend", repair="first_k", recompute_ratio=0.2, progressive=False)
 _WARM_UP_TOKENS = 64
-
 Progress = Callable[[int, int], None]  # generate() calls done, and to do
+RowT = TypeVar("RowT", bound=Any)  # a dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +37,13 @@ class Figures:
     Args:
         ttft_ms: From the call to the first token on the host.
         total_ms: From the call to its return.
-        reused_tokens: Of the prompt.
+        reused_tokens: Tokens of the prompt that were reused.
         moved_tokens: Those of them that were used at another position, or behind another text.
         recomputed_tokens: Moved tokens of which a part was computed again.
         forwarded_tokens: Tokens of the prompt that were computed, at least in part.
         same_tokens: Whether the answer is that of plain generate().
         kl: Mean KL divergence, in nats, from the distributions of plain generate(), up to the first other token.
-        answer: Its text.
+        answer: The text of the answer.
         right: Whether the answer is right; None where that is unknown.
     """
 
@@ -62,7 +65,7 @@ class Measured:
 
     Args:
         workload: Which one.
-        prompts: Its prompts.
+        prompts: The prompts of the workload.
         arms: Figures for each prompt by arm: `"plain"`, `"exact"` and, where texts move, `"blend"`.
     """
 
@@ -93,17 +96,27 @@ class Measured:
         return {"name": self.workload.name, "about": self.workload.about, "rows": rows}
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One generate() call."""
+
+    ids: list[int]  # of the answer
+    ttft_ms: float
+    total_ms: float
+    logits: torch.Tensor | None = None  # from which they were chosen, [new tokens, vocab], float32, on the CPU
+
+
 class Demo:
     """The workloads on one model.
 
     Args:
         model: In eval mode, on its device.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         embedded: Whether the model is the embedded one, which gets its own text. Others get real text, and an agent's
             transcript.
         max_new_tokens: Tokens per answer at most.
         repeats: Repetitions of each workload that medians are taken over.
-        seed: Of the texts.
+        seed: The seed of the texts.
         progress: Called after each generate().
 
     Raises:
@@ -214,3 +227,81 @@ class Demo:
 def _with_logits(call: Call) -> Answer:
     assert call.logits is not None
     return Answer(call.ids, call.logits)
+
+
+class _FirstToken(BaseStreamer):
+    """Notes when the first new token is on the host."""
+
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self.seen_prompt = False
+        self.at: float | None = None
+        self._on_first = on_first
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.seen_prompt and self.at is None:
+            self.at = time.perf_counter()
+            self._on_first()
+        self.seen_prompt = True
+
+    def end(self) -> None:
+        pass
+
+
+def timed_generate(
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    max_new_tokens: int,
+    on_first: Callable[[], None] = lambda: None,
+    *,
+    keep_logits: bool = False,
+    **kwargs: Any,
+) -> Call:
+    """Greedy generate() under a clock that starts at the call.
+
+    Args:
+        model: The model.
+        ids: The prompt.
+        max_new_tokens: Length of the answer.
+        on_first: Called when the first token is there.
+        keep_logits: Whether to return logits, too.
+        kwargs: For generate().
+    """
+    prompt = torch.tensor([list(ids)], device=input_device(model))
+    streamer = _FirstToken(on_first)
+    generate: Any = model.generate
+    start = time.perf_counter()
+    out = generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        streamer=streamer,
+        **({"output_logits": True, "return_dict_in_generate": True} if keep_logits else {}),
+        **kwargs,
+    )
+    answer = (out.sequences if keep_logits else out)[0, len(ids) :].tolist()
+    end = time.perf_counter()
+    first = streamer.at if streamer.at is not None else end
+    logits = torch.stack([step[0].float().cpu() for step in out.logits]) if keep_logits else None
+    return Call(answer, 1000 * (first - start), 1000 * (end - start), logits)
+
+
+def medians(runs: Sequence[Sequence[RowT]]) -> list[RowT]:
+    """One row for each prompt from the rows of several runs.
+
+    Fields in milliseconds become their median, what is true or false is true if it always was, and all else is that of
+    the first run.
+    """
+    return [_median(rows) for rows in zip(*runs, strict=True)]
+
+
+def _median(rows: Sequence[RowT]) -> RowT:
+    found: dict[str, Any] = {}
+    for field in fields(rows[0]):
+        values = [getattr(row, field.name) for row in rows]
+        if field.name.endswith("_ms"):
+            found[field.name] = float(statistics.median(values))
+        elif isinstance(values[0], bool):
+            found[field.name] = all(values)
+    first: RowT = rows[0]
+    return replace(first, **found)

@@ -17,24 +17,18 @@ from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import available_device
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.config import ReusePolicy, StreamingConfig
-from kvboost_hf.engine.call import call_options
-from kvboost_hf.engine.encode import Prompt, PromptEncoder
-from kvboost_hf.engine.grouping import group_by_prefix
 from kvboost_hf.engine.load import load
-from kvboost_hf.engine.prompts import CHECK_PROMPTS
-from kvboost_hf.engine.results import GenerationMode, GenerationResult, WarmResult
-from kvboost_hf.engine.runner import CallRunner
+from kvboost_hf.engine.prompts import CHECK_PROMPTS, Prompt, PromptEncoder, group_by_prefix
+from kvboost_hf.engine.results import GenerationMode, GenerationResult, WarmResult, warm
+from kvboost_hf.engine.runner import CallRunner, Watch, call_options
 from kvboost_hf.engine.settings import SETTINGS, checked_settings, choice
-from kvboost_hf.engine.warm import warm
-from kvboost_hf.engine.watch import Watch
 from kvboost_hf.migration import refuse
 from kvboost_hf.offload.build import streaming_stats
-from kvboost_hf.offload.stats import StreamingStats
+from kvboost_hf.offload.stream import StreamingStats
 from kvboost_hf.verify import CorrectnessReport, verify_correctness
 from kvboost_hf.verify.correctness import require_plain
 
 _log = logging.getLogger("kvboost_hf")
-
 DEFAULT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 
 
@@ -45,7 +39,7 @@ class KVBoost:
 
     Args:
         model: A causal language model in eval mode, not attached.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         device: The device to move the model to; None leaves it where it is.
         strict: Raise an error for a model that cannot reuse K/V; False only warns.
         assistant: Drafts tokens for single prompts: a model, its name, or a `TreeDecoding`.

@@ -1,10 +1,15 @@
 """The results that `KVBoost` returns."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from kvboost_hf.cache.planning.chunks import Chunker, Tokens
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.planning.report import ReuseReport
-from kvboost_hf.engine.encode import Prompt
+from kvboost_hf.cache.prompt.chats import Start
+from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
+from kvboost_hf.engine.prompts import Prompt
 
 
 class GenerationMode(StrEnum):
@@ -29,9 +34,9 @@ class GenerationResult:
         tokens_per_sec: `generated_tokens` by `total_ms`.
         kv_reuse_ratio: `cached_tokens` as a share of `prompt_tokens`.
         prompt_tokens: Tokens of the prompt.
-        cached_tokens: Of these, not computed for this answer. In a batch, the prefix that all rows share counts as
-            computed for the first one.
-        token_ids: Of the answer, with the one that ends it.
+        cached_tokens: Tokens of the prompt that were not computed for this answer. In a batch, the prefix that all
+            rows share counts as computed for the first one.
+        token_ids: The token ids of the answer, with the one that ends it.
         report: Where reused tokens came from, and where and why reuse ended; in a batch, of all rows together.
     """
 
@@ -56,7 +61,7 @@ class WarmResult:
     Args:
         chunks_stored: Chunks that are new; 0 where all of the text was stored before.
         token_count: Tokens of the text.
-        cached_tokens: Of these, stored before.
+        cached_tokens: Tokens of the text that were stored before.
         chunk_size: The most tokens of a chunk.
         partial_tail_tokens: The last tokens of the text, which fill no chunk.
         alignment_warning: What becomes of them, or None if there are none.
@@ -81,3 +86,43 @@ class WarmResult:
 
     def __int__(self) -> int:
         return self.chunks_stored
+
+
+def warm(
+    store: ChunkStore, policy: ReusePolicy, start: Start, *, pin: bool, live_quant: KVQuantConfig | None
+) -> WarmResult:
+    """Store the K/V of the beginning of prompts.
+
+    Args:
+        store: The store.
+        policy: The policy of the cache that will find it.
+        start: What prompts begin with.
+        pin: Never evict it.
+        live_quant: The `live_quant` of that cache.
+    """
+    before, ids = store.stats(), start.ids
+    report = store.warm(ids.tolist(), pin=pin, policy=policy, live_quant=live_quant)
+    report = replace(report, start_reason=report.start_reason or start.reason)
+    after = store.stats()
+    chunk_size = store.chunker.chunk_size
+    tail = len(ids) - _last_cut(store.chunker, ids)
+    warning = None
+    if tail:
+        what = "are stored as a shorter one" if tail >= HEAD_TOKENS else "are too few to be stored"
+        warning = f"The last {tail} of {len(ids)} tokens fill no chunk of {chunk_size} and {what}."
+    return WarmResult(
+        chunks_stored=sum(after[name] - before[name] for name in ("chunks", "evictions")),
+        token_count=len(ids),
+        cached_tokens=report.reused_tokens,
+        chunk_size=chunk_size,
+        partial_tail_tokens=tail,
+        alignment_warning=warning,
+        report=report,
+    )
+
+
+def _last_cut(chunker: Chunker, ids: Tokens) -> int:
+    at = 0
+    while (cut := chunker.next_cut(ids, at)) is not None:
+        at = cut
+    return at

@@ -1,14 +1,19 @@
-"""`CallRunner`: runs the generate() calls of a `KVBoost`, one after the other, with a cache for each mode."""
+"""`CallRunner` runs the generate() calls of a `KVBoost`, one after the other, with a cache for each mode.
+
+`call_options` checks the arguments of a call. A `Watch` follows it while it runs, and can end it.
+"""
 
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedModel, TextIteratorStreamer
+import torch
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import forks
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
@@ -16,16 +21,68 @@ from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.compat import CACHE
+from kvboost_hf.compat import CACHE, input_device
 from kvboost_hf.config import ReusePolicy
-from kvboost_hf.engine.call import generate_rows
-from kvboost_hf.engine.encode import Prompt
+from kvboost_hf.engine.prompts import Prompt
 from kvboost_hf.engine.results import GenerationMode, GenerationResult
 from kvboost_hf.engine.settings import EngineSettings
-from kvboost_hf.engine.watch import Watch
+from kvboost_hf.migration import refuse
 from kvboost_hf.verify.correctness import require_plain
 
 _log = logging.getLogger("kvboost_hf")
+_OWN = (
+    "inputs",
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "generation_config",
+    "past_key_values",
+    "cache",
+    "use_cache",
+    "streamer",
+    "assistant_model",
+    "custom_generate",
+    "num_beams",
+    "num_return_sequences",
+    "return_dict_in_generate",
+)
+_OF_ONE_ROW = ("stop_strings", "stopping_criteria")
+
+
+class Watch(StoppingCriteria):
+    """Notes when the first token is on the host, passes tokens on, and ends the call when it is told to.
+
+    Unlike a streamer it may be used with several rows, assistants and trees of drafts.
+
+    Attributes:
+        once_a_round: Drafts may go on: no token decides when it ends a text, so that it need not be asked at each.
+
+    Args:
+        prompt_tokens: Columns of the prompt.
+        streamer: Gets the tokens of the only row; None for nobody.
+    """
+
+    once_a_round = True
+
+    def __init__(self, prompt_tokens: int, streamer: BaseStreamer | None = None) -> None:
+        self.first_at: float | None = None  # by time.perf_counter()
+        self._seen = prompt_tokens
+        self._streamer = streamer
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """End the call with the token that is being computed. Any thread may call it."""
+        self._cancelled = True
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        if self._streamer is not None and input_ids.shape[1] > self._seen:
+            self._streamer.put(input_ids[0, self._seen :].cpu())  # type: ignore[no-untyped-call]
+            self._seen = input_ids.shape[1]
+        if self.first_at is None:
+            input_ids[0, -1].item()  # waits for the device
+            self.first_at = time.perf_counter()
+        done: Any = torch.full((len(input_ids),), self._cancelled, device=input_ids.device)
+        return done  # type: ignore[no-any-return]
 
 
 class CallRunner:
@@ -33,7 +90,7 @@ class CallRunner:
 
     Args:
         model: A causal language model in eval mode.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         store: Where K/V is kept.
         policy: How stored K/V may be used.
         settings: `live_config` and `prefill_chunk_size` are used.
@@ -170,3 +227,78 @@ class CallRunner:
     def _pad(self) -> int:
         found = (getattr(self._model.generation_config, "pad_token_id", None), self._tokenizer.pad_token_id)
         return next((int(pad) for pad in found if pad is not None), 0)
+
+
+def call_options(
+    max_new_tokens: int, temperature: float, do_sample: bool, more: Mapping[str, Any], *, rows: int = 1
+) -> dict[str, Any]:
+    """Arguments for generate().
+
+    Args:
+        max_new_tokens: Tokens of each answer, at most.
+        temperature: With `do_sample`, positive; else 1 or 0.
+        do_sample: Sample tokens.
+        more: Other arguments of generate().
+        rows: Token ids of each row of the call.
+
+    Raises:
+        ValueError: The engine sets an argument itself, only the kvboost package has it, or arguments do not fit.
+    """
+    refuse("generate", more)
+    for name in _OWN:
+        if name in more:
+            raise ValueError(
+                f"`{name}` is set by the engine, got {type(more[name]).__name__}. Call "
+                "engine.model.generate(..., cache=ChunkReuseCache(engine.model, engine.store)) for what it "
+                "does not offer."
+            )
+    for name in _OF_ONE_ROW:
+        if rows > 1 and name in more:
+            raise ValueError(
+                f"`{name}` ends one row, and must be left out for {rows} prompts in a batch. Call generate() for each."
+            )
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise ValueError(f"`max_new_tokens` must be an int of 1 or more, got {max_new_tokens!r}.")
+    if do_sample and not temperature > 0:
+        raise ValueError(f"`temperature` must be positive with do_sample=True, got {temperature}. Pass False.")
+    if not do_sample and temperature not in (0, 1):
+        raise ValueError(f"`temperature` is used with do_sample=True only, got {temperature}. Pass that, too.")
+    sampling = {"do_sample": True, "temperature": temperature} if do_sample else {"do_sample": False}
+    return {**more, "max_new_tokens": max_new_tokens, **sampling}
+
+
+def generate_rows(
+    model: PreTrainedModel, rows: Sequence[Tokens], pad: int, watch: Watch, options: Mapping[str, Any]
+) -> list[list[int]]:
+    """Call generate() for prompts of any lengths.
+
+    Args:
+        model: What generates.
+        rows: Token ids [n] of each prompt.
+        pad: An id for padding, which nothing attends to.
+        watch: Sees the call.
+        options: For generate().
+
+    Returns:
+        The new tokens of each row, with the one that ends it.
+    """
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad)
+    mask = torch.zeros_like(ids)
+    for at, row in enumerate(rows):
+        ids[at, width - len(row) :] = torch.from_numpy(row)
+        mask[at, width - len(row) :] = 1
+    device = input_device(model)
+    criteria = StoppingCriteriaList([*options.get("stopping_criteria", ()), watch])
+    given = {**options, "stopping_criteria": criteria, "pad_token_id": pad}
+    generate: Any = model.generate
+    out = generate(input_ids=ids.to(device), attention_mask=mask.to(device), **given)
+    watch(out, None)  # the last token: not every way of decoding asks criteria about that
+    told = options.get("eos_token_id", getattr(model.generation_config, "eos_token_id", None))
+    ends = set(told) if isinstance(told, list | tuple) else {told}
+    return [_to_end(row, ends) for row in out[:, width:].tolist()]
+
+
+def _to_end(row: list[int], ends: set[int]) -> list[int]:
+    """A row without the padding behind its end."""
+    return row[: next((at + 1 for at, token in enumerate(row) if token in ends), len(row))]

@@ -175,7 +175,7 @@ class EngineSettings:
 
         Args:
             model: Whose K/V it holds.
-            tokenizer: Of the model.
+            tokenizer: The tokenizer of the model.
         """
         max_bytes = self.max_cache_bytes
         if self.max_chunks is not None:

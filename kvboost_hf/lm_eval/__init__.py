@@ -44,7 +44,7 @@ class KVBoostHF(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[_Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """See `HFLM`; long texts lose as many of their first tokens as there."""
+        """Cut long texts from the left, as `HFLM` does."""
         texts = []
         for _, context, continuation in requests:
             assert 0 < len(continuation) <= self.max_length

@@ -13,21 +13,18 @@ from transformers import PreTrainedModel
 from kvboost_hf.compat import decoder_layers, weights_come_and_go
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.errors import StreamingError
-from kvboost_hf.offload.awq.dispatch import runs_triton
 from kvboost_hf.offload.awq.experts import AwqExperts
 from kvboost_hf.offload.awq.linear import AwqLinear
+from kvboost_hf.offload.awq.matmul import runs_triton
 from kvboost_hf.offload.awq.swap import lay_out
-from kvboost_hf.offload.backends.choice import free_bytes, is_overridden, make_backend, make_mapping
-from kvboost_hf.offload.backends.cuda import BUFFER_BYTES
+from kvboost_hf.offload.backend import free_bytes, is_overridden, make_backend, make_mapping
+from kvboost_hf.offload.cuda import BUFFER_BYTES
 from kvboost_hf.offload.disk import FileSource, LayerFolder, Origin, require_open_files
-from kvboost_hf.offload.flat import FlatLayout
-from kvboost_hf.offload.hook import LayerStreamingHook
 from kvboost_hf.offload.host import HostMemory, HostSource, cuda_pinning
 from kvboost_hf.offload.plan import ResidencyPlan, plan_residency
 from kvboost_hf.offload.sizes import sizes_of
-from kvboost_hf.offload.sources import LayerSource, in_memory
-from kvboost_hf.offload.stats import StreamingStats
-from kvboost_hf.offload.stream import LayerStream
+from kvboost_hf.offload.sources import FlatLayout, LayerSource, in_memory
+from kvboost_hf.offload.stream import LayerStream, LayerStreamingHook, StreamingStats
 from kvboost_hf.offload.units import Holder, Unit, find_units, input_embeddings, is_made, parts_of, rebuilt
 
 logger = logging.getLogger(__name__)
@@ -37,7 +34,7 @@ class StreamBuilder:
     """Takes the layers of one model as they are loaded, and moves their bytes to where the plan says.
 
     Args:
-        model: Its tensors may be on the meta device.
+        model: The model, whose tensors may be on the meta device.
         config: The streaming settings.
         device: The device that computes.
         origin: Where the weights come from, so that files are found before they are loaded; None if not known.

@@ -81,7 +81,7 @@ class Checkpoint:
         """What the layers of the model come from: the files, and the dtype they are loaded as.
 
         Args:
-            order: Of 4-bit codes, on a CPU.
+            order: The name of the order of 4-bit codes, on a CPU.
         """
         paths = sorted({os.path.realpath(path) for path in self._files.values()})
         return Origin(str(self._model.name_or_path), tuple(paths), f"{self._dtype}{order or ''}")
@@ -119,7 +119,7 @@ class Checkpoint:
         """Give a layer its tensors back, on the meta device.
 
         Args:
-            number: Of the layer.
+            number: The number of the layer.
             streamed: Prefixes of the names of streamed tensors in the layer.
 
         Returns:
@@ -133,7 +133,7 @@ class Checkpoint:
         """Load the tensors of a layer.
 
         Args:
-            number: Of the layer, whose tensors have been put back.
+            number: The number of the layer, whose tensors have been put back.
             device: The device to load to.
             streamed: Prefixes of the names of tensors that are loaded to host memory instead.
 

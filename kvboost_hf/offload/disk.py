@@ -27,8 +27,7 @@ import torch
 from filelock import FileLock
 
 from kvboost_hf.checksum import Content, contents
-from kvboost_hf.offload.flat import FlatLayout
-from kvboost_hf.offload.marks import Mark, mark_of, other_content, read_into
+from kvboost_hf.offload.sources import FlatLayout
 
 if sys.platform != "win32":
     import fcntl
@@ -39,6 +38,9 @@ _VERSION, _LOCK = 2, "streamed-layers.lock"
 LAYER = re.compile(r"layer-[0-9a-f]{32}\.bin")  # the name of a file
 _OTHER_FILES = 16  # that loading and running a model open
 _REMEDY = "Load the model again: that writes it anew."
+Mark = list[int | str]  # size, times of the last change of content and of inode in ns, inode, hash of a sample
+_PIECE_BYTES = 4096
+_PIECES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Origin:
     """The checkpoint that layers are loaded from.
 
     Args:
-        model: Its name, for people.
+        model: The name of the model, for people.
         paths: Real paths of its files.
         settings: What the bytes of a layer depend on besides: the dtype, and the order of 4-bit codes.
     """
@@ -69,7 +71,7 @@ class FileSource:
 
     Args:
         file: The file, which contains the bytes of the layer only.
-        nbytes: Its size.
+        nbytes: The size of the layer in bytes.
         contents: Those of the layer's tensors, by name and in order.
     """
 
@@ -83,7 +85,7 @@ class FileSource:
         self._closing = weakref.finalize(self, file.close)
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
-        """See `Source.read_into`. The pages that were read are dropped from the page cache."""
+        """Read the file, and drop the pages that were read from the page cache."""
         wanted = target.numpy().data
         with self._reading:
             done = read_into(self._file, start, wanted)
@@ -95,7 +97,6 @@ class FileSource:
             raise OSError(f"{self.path} was changed after it was written. {_REMEDY}")
 
     def close(self) -> None:
-        """See `Source.close`."""
         self._closing()
 
 
@@ -105,8 +106,8 @@ class _Entry:
 
     Args:
         file: Name of its file.
-        mark: Of the file.
-        digests: Of the layer's tensors, by name.
+        mark: The mark of the file.
+        digests: The digests of the layer's tensors, by name.
     """
 
     file: str
@@ -124,7 +125,7 @@ class LayerFolder:
 
     Args:
         folder: Created if it is missing.
-        origin: Of the layers, so that they can be found before they are loaded; None if that is not known.
+        origin: The origin of the layers, so that they can be found before they are loaded; None if that is not known.
 
     Raises:
         OSError: the folder cannot be made or read.
@@ -167,8 +168,8 @@ class LayerFolder:
         """Write layer `number`, unless there is a file with its content.
 
         Args:
-            number: Of the layer.
-            flat: Its bytes, uint8 [layout.nbytes], on the CPU.
+            number: The number of the layer.
+            flat: The bytes of the layer, uint8 [layout.nbytes], on the CPU.
             layout: Offsets of its tensors.
 
         Raises:
@@ -362,3 +363,51 @@ def _forget_pages(file: int, start: int, nbytes: int) -> None:
 
 def _for_owner(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
+
+
+def mark_of(file: FileIO) -> Mark:
+    """The mark of an open file: 132 KiB at the most are read of it.
+
+    The sample notices most files that were put in the place of others with the same size, times and inode: one in
+    which less than a 32nd part differs may be missed. File systems do not let users set the second time, so that this
+    takes a file system without it, or a clock that was set back.
+    """
+    status = os.fstat(file.fileno())
+    last = max(status.st_size - _PIECE_BYTES, 0)
+    starts = sorted({last * number // _PIECES for number in range(_PIECES + 1)})
+    digest = blake2b(digest_size=16)
+    for start in starts:
+        digest.update(read_at(file, start, _PIECE_BYTES))
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, digest.hexdigest()]
+
+
+def other_content(before: Mark, now: Mark) -> bool:
+    """Whether a file has other content, as far as marks tell; it may have been copied, or given other rights."""
+    return [before[0], before[1], before[-1]] != [now[0], now[1], now[-1]]
+
+
+def read_at(file: FileIO, start: int, nbytes: int) -> bytes:
+    """Up to `nbytes` of a file."""
+    found = bytearray(nbytes)
+    return bytes(found[: read_into(file, start, memoryview(found))])
+
+
+def read_into(file: FileIO, start: int, target: memoryview) -> int:
+    """Fill `target` from `start` on as far as the file goes; returns the number of bytes.
+
+    A forked process shares the position in a file with its parent, so that it is not used.
+    """
+    done = 0
+    if sys.platform == "win32":  # which has neither forks nor this call
+        file.seek(start)
+        while done < len(target) and (count := file.readinto(target[done:])):
+            done += count
+        return done
+    if not hasattr(os, "preadv"):  # macOS
+        while done < len(target) and (found := os.pread(file.fileno(), len(target) - done, start + done)):
+            target[done : done + len(found)] = found
+            done += len(found)
+        return done
+    while done < len(target) and (count := os.preadv(file.fileno(), [target[done:]], start + done)):
+        done += count
+    return done

@@ -164,7 +164,7 @@ class HostSource:
     """The bytes of a layer in host memory.
 
     Args:
-        flat: Its bytes, uint8 [nbytes], contiguous, on the CPU.
+        flat: The bytes of the layer, uint8 [nbytes], contiguous, on the CPU.
     """
 
     def __init__(self, flat: torch.Tensor) -> None:
@@ -173,8 +173,7 @@ class HostSource:
         self.contents = None
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
-        """See `Source.read_into`."""
         target.copy_(self.host[start : start + target.numel()])
 
     def close(self) -> None:
-        """See `Source.close`: the memory lasts as long as a view of it."""
+        """Let go of the memory, which lasts as long as a view of it."""

@@ -1,15 +1,33 @@
-"""`load_streamed`: load a model and stream its layers."""
+"""`load_streamed`: loads a model and streams its layers, by a quantizer of transformers.
 
+transformers calls a quantizer before and after it loads weights. Before, the quantizer removes the tensors of layers
+from the model, which is on the meta device, so that transformers loads only the rest. After, it loads each layer by
+transformers' own functions, which rename, merge and cast tensors, and moves its bytes to where the plan says.
+"""
+
+import copy
+import logging
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.logging import tqdm
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvboost_hf.compat import available_device, loader_of
 from kvboost_hf.config import StreamingConfig
-from kvboost_hf.offload.quantizer import with_streaming
+from kvboost_hf.offload.awq.formats import PackedFormat
+from kvboost_hf.offload.awq.int4pack import order_name
+from kvboost_hf.offload.awq.swap import awq_config, expect_stored, lay_out, save_converted, swap_linears, to_gemm
+from kvboost_hf.offload.build import StreamBuilder, default_device
+from kvboost_hf.offload.checkpoint import Checkpoint
 
 _OF_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder")
+logger = logging.getLogger(__name__)
+METHOD = "kvboost_stream"
 
 
 def load_streamed(
@@ -64,3 +82,164 @@ def load_streamed(
     model = loader_of(config).from_pretrained(name, config=config, **kwargs)
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+@register_quantization_config(METHOD)
+class LayerStreamingQuantizationConfig(QuantizationConfigMixin):
+    """The quantization config of streamed models, made by `with_streaming()`.
+
+    Args:
+        streaming: The arguments of a `StreamingConfig`.
+        checkpoint: The quantization config of the checkpoint; None if it has none.
+    """
+
+    def __init__(self, streaming: dict[str, Any], checkpoint: dict[str, Any] | None = None, **_: Any) -> None:
+        self.quant_method = METHOD  # type: ignore[assignment]
+        self.streaming = streaming
+        self.checkpoint = checkpoint
+
+
+def with_streaming(
+    name_or_config: str | PreTrainedConfig, streaming: StreamingConfig, **kwargs: Any
+) -> PreTrainedConfig:
+    """A copy of a model's configuration with which `from_pretrained()` streams its layers.
+
+    Args:
+        name_or_config: A name on the hub, a folder, or a configuration.
+        streaming: Which layers stay on the device.
+        kwargs: For `AutoConfig.from_pretrained()`.
+
+    Raises:
+        ValueError: the checkpoint is quantized in a way that cannot be streamed.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM
+        >>> from kvboost_hf import StreamingConfig, with_streaming
+        >>> from kvboost_hf.assets import EMBEDDED_MODEL_DIR
+        >>> config = with_streaming(EMBEDDED_MODEL_DIR, StreamingConfig(keep_first_k=1, keep_last_k=1))
+        >>> model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL_DIR, config=config)
+    """
+    if isinstance(name_or_config, PreTrainedConfig):
+        config = copy.deepcopy(name_or_config)
+    else:
+        config = AutoConfig.from_pretrained(name_or_config, **kwargs)
+    holder, found = _checkpoint_quantization(config)
+    if found is not None and found.get("quant_method") == METHOD:
+        found = found["checkpoint"]
+    if found is not None:
+        PackedFormat.of(found)  # refuses what cannot be streamed
+        del holder.quantization_config
+    config.quantization_config = {"quant_method": METHOD, "streaming": asdict(streaming), "checkpoint": found}
+    return config
+
+
+def _checkpoint_quantization(config: PreTrainedConfig) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
+    for holder in (config, config.get_text_config(decoder=True)):
+        found = getattr(holder, "quantization_config", None)
+        if found is not None:
+            return holder, found if isinstance(found, dict) else found.to_dict()
+    return config, None
+
+
+@register_quantizer(METHOD)
+class LayerStreamingQuantizer(HfQuantizer):
+    """Loads layers one by one to the places that the plan gives them."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: LayerStreamingQuantizationConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.pre_quantized = True  # nothing is quantized while it is loaded
+        self._streaming = StreamingConfig(**quantization_config.streaming)
+        checkpoint = quantization_config.checkpoint
+        self._packed = None if checkpoint is None else PackedFormat.of(checkpoint)
+        self._unsaved: str | None = None  # why it cannot be saved
+        self._device = default_device()
+
+    def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any]:
+        """Map the model to the device that computes; the plan decides which layers are on it.
+
+        Raises:
+            ValueError: for a map with more than one device.
+        """
+        if isinstance(device_map, dict) and device_map:
+            devices = {f"cuda:{each}" if isinstance(each, int) else str(each) for each in device_map.values()}
+            if len(devices) > 1 or devices & {"disk", "meta"}:
+                raise ValueError(
+                    f"Streamed layers compute on one device, got a `device_map` with {sorted(devices)}. Name one, or "
+                    "leave it out: StreamingConfig says what is kept elsewhere."
+                )
+            self._device = torch.device(devices.pop())
+        return {"": self._device}
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, dtype: Any = None, **kwargs: Any
+    ) -> PreTrainedModel:
+        self._checkpoint = Checkpoint(model, checkpoint_files, self)
+        packed = self._packed
+        if packed is not None:
+            swap_linears(model, packed, self._checkpoint.quantized(packed.words), self._streaming.quant_kernel)
+            lay_out(model, self._device)
+        on_cpu = packed is not None and self._device.type == "cpu"
+        origin = self._checkpoint.origin(order_name() if on_cpu else None)
+        self._builder = StreamBuilder(model, self._streaming, self._device, origin)
+        if packed is not None:
+            expect_stored(model)
+        # Embeddings that stay in host memory are loaded after the layers: the device may have no room for them.
+        waiting = self._builder.waiting_embeddings
+        self._checkpoint.take_out([*self._builder.layers, *([] if waiting is None else [waiting.module])])
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        builder, checkpoint = self._builder, self._checkpoint
+        rounded = 0
+        with torch.inference_mode(False), torch.no_grad():
+            for number, unit in enumerate(tqdm(builder.units, desc="Loading layers")):
+                streamed = unit.prefixes if builder.is_streamed(number) else ()
+                staying = checkpoint.put_back(number, streamed)
+                if staying or not builder.has_file(number):
+                    checkpoint.load(number, self._device, streamed)
+                rounded += to_gemm(unit.layer)
+                lay_out(unit.layer, self._device)
+                save_converted(unit.layer, False)  # transformers asks for a state_dict() at each layer, for its names
+                if streamed:
+                    builder.take(number)
+            if builder.waiting_embeddings is not None:
+                checkpoint.put_back(len(builder.units), ("",))
+                checkpoint.load(len(builder.units), self._device, ("",))
+            rounded += to_gemm(model)  # what is outside of layers, such as a head in 4 bits
+            lay_out(model, self._device)
+            builder.finish()
+            save_converted(model, True)
+        del self._builder, self._checkpoint
+        if rounded:
+            logger.warning(
+                "%d scales of 4-bit weights were rounded to float16, which the kernels read: they have more than 11 "
+                "bits, or are below 6e-5.",
+                rounded,
+            )
+        if self._packed is None:
+            self._leave(model)
+        else:
+            saved, self._unsaved = awq_config(model, self._packed)
+            model.config.quantization_config = saved
+        return model
+
+    def _leave(self, model: PreTrainedModel) -> None:
+        """Remove the marks of a quantized model."""
+        self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
+        del model.is_quantized
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                vars(module.config).pop("_is_quantized", None)
+
+    def is_serializable(self) -> bool:
+        """Whether it can be saved: as an AWQ checkpoint."""
+        if self._unsaved is not None:
+            logger.warning("%s Copy the files of the checkpoint instead.", self._unsaved)
+        return self._unsaved is None
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether weights can be trained: streamed ones cannot."""
+        return False

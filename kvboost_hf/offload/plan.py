@@ -1,8 +1,8 @@
-"""Plans which layers stay on the device, which in host memory and which in files.
+"""Plans which layers stay on the device, which in host memory and which in files, and when each is copied into a slot.
 
 Resident layers are spread evenly among the streamed ones, beginning with the first layer, so that copies continue
-while they are computed: several in a row would leave the link idle once all slots are full. `simulate.py` computes by
-how much, and why the number of streamed layers need not be a multiple of the slots.
+while they are computed: several in a row would leave the link idle once all slots are full. `benchmarks/ring.py`
+computes by how much, and why the number of streamed layers need not be a multiple of the slots.
 """
 
 import math
@@ -20,11 +20,11 @@ class ModelSizes:
     """Sizes of a model in bytes.
 
     Args:
-        layer_bytes: Of each decoder layer, the part that can be streamed: all, or its feed-forward part.
+        layer_bytes: Bytes of each decoder layer that can be streamed: all of it, or its feed-forward part.
         other_bytes: Weights that always stay on the device: embeddings, norms, the head, and the rest of the layers.
         kv_bytes: K/V of `max_tokens` tokens.
         activation_bytes: Activations of a forward at its peak.
-        embedding_bytes: Of `other_bytes`, the input embeddings, if they may stay in host memory.
+        embedding_bytes: Those of `other_bytes` that are input embeddings, if they may stay in host memory.
         workspace_bytes: Workspaces of matrix products on a GPU.
     """
 
@@ -86,8 +86,8 @@ class ResidencyPlan:
         """The most forwards per second that copies leave time for; infinite if nothing is streamed.
 
         Args:
-            link_bytes_per_s: Of copies to the device.
-            disk_bytes_per_s: Of reading files, which goes on beside the copies.
+            link_bytes_per_s: Bytes per second of copies to the device.
+            disk_bytes_per_s: Bytes per second of reading files, which goes on beside the copies.
         """
         seconds = max(self.streamed_bytes / link_bytes_per_s, self.disk_bytes / disk_bytes_per_s)
         return 1 / seconds if seconds else math.inf
@@ -126,7 +126,7 @@ def plan_residency(sizes: ModelSizes, config: StreamingConfig, *, free_bytes: in
     If layers differ in size, the largest stay on the device, and the largest streamed ones in host memory.
 
     Args:
-        sizes: Of the model.
+        sizes: The sizes of the model.
         config: The streaming settings.
         free_bytes: Free memory of the device; None if host and device share their memory, so that all layers stay
             except those in files.
@@ -239,3 +239,65 @@ def _too_small(least: ResidencyPlan, limit: int, free_bytes: int | None) -> str:
         f"The budget of the device must be at least {need} bytes ({math.ceil(need / 1e7) / 100:.2f} GB) for this "
         f"model, got {limit}: {parts}. {remedy}"
     )
+
+
+class Ring:
+    """Assigns slots to streamed layers in turn, and starts again with the first layer for the next token.
+
+    Layer `i` always uses slot `i % n_slots`, so that the address of its weights never changes. A free slot goes to the
+    layer that uses it next in cyclic order. So no layer is missing when the layers run in order, whatever their
+    number. If they do not (an exception, an early exit), `missing` names the layers to copy.
+
+    Args:
+        n_layers: Streamed layers.
+        n_slots: Slots; no more than layers.
+    """
+
+    def __init__(self, n_layers: int, n_slots: int) -> None:
+        assert 0 < n_slots <= n_layers
+        self.n_layers, self.n_slots = n_layers, n_slots
+        self.held: list[int | None] = [None] * n_slots  # the layer whose bytes were last sent to each slot
+        self._left: set[int] = set()
+
+    def slot(self, layer: int) -> int:
+        """The slot of a layer."""
+        return layer % self.n_slots
+
+    def holds(self, layer: int) -> bool:
+        """Whether the layer's slot holds its bytes, or will after the copy under way."""
+        return self.held[self.slot(layer)] == layer
+
+    def missing(self, layer: int) -> list[int]:
+        """The layers to copy if `layer` runs next (`n_layers` stands for the first), the soonest needed first."""
+        wanted = sorted((self._next(slot, layer), slot) for slot in range(self.n_slots))
+        return [
+            (layer + steps) % self.n_layers
+            for steps, slot in wanted
+            if steps < self.n_layers and self.held[slot] != (layer + steps) % self.n_layers
+        ]
+
+    def sent(self, layer: int) -> None:
+        """Note that a copy of a layer into its slot was issued."""
+        self.held[self.slot(layer)] = layer
+
+    def forget(self, layer: int) -> None:
+        """Note that the content of a layer's slot is unknown."""
+        self.held[self.slot(layer)] = None
+
+    def leave(self, layer: int) -> None:
+        """Stop streaming a layer."""
+        self._left.add(layer)
+        if self.holds(layer):
+            self.forget(layer)
+
+    def join(self, layer: int) -> None:
+        """Stream a layer again."""
+        self._left.discard(layer)
+
+    def _next(self, slot: int, layer: int) -> int:
+        """Steps from `layer` to the next layer that uses `slot`, itself included; n_layers if there is none."""
+        for steps in range(self.n_layers):
+            found = (layer + steps) % self.n_layers
+            if found % self.n_slots == slot and found not in self._left:
+                return steps
+        return self.n_layers

@@ -21,8 +21,8 @@ class LayerFile:
     """The file of a layer.
 
     Args:
-        path: Of the file.
-        nbytes: Its size.
+        path: The path of the file.
+        nbytes: The size of the file in bytes.
         models: Names of the models that were loaded through it, as far as that is known.
         in_use: Whether a process streams it, or may do so.
     """

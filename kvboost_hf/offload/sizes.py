@@ -10,12 +10,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.compat import decoder_layers, kv_bytes_per_token, loader_of
 from kvboost_hf.config import StreamingConfig
-from kvboost_hf.offload.awq.cpu import scratch_bytes
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts, are_stacked
 from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.awq.linear import AwqLinear
 from kvboost_hf.offload.awq.swap import swap_linears
-from kvboost_hf.offload.awq.triton.tiling import scratch_columns
+from kvboost_hf.offload.awq.tiling import scratch_bytes, scratch_columns
 from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
 from kvboost_hf.offload.units import Holder, Unit, find_units, input_embeddings, parts_of
 
@@ -32,9 +31,9 @@ def activation_bytes(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) 
     logits in float32. A mask, the scores of eager attention, and several experts per token are not included.
 
     Args:
-        config: Of the model.
-        tokens: Of the prompt.
-        dtype: Of what the layers compute.
+        config: The configuration of the model.
+        tokens: The number of tokens of the prompt.
+        dtype: The dtype in which the layers compute.
     """
     text: Any = config.get_text_config(decoder=True)
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
@@ -52,9 +51,9 @@ def workspace_bytes(model: nn.Module, dtype: torch.dtype, tokens: int, *, triton
     PyTorch's operations `cpu.scratch_bytes`.
 
     Args:
-        model: Its linear layers and experts may be on the meta device.
-        dtype: Of what the layers compute.
-        tokens: Of the prompt.
+        model: The model; its linear layers and experts may be on the meta device.
+        dtype: The dtype in which the layers compute.
+        tokens: The number of tokens of the prompt.
         triton: Whether Triton's kernels multiply by 4-bit weights.
     """
     shapes: list[tuple[int, int, int]] = []
@@ -85,7 +84,7 @@ def sizes_of(
     Args:
         model: As it will be loaded.
         units: The part of each layer that can be streamed.
-        streaming: Its numbers of tokens in the context and in one forward are used.
+        streaming: The settings of streaming, which say how many tokens there are in the context and in one forward.
         embeddings: The input embeddings, if they may stay in host memory.
         gpu: Whether the device is a GPU.
         triton: Whether Triton's kernels multiply by 4-bit weights there.
@@ -121,11 +120,11 @@ def estimate_sizes(
     of a quantized checkpoint leaves out, are counted in `dtype`.
 
     Args:
-        config: Of a causal language model of transformers.
+        config: The configuration of a causal language model of transformers.
         streaming: The settings; the mode, the numbers of tokens and `host_embeddings` are used.
-        bits: Of the weights of decoder layers; None for 4 with the configuration of a checkpoint in 4 bits, else 16.
+        bits: Bits of a weight in decoder layers; None for 4 if the checkpoint of the configuration has 4, else 16.
         group_size: Rows that share a scale and a zero point; None for that of the checkpoint, or 128.
-        dtype: Of weights that are not quantized, of K/V and of activations.
+        dtype: The dtype of weights that are not quantized, of K/V and of activations.
 
     Raises:
         ValueError: no decoder of text, other bits, 4 for a model without weights that can be packed, a checkpoint that
@@ -178,7 +177,7 @@ def what_fits(
     """Which layers of a model would stay on a device, without downloading it.
 
     Args:
-        config: Of a causal language model of transformers, as `AutoConfig.from_pretrained()` gives it.
+        config: The configuration of a causal language model, as `AutoConfig.from_pretrained()` returns it.
         vram_budget: As `StreamingConfig` has it.
         streaming: Further settings.
         bits: As `estimate_sizes` has it, and so `group_size` and `dtype`.

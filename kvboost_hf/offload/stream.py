@@ -1,23 +1,60 @@
-"""`LayerStream` copies the weights of streamed layers into slots on the device as the layers run."""
+"""`LayerStream` copies the weights of streamed layers into slots on the device as the layers run.
+
+A `LayerStreamingHook` of accelerate on each layer calls it before and after the layer's forward.
+"""
 
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from accelerate.hooks import ModelHook
 from torch import nn
 
 from kvboost_hf import forks
 from kvboost_hf.checksum import Content
 from kvboost_hf.errors import StreamingError
-from kvboost_hf.offload.backends.base import Backend
-from kvboost_hf.offload.flat import FlatLayout
-from kvboost_hf.offload.plan import ResidencyPlan
-from kvboost_hf.offload.schedule import Ring
-from kvboost_hf.offload.sources import LayerSource, in_memory
-from kvboost_hf.offload.stats import StreamingStats
+from kvboost_hf.offload.backend import Backend
+from kvboost_hf.offload.plan import ResidencyPlan, Ring
+from kvboost_hf.offload.sources import FlatLayout, LayerSource, in_memory
 from kvboost_hf.offload.units import Holder, Unit, is_made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamingStats:
+    """Counts since the layers were first streamed.
+
+    Args:
+        layer_calls: Forwards of streamed layers.
+        hits: Calls for which the copy of the weights had been issued before.
+        misses: Calls that issued the copy themselves: the first of all, and those out of order.
+        synchronous_loads: Calls in which the host waited for the copy.
+        bytes_copied: Bytes copied to the device, or read from files.
+        copy_rate: Bytes per second while copies ran; 0.0 if unknown.
+        stall_s: Seconds that the computation waited for copies; 0.0 if unknown.
+    """
+
+    layer_calls: int
+    hits: int
+    misses: int
+    synchronous_loads: int
+    bytes_copied: int
+    copy_rate: float
+    stall_s: float
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per call of a streamed layer; 1.0 if there was none."""
+        return self.hits / self.layer_calls if self.layer_calls else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layer_calls} calls of streamed layers, {self.hit_rate:.1%} of them sent for ahead "
+            f"({self.misses} were not), {self.bytes_copied / 1e9:.2f} GB copied at {self.copy_rate / 1e9:.2f} GB/s, "
+            f"{self.stall_s:.2f} s stood still"
+        )
 
 
 class LayerStream:
@@ -26,7 +63,7 @@ class LayerStream:
     Args:
         plan: The plan that chose them.
         units: The streamed parts of the layers, in the order in which they run.
-        layouts: Of the bytes of each unit.
+        layouts: The layout of the bytes of each unit.
         sources: The bytes of each unit.
         n_slots: Slots on the device.
         backend: Copies the bytes.
@@ -254,4 +291,55 @@ def _refuse_loading(*_: Any) -> NoReturn:
     raise StreamingError(
         "load_state_dict() cannot change streamed layers, whose weights are not in the model. Call "
         "stop_streaming(model) first."
+    )
+
+
+class LayerStreamingHook(ModelHook):  # type: ignore[misc]
+    """Waits for the weights of one layer before its forward, and starts copies of later layers after it.
+
+    `load_streamed()` and `stream_layers()` add one to each streamed layer. accelerate's
+    `remove_hook_from_submodules(model)` removes them and gives the layers their weights back, in host memory.
+
+    Args:
+        stream: The streamed layers of the model.
+        number: Which of them the hook is for.
+    """
+
+    leaves_kv_alone = True  # read by the fingerprint of models
+
+    def __init__(self, stream: LayerStream, number: int) -> None:
+        self.stream, self.number = stream, number
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Make the weights of the module views into the slot."""
+        self.stream.bind(self.number)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Wait until the weights are in the slot."""
+        self.stream.enter(self.number)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Release the slot. A gradient through the output is refused later, since the weights are gone by then."""
+        self.stream.leave(self.number)
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Give the module its weights back, in host memory."""
+        self.stream.unbind(self.number)
+        return module
+
+    @property
+    def weights_at_rest(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | Content]]:
+        return self.stream.weights_at_rest(self.number)
+
+
+def _refuse_gradient(_: torch.Tensor) -> NoReturn:
+    raise StreamingError(
+        "Gradients cannot pass through streamed layers, whose weights are gone by then. Call stop_streaming(model) to "
+        "train."
     )

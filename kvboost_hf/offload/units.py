@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 from transformers import PreTrainedModel
 
-from kvboost_hf.offload.flat import FlatLayout
+from kvboost_hf.offload.sources import FlatLayout
 
 _ATTENTION = ("attn", "attention")
 
@@ -50,9 +50,9 @@ class Unit:
 
     Args:
         module: The module whose forward needs it.
-        holders: Its tensors, by their names in `layer`.
+        holders: The tensors of the unit, by their names in `layer`.
         layer: The decoder layer.
-        prefixes: Of these names.
+        prefixes: The prefixes of the names of the unit's tensors in `layer`.
     """
 
     module: nn.Module

@@ -15,23 +15,18 @@ from fastapi.responses import FileResponse
 from kvboost_hf import __version__
 from kvboost_hf.server.apis.anthropic.messages import message_routes
 from kvboost_hf.server.apis.context import RouteContext
-from kvboost_hf.server.apis.kvboost.operator import operator_routes
-from kvboost_hf.server.apis.kvboost.sessions import session_routes
-from kvboost_hf.server.apis.kvboost.warm import warm_routes
-from kvboost_hf.server.apis.ollama.models import ollama_model_routes
-from kvboost_hf.server.apis.ollama.routes import ollama_routes
-from kvboost_hf.server.apis.openai.chat import chat_routes
-from kvboost_hf.server.apis.openai.completions import completion_routes
-from kvboost_hf.server.apis.openai.embeddings import embedding_routes
-from kvboost_hf.server.apis.openai.models import model_routes
+from kvboost_hf.server.apis.kvboost import operator_routes, session_routes, warm_routes
+from kvboost_hf.server.apis.ollama.routes import ollama_model_routes, ollama_routes
 from kvboost_hf.server.apis.openai.responses import response_routes
+from kvboost_hf.server.apis.openai.routes import chat_routes, completion_routes, embedding_routes, model_routes
 from kvboost_hf.server.chats.encoding import Encoder
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.http.errors import add_handlers
 from kvboost_hf.server.http.guard import Guard
 from kvboost_hf.server.http.metrics import Meter
 from kvboost_hf.server.http.turns import Turns
-from kvboost_hf.server.jobs import Engine, SamplingDefaults
+from kvboost_hf.server.jobs import SamplingDefaults
+from kvboost_hf.server.protocol import Engine
 from kvboost_hf.server.settings import ServerSettings
 
 _ROUTES = (

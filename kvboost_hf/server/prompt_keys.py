@@ -15,7 +15,7 @@ def prompt_keys(body: bytes, authorization: str = "") -> list[bytes]:
     """Keys of the leading pieces of a prompt: requests that share some begin with the same text, for the same client.
 
     Args:
-        body: Of a request to any route of the server.
+        body: The body of a request to any route of the server.
         authorization: What clients are told apart by, besides the body's `prompt_cache_key` and `cache_salt`.
 
     Returns:

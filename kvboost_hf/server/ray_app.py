@@ -49,7 +49,6 @@ class PrefixRequestRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """See `RequestRouter`."""
         if not candidate_replicas:
             return []
         if pending_request is not None:
@@ -59,7 +58,6 @@ class PrefixRequestRouter(RequestRouter):
         return [[replicas[name]] for name in self._router.rank(_keys(pending_request), loads)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """See `RequestRouter`."""
         self._router.routed(_keys(pending_request), replica_id.unique_id)
 
 
@@ -72,7 +70,7 @@ class Replica:
 
     Args:
         load: Makes the model and its tokenizer.
-        settings: Of the server.
+        settings: The settings of the server.
         kept: What is kept of prompts; its tiers are shared with other replicas.
     """
 
@@ -87,8 +85,8 @@ class Replica:
         """Answer a request.
 
         Args:
-            keys: Of the prompt, for the router.
-            scope: Of ASGI.
+            keys: The keys of the prompt, for the router.
+            scope: The scope of the request, as ASGI has it.
             body: The whole of it.
 
         Yields:
@@ -121,7 +119,7 @@ class Front:
     """Takes requests, and hands them on with the keys of their prompts.
 
     Args:
-        replicas: Of `Replica`.
+        replicas: A handle of the deployment of `Replica`.
         max_body_bytes: More of a request is not read, and the replica refuses it.
     """
 
@@ -156,12 +154,12 @@ def build(
 
     Args:
         load: Makes a model and its tokenizer, on the machine of the replica.
-        settings: Of each replica's server. Address and port are Ray's.
+        settings: The settings of each replica's server. Address and port are Ray's.
         kept: What each replica keeps of prompts. Tiers that they can all reach make one replica find what another has
             stored.
         replicas: How many.
         fronts: How many processes take requests. Each remembers by itself where prompts went.
-        load_factor: See `PrefixRouter`.
+        load_factor: The most load of a replica, as a multiple of its share.
         actor_options: What Ray is to give each replica, such as `{"num_gpus": 1}`.
     """
     router = RequestRouterConfig(

@@ -59,7 +59,7 @@ class PrefixRouter:
         Those that have as much as they may come last, the least loaded first.
 
         Args:
-            keys: Of the prompt's chunks, in their order; where there are none, the load alone decides.
+            keys: The keys of the prompt's chunks, in their order; where there are none, the load alone decides.
             loads: By replica, its requests under way.
 
         Raises:

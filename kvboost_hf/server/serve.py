@@ -16,16 +16,15 @@ from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.config import DraftTreeConfig
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.apis.context import RouteContext, as_templates_have_them
-from kvboost_hf.server.apis.kvboost.schema import WarmRequest
 from kvboost_hf.server.app import make_app
-from kvboost_hf.server.chats.rendering import Rendering
-from kvboost_hf.server.engine.memory import tokens_that_fit
+from kvboost_hf.server.chats.template import Rendering
+from kvboost_hf.server.engine.model_runner import tokens_that_fit
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.generation.sharing import choose_attention
-from kvboost_hf.server.http.keys import prompt_salt
 from kvboost_hf.server.http.listen import FrontServer
 from kvboost_hf.server.jobs import Event, Finished, Job, Keep, SamplingDefaults, SamplingOptions
-from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.requests.texts import WarmRequest
+from kvboost_hf.server.settings import ServerSettings, prompt_salt
 from kvboost_hf.server.startup import Chosen, Startup
 from kvboost_hf.server.tier_check import InTiers, unfound
 
@@ -53,7 +52,7 @@ def serve(
 
     Args:
         model: A causal language model in eval mode.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         settings: The settings of the server.
         kept: The settings of the store, and of how its K/V is reused.
         draft: A smaller model that drafts for a request that runs alone; None for no drafts.

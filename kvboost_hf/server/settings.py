@@ -1,9 +1,57 @@
-"""`ServerSettings`: the settings of a server."""
+"""`ServerSettings`: the settings of a server, with its files of TLS and of API keys, and the salts made of keys."""
 
+import hashlib
+import ssl
+import stat
+import sys
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 
-from kvboost_hf.server.tls import TlsFiles
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """The files of TLS, in the PEM format.
+
+    Args:
+        certfile: The server's certificate, and those that vouch for it.
+        keyfile: The certificate's private key; None if it is in `certfile`.
+        password: The password of the key, if it has one.
+        ca_certs: Clients must show a certificate that one of these vouches for; None asks them for none.
+    """
+
+    certfile: Path
+    keyfile: Path | None = None
+    password: str | None = None
+    ca_certs: Path | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Make an SSL context for TLS 1.2 or later.
+
+        Raises:
+            ValueError: a file is missing, is none of its kind, or does not go with the others.
+        """
+        for flag, path in (("certfile", self.certfile), ("keyfile", self.keyfile), ("ca-certs", self.ca_certs)):
+            if path is not None and not path.is_file():
+                raise ValueError(f"`--ssl-{flag}` must be a file in the PEM format, but there is none at {path}.")
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            # Without a password OpenSSL would ask for one at the terminal.
+            context.load_cert_chain(self.certfile, self.keyfile, self.password or "")
+        except OSError as error:  # that of OpenSSL is one, too
+            raise ValueError(
+                f"The certificate {self.certfile} and the key {self.keyfile or self.certfile} cannot be used: "
+                f"{error}. Pass a certificate and its own key as PEM files, and the key's password if it has one."
+            ) from error
+        if self.ca_certs is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_verify_locations(self.ca_certs)
+            except OSError as error:
+                raise ValueError(
+                    f"`--ssl-ca-certs` must hold certificates in the PEM format, got {self.ca_certs}: {error}."
+                ) from error
+        return context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,3 +176,64 @@ class ServerSettings:
             raise ValueError(
                 f"`max_model_len` must be 2 or more, got {self.max_model_len}. Pass None for the model's."
             )
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Read the keys of a file, one a line; blank lines and those that begin with `#` are left out.
+
+    Args:
+        path: The path of a file that nobody else may read; its group may.
+
+    Returns:
+        One key at least.
+
+    Raises:
+        ValueError: others may read or write it, it cannot be read, or it holds no key.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"The file of keys {path} cannot be read: {error}. Pass a text file with a key a line."
+        ) from error
+    require_closed(path, f"file of keys {path}")
+    lines = (line.strip() for line in text.splitlines())
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ValueError(f"The file of keys {path} must hold a key a line, but there is none. Write one into it.")
+    return keys
+
+
+def require_closed(path: Path, what: str) -> None:
+    """Raise ValueError for a file that other users may read or write; its group may read it.
+
+    Args:
+        path: The path of a file that exists.
+        what: The file in the error.
+    """
+    mode = path.stat().st_mode
+    if sys.platform != "win32" and mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
+        raise ValueError(
+            f"The {what} must be closed to other users, but its mode is {stat.S_IMODE(mode):04o}. "
+            f"Run: chmod 600 {path}"
+        )
+
+
+def prompt_salt(salt: str, api_key: str | None, cache_key: str | None = None, cache_salt: str | None = None) -> bytes:
+    """The salt that separates the K/V of clients who must not find each other's prompts.
+
+    Args:
+        salt: The salt of the server, or of the prompts that are warmed for it.
+        api_key: Who asks; None where nobody needs a key.
+        cache_key: A request's `prompt_cache_key`.
+        cache_salt: A request's `cache_salt`.
+
+    Returns:
+        For caches and stores; that of a `ChunkStore` without one if there is nothing to tell apart.
+    """
+    if api_key is None and cache_key is None and cache_salt is None:
+        return salt.encode()
+    told: tuple[str | None, ...] = (api_key, cache_key, salt) if salt else (api_key, cache_key)
+    if cache_salt is not None:
+        told = (*told, "cache_salt", cache_salt)  # K/V that was stored without one stays found
+    return hashlib.sha256(repr(told).encode()).digest()

@@ -19,7 +19,7 @@ from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.compat import attn_implementation, bytes_per_token, input_device
 from kvboost_hf.engine.settings import EngineSettings
-from kvboost_hf.progress import Progress
+from kvboost_hf.outputs import Progress
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.http.guard import JsonLines
 from kvboost_hf.server.settings import ServerSettings
@@ -35,12 +35,12 @@ class Chosen:
 
     Args:
         model: What clients call the model.
-        model_class: Its class in transformers.
+        model_class: The model's class in transformers.
         parameters: Number of its weights.
-        dtype: Of its weights.
+        dtype: The dtype of the model's weights.
         device: Where it runs.
         threads: Threads of PyTorch on the CPU.
-        attention: Its attention, as transformers names it.
+        attention: The model's attention, as transformers names it.
         attention_reason: Why it has this one.
         max_model_len: Tokens of a prompt and its answer, at most.
         max_batch_size: Requests that run at once.

@@ -22,8 +22,8 @@ class Coding:
 
     Args:
         name: Such as `"int8"`, `"live turboquant:4"` or both.
-        codec: Of the store; None for K/V as it is.
-        live_quant: Of the caches; None for K/V as it is.
+        codec: The codec of the store; None for K/V as it is.
+        live_quant: The quantization of K/V in the caches; None for K/V as it is.
     """
 
     name: str

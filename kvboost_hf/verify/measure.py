@@ -1,15 +1,24 @@
-"""Answers a prompt, and compares the logits with those of plain generate()."""
+"""Answers a prompt, from K/V in fewer bits too, and compares the logits with those of plain generate()."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.codecs import Codec, Planes, Role
+from kvboost_hf.cache.layers.quantized import QuantizedLayer
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.compat import cache_argument, difference, input_device
+from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.compat import LayerRotation, cache_argument, difference, input_device
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.verify.results import PromptResult
+
+Decode = Callable[
+    [Mapping[str, torch.Tensor], tuple[int, ...], torch.dtype, Role, LayerRotation | None], torch.Tensor
+]  # as `Codec.decode`
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +95,78 @@ def compare(prompt: int, full: Answer, found: Answer, report: ReuseReport, coded
         moved_reason=report.moved_reason,
         coded_tokens=coded_tokens,
     )
+
+
+def answer_from_codes(
+    model: PreTrainedModel,
+    store: ChunkStore,
+    live_quant: KVQuantConfig | None,
+    ids: torch.Tensor,
+    max_new_tokens: int,
+) -> tuple[Answer, ChunkReuseCache, int]:
+    """Store a prompt, ids [1, n], and answer it with a new cache that reads it from the store.
+
+    Args:
+        model: Answers.
+        store: With the codec in question, as a `WatchedCodec`, or with K/V as it is.
+        live_quant: How both caches hold K/V, or None.
+        ids: The prompt.
+        max_new_tokens: At most so many.
+
+    Returns:
+        The answer, the cache that it came from, and how many tokens of the prompt were read as codes: decoded from
+        the store, or held by the layers; with both, the fewer.
+    """
+    before = ChunkReuseCache(model, store, live_quant=live_quant)
+    answer(model, ids, 1, before)
+    before.reset()  # the tail is stored, too
+    decoded = _num_decoded(store)
+    cache = ChunkReuseCache(model, store, ReusePolicy(min_prefill_saving=0), live_quant=live_quant)
+    found = answer(model, ids, max_new_tokens, cache)
+    read = []
+    if isinstance(store.codec, WatchedCodec):
+        report = cache.report
+        read.append(report.reused_tokens - report.tier_tokens["live"] if _num_decoded(store) > decoded else 0)
+    if live_quant is not None:
+        held = (layer.num_coded for layer in cache.layers if isinstance(layer, QuantizedLayer))
+        read.append(min(max(held, default=0), ids.shape[1]))
+    return found, cache, min(read)
+
+
+def _num_decoded(store: ChunkStore) -> int:
+    return store.codec.num_decoded if isinstance(store.codec, WatchedCodec) else 0
+
+
+class WatchedCodec(Codec):
+    """A codec that encodes as another one does, and counts how often it decodes.
+
+    Args:
+        codec: The other one.
+        name: The name of this codec; None for the name of the codec that is watched.
+        decode: Decodes in place of the other one.
+    """
+
+    lossless = False
+
+    def __init__(self, codec: Codec, name: str | None = None, decode: Decode | None = None) -> None:
+        self._codec, self.name = codec, codec.name if name is None else name
+        self.sink_tokens = codec.sink_tokens
+        self._decode = codec.decode if decode is None else decode
+        self.num_decoded = 0
+
+    def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
+        return self._codec.encode(x, role, rotations)
+
+    def decode(
+        self,
+        planes: Mapping[str, torch.Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        role: Role,
+        rotation: LayerRotation | None,
+    ) -> torch.Tensor:
+        self.num_decoded += 1
+        return self._decode(planes, shape, dtype, role, rotation)
+
+    def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
+        return self._codec.nbytes(shape, dtype, role)

@@ -23,9 +23,9 @@ class PromptResult:
         divergence_gap: There, how far the two best plain logits are apart, in standard deviations of the logits.
         max_difference: Largest difference of a logit, in standard deviations of the logits.
         prompt_tokens: Tokens of the prompt; this and what follows as in `ReuseReport`.
-        reused_tokens: Of these, not computed.
-        forwarded_tokens: Of these, computed.
-        moved_tokens: Of these, taken from elsewhere.
+        reused_tokens: Tokens of the prompt that were not computed.
+        forwarded_tokens: Tokens of the prompt that were computed.
+        moved_tokens: Reused tokens whose K/V was computed at another place.
         recomputed_tokens: Moved tokens that were computed again.
         bypass_reason: Why nothing, or no more, was reused, or None.
         moved_reason: Why nothing was moved, or None.

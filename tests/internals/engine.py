@@ -1,6 +1,6 @@
 """Names of `kvboost_hf.engine`."""
 
 from kvboost_hf.engine import group_by_prefix, kvboost
-from kvboost_hf.engine.encode import PromptEncoder
+from kvboost_hf.engine.prompts import PromptEncoder
+from kvboost_hf.engine.runner import Watch
 from kvboost_hf.engine.settings import EngineSettings
-from kvboost_hf.engine.watch import Watch

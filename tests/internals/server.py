@@ -1,16 +1,13 @@
 """Names of `kvboost_hf.server`."""
 
 from kvboost_hf.server.apis.anthropic.schema import MessagesRequest
-from kvboost_hf.server.apis.kvboost.schema import WarmRequest
 from kvboost_hf.server.apis.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
 from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.chats import encoding
-from kvboost_hf.server.chats.encoding import Encoder
-from kvboost_hf.server.chats.lengths import UNSURE_CHARS, Reach, reach_of
-from kvboost_hf.server.chats.markers import Markers
+from kvboost_hf.server.chats.encoding import UNSURE_CHARS, Encoder, Reach, reach_of
 from kvboost_hf.server.chats.reasoning import AfterReasoning, Marks, ReasoningReader
-from kvboost_hf.server.chats.rendering import Rendering
+from kvboost_hf.server.chats.template import Markers, Rendering
 from kvboost_hf.server.chats.token_cache import TokenCache
 from kvboost_hf.server.chats.tools import (
     HERMES,
@@ -22,36 +19,29 @@ from kvboost_hf.server.chats.tools import (
     format_of,
     joined,
 )
-from kvboost_hf.server.engine import memory
+from kvboost_hf.server.engine import model_runner as memory
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns, embed
-from kvboost_hf.server.engine.limits import EngineLimits
-from kvboost_hf.server.engine.memory import tokens_that_fit
-from kvboost_hf.server.engine.model_runner import ModelRunner
-from kvboost_hf.server.engine.waiting import WaitingLine
+from kvboost_hf.server.engine.intake import EngineLimits, WaitingLine
+from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit
 from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.generation.batch import BatchKV, _BatchLayer
-from kvboost_hf.server.generation.drafted import DraftedText
-from kvboost_hf.server.generation.prefixes import PrefixTree
+from kvboost_hf.server.generation.batch import BatchKV, PrefixTree, _BatchLayer
 from kvboost_hf.server.generation.sampling import Sampler, choose_rows
 from kvboost_hf.server.generation.sharing import choose_attention, sharing_reason
+from kvboost_hf.server.generation.speculation import DraftedText
 from kvboost_hf.server.generation.text import TextStream
 from kvboost_hf.server.grammars import program
-from kvboost_hf.server.grammars.closed_schema import closed
 from kvboost_hf.server.grammars.compiling import Grammars
+from kvboost_hf.server.grammars.schemas import closed
 from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema, regex, tool_calls
 from kvboost_hf.server.http.connections import ConnectionLimits, connections_that_fit
 from kvboost_hf.server.http.errors import ApiError
-from kvboost_hf.server.http.guard import JsonLines
-from kvboost_hf.server.http.hosts import Hosts
-from kvboost_hf.server.http.keys import prompt_salt, read_keys
+from kvboost_hf.server.http.guard import Hosts, JsonLines
 from kvboost_hf.server.http.listen import FrontServer
 from kvboost_hf.server.http.metrics import Meter
 from kvboost_hf.server.http.traces import otlp_provider
 from kvboost_hf.server.http.turns import Turns
 from kvboost_hf.server.jobs import (
     Constraint,
-    DrainingError,
-    Engine,
     Event,
     Finished,
     FinishReason,
@@ -59,21 +49,18 @@ from kvboost_hf.server.jobs import (
     Keep,
     Listener,
     Progress,
-    QueueFullError,
     SamplingDefaults,
     SamplingOptions,
     Session,
     SessionChange,
     TokenLogprob,
-    TooLongError,
 )
-from kvboost_hf.server.jobs.model_card import ModelCard
 from kvboost_hf.server.prompt_keys import prompt_keys
+from kvboost_hf.server.protocol import DrainingError, Engine, ModelCard, QueueFullError, TooLongError
 from kvboost_hf.server.requests.chat import ChatRequest
-from kvboost_hf.server.requests.texts import CompletionRequest
+from kvboost_hf.server.requests.texts import CompletionRequest, WarmRequest
 from kvboost_hf.server.routing import PrefixRouter
 from kvboost_hf.server.serve import _warm, start_engine
-from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.settings import ServerSettings, TlsFiles, prompt_salt, read_keys
 from kvboost_hf.server.startup import Chosen, Startup, TextLines
 from kvboost_hf.server.tier_check import InTiers, unfound
-from kvboost_hf.server.tls import TlsFiles

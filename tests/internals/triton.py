@@ -1,6 +1,6 @@
 """Names of the Triton kernels: importing them fixes whether Triton interprets or compiles."""
 
-from kvboost_hf import triton_support
+from kvboost_hf import kernels as triton_support
 from kvboost_hf.attention.triton import codes, dense, mixed, pieces, tiling
 from kvboost_hf.attention.triton import combine as combine_module
 from kvboost_hf.attention.triton.combine import blocks_of, combine
@@ -10,10 +10,10 @@ from kvboost_hf.attention.triton.tiling import Tiling as AttentionTiling
 from kvboost_hf.attention.triton.tiling import plan_tiling as attention_plan_tiling
 from kvboost_hf.cache.kv import gather_kernel
 from kvboost_hf.cache.kv.gather_kernel import launch as gather_launch
-from kvboost_hf.offload.awq.triton import halfwords
-from kvboost_hf.offload.awq.triton import launch as launch_module
-from kvboost_hf.offload.awq.triton.launch import Planned, awq_matmul_triton, plan_dequantizing, planned, traits_of
-from kvboost_hf.offload.awq.triton.tiling import MOST_ROWS, SCRATCH_BYTES, scratch_columns
-from kvboost_hf.offload.awq.triton.tiling import Tiling as AwqTiling
-from kvboost_hf.offload.awq.triton.tiling import plan_tiling as awq_plan_tiling
+from kvboost_hf.offload.awq import triton_kernels as halfwords
+from kvboost_hf.offload.awq import triton_launch as launch_module
+from kvboost_hf.offload.awq.tiling import MOST_ROWS, SCRATCH_BYTES, scratch_columns
+from kvboost_hf.offload.awq.tiling import Tiling as AwqTiling
+from kvboost_hf.offload.awq.tiling import plan_tiling as awq_plan_tiling
+from kvboost_hf.offload.awq.triton_launch import Planned, awq_matmul_triton, plan_dequantizing, planned, traits_of
 from kvboost_hf.triton_launch import Arguments, Launcher

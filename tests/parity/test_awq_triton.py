@@ -144,7 +144,7 @@ def test_small_tiles() -> None:
 
 def test_prompts_take_some_columns_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What weights become takes no more memory than one slice of columns."""
-    monkeypatch.setattr("kvboost_hf.offload.awq.triton.tiling.SCRATCH_BYTES", 256 * 96 * 2)
+    monkeypatch.setattr("kvboost_hf.offload.awq.tiling.SCRATCH_BYTES", 256 * 96 * 2)
     product = Product(rows=MOST_ROWS + 1, in_features=96, out_features=520, group_size=32)
     with Shapes(torch.ops.aten.mm.out) as shapes:
         check(product, awq_matmul_triton(*product.tensors()))

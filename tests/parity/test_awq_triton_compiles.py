@@ -81,7 +81,7 @@ def as_launch(plan: Planned, tensors: tuple[torch.Tensor, ...], numbers: tuple[i
     values = map(pointer, (*tensors, *plan.strides, *numbers, *plan.constants))
     given = dict(zip(kernel.arg_names, values, strict=True))
     name = kernel.fn.__name__
-    return Launch(f"kvboost_hf.offload.awq.triton.{name}:{name}", given, capability, plan.warps, plan.stages)
+    return Launch(f"kvboost_hf.offload.awq.triton_kernels:{name}", given, capability, plan.warps, plan.stages)
 
 
 def dequantizing(capability: int, group_size: int, dtype: torch.dtype) -> Launch:

@@ -491,7 +491,7 @@ def test_changes_and_drops_beside_many_requests(tiny: tuple[PreTrainedModel, Any
 def test_sessions_are_bounded_and_the_largest_client_forgets(
     tiny: tuple[PreTrainedModel, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvboost_hf.server.engine.session_table._MOST", 10)
+    monkeypatch.setattr("kvboost_hf.server.engine.sessions._MOST_SESSIONS", 10)
     with engine_of(*tiny, chunk_size=16) as engine:
         ask(engine, [1, 2, 3], client=b"small", session="mine")
         for n in range(30):

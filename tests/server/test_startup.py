@@ -137,8 +137,8 @@ def test_stages_in_the_log(capsys: pytest.CaptureFixture[str], caplog: pytest.Lo
 
 
 def test_a_long_stage_is_logged_meanwhile(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost_hf.progress._FIRST_LINE_S", 0.002)
-    monkeypatch.setattr("kvboost_hf.progress._LINE_EVERY_S", 0.002)
+    monkeypatch.setattr("kvboost_hf.outputs._FIRST_LINE_S", 0.002)
+    monkeypatch.setattr("kvboost_hf.outputs._LINE_EVERY_S", 0.002)
     startup = Startup(terminal=False)
     with caplog.at_level(logging.INFO, "kvboost_hf.server"):
         with startup.stage("warming"), startup.progress(100) as advance:

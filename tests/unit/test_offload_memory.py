@@ -675,7 +675,7 @@ def test_a_backend_that_was_forgotten_ends_its_thread(kind: str) -> None:
 def test_at_exit_threads_end_and_memory_is_unpinned() -> None:
     program = """
 import torch
-from kvboost_hf.offload.backends.threaded import ThreadedBackend
+from kvboost_hf.offload.backend import ThreadedBackend
 from kvboost_hf.offload.host import HostMemory, HostSource, Pinning
 
 pinning = Pinning(lambda address, nbytes: print("register", nbytes), lambda address: print("unregister"))

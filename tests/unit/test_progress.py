@@ -36,7 +36,7 @@ class Gone(StringIO):
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands on small models take less than two seconds."""
     for name in ("_FIRST_LINE_S", "_LINE_EVERY_S", "_REWRITE_S"):
-        monkeypatch.setattr(f"kvboost_hf.progress.{name}", 0.002)
+        monkeypatch.setattr(f"kvboost_hf.outputs.{name}", 0.002)
 
 
 def typed(out: str) -> list[str]:

@@ -2,8 +2,9 @@
 
 import pytest
 
+from benchmarks.ring import Pass, Successor, next_of_slot, simulate
 from kvboost_hf.config import StreamingConfig
-from tests.internals.offload import ModelSizes, Pass, Successor, next_of_slot, plan_residency, simulate
+from tests.internals.offload import ModelSizes, plan_residency
 
 LAYERS = 64
 

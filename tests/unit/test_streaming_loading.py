@@ -224,7 +224,7 @@ def test_from_disk_on_a_cpu(checkpoint: Path, tmp_path: Path) -> None:
 _PEAK = """
 import resource, sys, torch
 from kvboost_hf import StreamingConfig, load_streamed
-from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backend import use_backend
 from tests.offload.poisoning import PoisoningBackend
 import transformers.models.llama.modeling_llama
 def high(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024

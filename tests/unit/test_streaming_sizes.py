@@ -222,7 +222,7 @@ def test_a_token_without_triton_launches_few_kernels(monkeypatch: pytest.MonkeyP
     """22,000 for the 64 layers of Qwen2.5-32B. With the tiles of a CPU it would be 116,000."""
     linears = [LARGEST[2], LARGEST[3], LARGEST[3], LARGEST[2], LARGEST[0], LARGEST[0], LARGEST[1]]
     assert 64 * sum(_product(shape, 1, monkeypatch).launches for shape in linears) < 23_000
-    monkeypatch.setattr("kvboost_hf.offload.awq.cpu.SCRATCH_BYTES", 5 * tile_weights(torch.device("cpu")))
+    monkeypatch.setattr("kvboost_hf.offload.awq.tiling.SCRATCH_BYTES", 5 * tile_weights(torch.device("cpu")))
     assert 64 * sum(_product(shape, 1, monkeypatch).launches for shape in linears) > 100_000
 
 

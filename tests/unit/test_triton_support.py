@@ -162,7 +162,7 @@ import os, torch
 torch.cuda.is_available = lambda: True
 torch.cuda.current_device = lambda: 0
 from triton.runtime.driver import driver
-from kvboost_hf import triton_support
+from kvboost_hf import kernels as triton_support
 for path in (os.environ["PATH"], "", ""):
     os.environ["PATH"] = path
     driver._active = driver._default = None

@@ -49,8 +49,7 @@ from kvboost_hf.attention.triton.tiling import (
     power_of_2,
 )
 from kvboost_hf.handles import CodePlanes
-from kvboost_hf.triton_dot import dot
-from kvboost_hf.triton_launch import Arguments, Launcher
+from kvboost_hf.triton_launch import Arguments, Launcher, dot
 
 _BITS = (1, 2, 3, 4, 8)
 _RUN = 32  # columns: with two bytes, 64 rows of a product, which four warps share

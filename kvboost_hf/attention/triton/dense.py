@@ -25,8 +25,7 @@ from kvboost_hf.attention.triton.tiling import (
     plan_tiling,
     round_columns,
 )
-from kvboost_hf.triton_dot import dot
-from kvboost_hf.triton_launch import Arguments, Launcher
+from kvboost_hf.triton_launch import Arguments, Launcher, dot
 
 _MAX_GRID = 65_535  # in any dimension of a grid but the first
 

@@ -14,7 +14,7 @@ import torch
 
 from kvboost_hf import forks
 from kvboost_hf.cache.codecs.base import Planes
-from kvboost_hf.triton_support import triton_runs
+from kvboost_hf.kernels import triton_runs
 
 _log = logging.getLogger(__name__)
 

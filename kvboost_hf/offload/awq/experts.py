@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from kvboost_hf.config import QuantKernel
-from kvboost_hf.offload.awq.dispatch import wants_int4pack
 from kvboost_hf.offload.awq.int4pack import order_name
 from kvboost_hf.offload.awq.layout import Stored
 from kvboost_hf.offload.awq.linear import WEIGHT, AwqLinear, keeping_dtypes
-from kvboost_hf.offload.awq.matmul import awq_matmul
+from kvboost_hf.offload.awq.matmul import awq_matmul, wants_int4pack
 
 # Names of the parts of an expert in checkpoints: gate, up, down.
 EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))

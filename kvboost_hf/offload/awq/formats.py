@@ -81,7 +81,7 @@ class PackedFormat:
 
         Args:
             in_features: Rows of the weight.
-            shapes: Of its tensors; empty where only the configuration is known.
+            shapes: The shapes of the tensors of each weight; empty where only the configuration is known.
         """
         if self.is_awq:
             return Stored(self.version, self.group_sizes[0])

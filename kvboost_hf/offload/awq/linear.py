@@ -8,11 +8,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from kvboost_hf.config import QuantKernel
-from kvboost_hf.offload.awq.cpu import awq_matmul_transposed_torch
-from kvboost_hf.offload.awq.dispatch import wants_int4pack
 from kvboost_hf.offload.awq.int4pack import gemm_qweight, int4pack_from_gemm, order_name
 from kvboost_hf.offload.awq.layout import Buffers, Packed, Stored, layout_of, to_gemm
-from kvboost_hf.offload.awq.matmul import awq_matmul
+from kvboost_hf.offload.awq.matmul import awq_matmul, wants_int4pack
+from kvboost_hf.offload.awq.tiling import awq_matmul_transposed_torch
 
 WEIGHT = ("qweight", "qzeros", "scales", "scales_and_zeros")  # buffers of a weight; the last one of int4pack alone
 _MULTIPLIED = ("gemm", "int4pack")  # layouts that there are kernels for

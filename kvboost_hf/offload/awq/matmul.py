@@ -1,16 +1,50 @@
-"""Multiplication by AWQ weights as an operator of `torch.library`, which is skipped where nothing traces."""
+"""Multiplies by 4-bit weights: an operator of `torch.library`, and the choice of the kernel that runs.
+
+`awq_matmul` calls the operator where something traces, else the kernel directly.
+"""
+
+import logging
+from functools import cache
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kvboost_hf.config import QuantKernel
-from kvboost_hf.offload.awq import dispatch
+from kvboost_hf.kernels import count, missing_for_triton, triton_runs
+from kvboost_hf.offload.awq.int4pack import can_pack, int4pack_matmul
+from kvboost_hf.offload.awq.tiling import awq_matmul_torch
+
+_logger = logging.getLogger(__name__)
+
 
 torch.library.define(
     "kvboost_hf::awq_matmul",
     "(Tensor x, Tensor qweight, Tensor qzeros, Tensor scales, str kernel, Tensor? scales_and_zeros=None) -> Tensor",
 )
-torch.library.impl("kvboost_hf::awq_matmul", "default", dispatch.multiply)
+
+
+def multiply(
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    qzeros: torch.Tensor,
+    scales: torch.Tensor,
+    kernel: QuantKernel,
+    scales_and_zeros: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply by AWQ weights with the chosen kernel, as `matmul.awq_matmul` describes."""
+    if scales_and_zeros is not None:
+        count("int4pack", "awq_matmul")
+        return int4pack_matmul(x, qweight, qzeros, scales, scales_and_zeros)
+    if runs_triton(kernel, x.device):
+        from kvboost_hf.offload.awq.triton_launch import awq_matmul_triton
+
+        count("triton", "awq_matmul")
+        return awq_matmul_triton(x, qweight, qzeros, scales)
+    count("reference", "awq_matmul")
+    return awq_matmul_torch(x, qweight, qzeros, scales)
+
+
+torch.library.impl("kvboost_hf::awq_matmul", "default", multiply)
 
 
 def awq_matmul(
@@ -46,7 +80,7 @@ def awq_matmul(
             x, qweight, qzeros, scales, kernel, scales_and_zeros
         )
         return out
-    return dispatch.multiply(x, qweight, qzeros, scales, kernel, scales_and_zeros)
+    return multiply(x, qweight, qzeros, scales, kernel, scales_and_zeros)
 
 
 def _is_watched(x: torch.Tensor) -> bool:
@@ -65,3 +99,37 @@ def _(
     scales_and_zeros: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], scales.shape[1])
+
+
+def wants_int4pack(kernel: QuantKernel, device: torch.device, out_features: int) -> bool:
+    """Whether weights on a device are to have the layout `int4pack`: on CPUs, unless a kernel was named."""
+    return kernel == "auto" and device.type == "cpu" and can_pack(out_features)
+
+
+@cache
+def runs_triton(kernel: QuantKernel, device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device; logged once.
+
+    Raises:
+        ValueError: `kernel` is `"triton"`, and they cannot.
+    """
+    if kernel == "triton" and (missing := _missing(device)):
+        raise ValueError(
+            f"`kernel` 'triton' needs {missing} to multiply on {str(device)!r}; choose 'auto' or 'torch'."
+        )
+    on_gpu = kernel == "auto" and device.type == "cuda"
+    triton = kernel == "triton" or (on_gpu and not _is_too_old(device) and triton_runs(device))
+    _logger.info("AWQ weights on %s: %s.", device, "Triton kernels" if triton else "plain PyTorch operations")
+    return triton
+
+
+def _missing(device: torch.device) -> str | None:
+    """The requirement of Triton that a device lacks, or None."""
+    if _is_too_old(device):
+        return "a GPU of sm_70 or newer"
+    missing = missing_for_triton(device)
+    return missing and f"{missing.what} ({missing.remedy})"
+
+
+def _is_too_old(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (7, 0)

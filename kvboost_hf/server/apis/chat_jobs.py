@@ -1,17 +1,28 @@
-"""`start_chat`: submits a job for each answer that a chat asks for, whatever API it came by."""
+"""`start_chat`: submits a job for each answer that a chat asks for, whatever API it came by.
+
+`constraints_of` makes the constraints that a request asks for: JSON, another form of the answer, or tool calls.
+`Reading` tells where the reasoning of an answer ends, and what in it is a call of a tool.
+"""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from fastapi import Request
 
 from kvboost_hf.server.apis.answers import CallReaders
-from kvboost_hf.server.apis.constraints import constraints_of
 from kvboost_hf.server.apis.context import RouteContext
-from kvboost_hf.server.apis.reading import reading_of
 from kvboost_hf.server.apis.request_jobs import RequestJobs
-from kvboost_hf.server.jobs import Keep
-from kvboost_hf.server.requests.chat import ChatRequest
+from kvboost_hf.server.chats.reasoning import AfterReasoning, AnswerReader, Marks, ReasoningReader, marks_of
+from kvboost_hf.server.chats.tools import ToolCallStream
+from kvboost_hf.server.grammars.structured import choice, json_schema, regex, tool_calls, written
+from kvboost_hf.server.http.errors import refused
+from kvboost_hf.server.jobs import Constraint, Keep
+from kvboost_hf.server.requests.chat import ChatRequest, ToolChoice
+from kvboost_hf.server.requests.sampled import AnswerForm, Sampled
+
+_TAIL = 32  # tokens at the end of a prompt, of which the opening mark is the last text
 
 
 async def start_chat(
@@ -51,8 +62,154 @@ async def start_chat(
         predicted = await context.encode(body.prediction.text, request)
     jobs = []
     constraints = await constraints_of(context, body, request, salt, choices)
-    for choice, constraint in enumerate(map(reading.constrained, constraints)):
-        options = context.options(body, max_tokens=most, logprobs=body.reported, choice=choice, constraint=constraint)
+    for number, constraint in enumerate(map(reading.constrained, constraints)):
+        options = context.options(body, max_tokens=most, logprobs=body.reported, choice=number, constraint=constraint)
         job = context.job(ids, options, salt=salt, asked=body, skip_special_tokens=not reading.keeps_special)
         jobs.append(replace(job, prediction=predicted, keep=tuple(keep)))
     return context.start(jobs, request, body), readers
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers to one request are read.
+
+    Args:
+        context: The parts of the server.
+        asked: The request.
+        prefix: The prompt's text for the tokenizer's own response template; None without such a template.
+        marks: The marks of reasoning; None where the model has none, or a response template.
+        opened: Whether the prompt has begun the reasoning.
+        close: The token that ends the reasoning; None where it is none of its own.
+    """
+
+    context: RouteContext
+    asked: ChatRequest
+    prefix: str | None
+    marks: Marks | None
+    opened: bool
+    close: int | None
+
+    def readers(self, choices: int) -> CallReaders:
+        """A reader of each answer.
+
+        Raises:
+            ApiError: It is not known how the model writes calls.
+        """
+        try:
+            streams = [reader for _ in range(choices) if (reader := self._reader()) is not None]
+        except ValueError as error:
+            raise refused("tools", str(error)) from error
+        return CallReaders(streams, one_call=not calls_many(self.asked), shows_reasoning=self.asked.shows_reasoning)
+
+    def _reader(self) -> AnswerReader | None:
+        tools, calls = [tool.body for tool in self.asked.offered], None
+        if tools or self.prefix is not None:
+            calls = ToolCallStream(self.context.tokenizer, tools, prefix=self.prefix or "")
+        return calls if self.marks is None else ReasoningReader(self.marks, opened=self.opened, rest=calls)
+
+    def constrained(self, constraint: Constraint | None) -> Constraint | None:
+        """A constraint that begins behind the reasoning, where the prompt has begun one."""
+        if constraint is None or not self.opened or self.close is None:
+            return constraint
+        return AfterReasoning(constraint, self.close, self.context.ends, self.context.engine.vocab_size)
+
+    @property
+    def keeps_special(self) -> bool:
+        """Whether the text has special tokens: some models mark calls and reasoning with them."""
+        if self.asked.offered or self.prefix is not None:
+            return True
+        return self.marks is not None and self.close in self.context.tokenizer.all_special_ids
+
+
+def reading_of(context: RouteContext, asked: ChatRequest, ids: Sequence[int]) -> Reading:
+    """How the answers to a request with the prompt `ids` are read."""
+    tokenizer = context.tokenizer
+    if getattr(tokenizer, "response_template", None) is not None:
+        return Reading(context, asked, str(tokenizer.decode(ids)), None, False, None)
+    marks = marks_of(tokenizer)
+    if marks is None:
+        return Reading(context, asked, None, None, False, None)
+    close = _token(tokenizer, marks.close)
+    opened = _opened(asked, str(tokenizer.decode(ids[-_TAIL:])), marks)
+    if close is None and (asked.form is not None or asked.must_call):
+        opened = False  # the grammar holds from the beginning: all of the answer is behind the reasoning
+    return Reading(context, asked, None, marks, opened, close)
+
+
+def _opened(asked: ChatRequest, tail: str, marks: Marks) -> bool:
+    match asked.rendering.continues:
+        case None:
+            return tail.rstrip().endswith(marks.open)
+        case "content":
+            text = asked.messages[-1].text
+            return text.rfind(marks.open) > text.rfind(marks.close)
+        case _:
+            return True
+
+
+def _token(tokenizer: Any, text: str) -> int | None:
+    found = tokenizer.convert_tokens_to_ids(text)
+    return None if found is None or found == tokenizer.unk_token_id else int(found)
+
+
+async def constraints_of(
+    context: RouteContext, body: Sampled, request: Request, salt: bytes, answers: int
+) -> Sequence[Constraint | None]:
+    """Make a constraint for each answer to a request; None for answers that may be any text.
+
+    Args:
+        context: Compiles grammars, when it is the client's turn.
+        body: The request.
+        request: The HTTP request.
+        salt: The salt of the client.
+        answers: The number of answers.
+
+    Raises:
+        ApiError: The constraint cannot be enforced.
+    """
+    must_call = isinstance(body, ChatRequest) and body.must_call
+    if body.form is None and not must_call:
+        return [None] * answers
+    return await context.compile(request, partial(_compiled, context, body, salt, answers, must_call))
+
+
+def calls_many(body: ChatRequest) -> bool:
+    """Whether an answer may have several calls. It may not where the request names one, as in OpenAI's API."""
+    one = isinstance(body.tool_choice, ToolChoice) or bool(body.functions)
+    return body.parallel_tool_calls is not False and not one
+
+
+def _compiled(
+    context: RouteContext, body: Sampled, salt: bytes, answers: int, must_call: bool
+) -> Sequence[Constraint]:
+    try:
+        if isinstance(body, ChatRequest) and body.offered:
+            grammar, is_json = _grammar_of_calls(body, context.tokenizer), True
+        else:
+            assert body.form is not None
+            grammar, is_json = _grammar(body.form), body.form.kind == "json"
+        return [context.grammars.constraint(grammar, salt, is_json=is_json) for _ in range(answers)]
+    except ValueError as error:
+        raise refused("tools" if body.form is None or must_call else body.form.field, str(error)) from error
+
+
+def _grammar(form: AnswerForm) -> str:
+    match form.kind:
+        case "json":
+            return json_schema(form.value)
+        case "regex":
+            return regex(form.value)
+        case "choice":
+            return choice(form.value)
+        case "grammar":
+            return written(form.value)
+
+
+def _grammar_of_calls(body: ChatRequest, tokenizer: Any) -> str:
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
+    tools = [tool.body for tool in body.offered if named in (None, tool.function.name)]
+    form = None if body.must_call else body.form
+    if form is not None and form.kind != "json":
+        raise ValueError("Answers beside tools can be JSON by a schema only. Pass tool_choice 'none' or 'required'.")
+    schema = form.value if form is not None else None
+    return tool_calls(tokenizer, tools, parallel=calls_many(body), answer=schema)

@@ -11,31 +11,18 @@ from starlette.requests import Request
 from kvboost_hf.cache.prompt.chats import Start
 from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.chats.encoding import Encoder
-from kvboost_hf.server.chats.rendering import Rendering
+from kvboost_hf.server.chats.template import Rendering
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.http.errors import ApiError, refused
-from kvboost_hf.server.http.keys import prompt_salt
 from kvboost_hf.server.http.metrics import Meter
 from kvboost_hf.server.http.turns import Turns, in_thread
-from kvboost_hf.server.jobs import (
-    Constraint,
-    Engine,
-    Job,
-    Keep,
-    QueueFullError,
-    Reuse,
-    SamplingDefaults,
-    SamplingOptions,
-    TokenLogprob,
-    TooLongError,
-)
-from kvboost_hf.server.requests.chat import ChatRequest
-from kvboost_hf.server.requests.json_text import LargeJsonError, require_few_parts
-from kvboost_hf.server.requests.messages import Message
+from kvboost_hf.server.jobs import Constraint, Job, Keep, Reuse, SamplingDefaults, SamplingOptions, TokenLogprob
+from kvboost_hf.server.protocol import Engine, QueueFullError, TooLongError
+from kvboost_hf.server.requests.chat import ChatRequest, Message, Tool
+from kvboost_hf.server.requests.fields import LargeJsonError, require_few_parts
 from kvboost_hf.server.requests.sampled import Request as Asked
 from kvboost_hf.server.requests.sampled import Sampled
-from kvboost_hf.server.requests.tools import Tool
-from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.settings import ServerSettings, prompt_salt
 
 T = TypeVar("T")
 
@@ -326,7 +313,7 @@ class RouteContext:
         Args:
             jobs: The jobs.
             request: The client's request, whose header `x-kvboost-repair` says how moved K/V may be used.
-            asked: Its body, where it says how the jobs wait, what of them is kept, and how moved K/V may be used.
+            asked: The request's body, where it says how the jobs wait, what is kept, and how moved K/V may be used.
         """
         figures = request.scope.setdefault("figures", Counter())
         fields: dict[str, Any] = {"client": client(request), "reuse": _reuse(request)}

@@ -9,7 +9,8 @@ from starlette.requests import Request
 
 from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.http.metrics import Meter
-from kvboost_hf.server.jobs import Engine, Event, Finished, Job, Ticket
+from kvboost_hf.server.jobs import Event, Finished, Job
+from kvboost_hf.server.protocol import Engine, Ticket
 
 T = TypeVar("T")
 

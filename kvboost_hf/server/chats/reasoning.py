@@ -65,7 +65,6 @@ class ReasoningReader:
         self._held = ""
 
     def push(self, text: str) -> Parsed:
-        """See `AnswerReader`."""
         if not (self._opens or self.thinking):
             return self._said(text)
         self._held += text
@@ -83,7 +82,6 @@ class ReasoningReader:
         return self._thought()
 
     def finish(self, *, cut: bool = False) -> Parsed:
-        """See `AnswerReader`."""
         held, self._held = self._held, ""
         last = Parsed(reasoning=self._stripped(held.rstrip())) if self.thinking else self._said(held)
         return joined([last, self._rest.finish(cut=cut)]) if self._rest is not None else last
@@ -124,7 +122,7 @@ class AfterReasoning:
     """A constraint that holds behind the reasoning; see `Constraint`. Reasoning is free, but must end.
 
     Args:
-        constraint: Of the answer.
+        constraint: The constraint of the answer.
         close: The token that ends the reasoning.
         ends: Tokens that end an answer.
         vocab_size: How many logits the model has.

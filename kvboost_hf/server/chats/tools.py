@@ -162,7 +162,7 @@ class ToolCallStream:
     Held back is what may begin a call, and white space, which is left out around calls.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The tokenizer of the model.
         tools: That were offered. Without any, calls of a response template stay text.
         prefix: The prompt's text; a response template needs it where the prompt begins the answer.
 

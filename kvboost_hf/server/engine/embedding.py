@@ -20,7 +20,7 @@ def embed(model: PreTrainedModel, ids: Sequence[int], *, piece: int | None = Non
 
     Args:
         model: A causal language model. Not trained for this, it makes poor embeddings.
-        ids: Of the text; one at least.
+        ids: The token ids of the text; one at least.
         piece: Tokens to compute at once, at most; None for all.
     """
     text = _Text(ids)

@@ -1,20 +1,108 @@
-"""`Intake`: takes jobs from any thread, and hands them to the engine's thread when there is room for them."""
+"""`Intake`: takes jobs from any thread, and hands them to the engine's thread when there is room for them.
+
+`EngineLimits` says how many jobs and tokens there is room for. Jobs wait in a `WaitingLine`, in which clients take
+turns.
+"""
 
 import threading
 import time
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeVar
+from typing import Generic, TypeVar
 
+from kvboost_hf.ngrams import common_prefix
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns
-from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.task import Task
-from kvboost_hf.server.engine.waiting import WaitingLine
-from kvboost_hf.server.jobs import DrainingError, FinishReason, QueueFullError
+from kvboost_hf.server.jobs import FinishReason, Job
+from kvboost_hf.server.protocol import DrainingError, QueueFullError, TooLongError
 
 T = TypeVar("T")
+_LOOK = 16  # jobs from the front that may be taken out of turn
+_PASSED = 8  # times that the first one may be passed over
+Waiting = TypeVar("Waiting")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Limits of a `ModelEngine`.
+
+    Args:
+        max_batch_size: Jobs that run at the same time, those whose prompts are being computed included.
+        max_queue_size: Jobs that may wait besides.
+        prefill_chunk_size: Tokens of a prompt that are computed in one forward, at most.
+        batch_window_ms: How long the first job after a pause waits for others, in milliseconds.
+        max_model_len: Tokens of a prompt and its answer, at most; None for the number of positions of the model.
+        max_live_tokens: Tokens of all running jobs, with answers at their longest; None for no limit.
+        max_client_share: The share of `max_queue_size` and of `max_live_tokens` that one client may take alone. It
+            gets more only while what stays free is its part of what it has and what is free: so two clients with a
+            share of 3/4 take 3/7 each, and 1/7 is left for others.
+
+    Raises:
+        ValueError: A count is not positive, or the share is not above 0 and at most 1.
+    """
+
+    max_batch_size: int = 8
+    max_queue_size: int = 64
+    prefill_chunk_size: int = 256
+    batch_window_ms: float = 0
+    max_model_len: int | None = None
+    max_live_tokens: int | None = None
+    max_client_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_queue_size", "prefill_chunk_size", "max_model_len", "max_live_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be positive, got {value}.")
+        if not 0 < self.max_client_share <= 1:
+            raise ValueError(f"`max_client_share` must be more than 0 and at most 1, got {self.max_client_share}.")
+
+    def require_fit(self, job: Job, context: int) -> None:
+        """Raise for a job that can never run.
+
+        Args:
+            job: The job.
+            context: Tokens of a prompt and its answer, at most.
+
+        Raises:
+            ValueError: The prompt is empty.
+            TooLongError: Prompt and answer do not fit into the context, or into `max_live_tokens`.
+        """
+        prompt, new = len(job.ids), job.options.max_tokens
+        if not prompt:
+            raise ValueError("The prompt must have at least one token, got none.")
+        for limit, what in ((context, "the context window"), (self.max_live_tokens, "the memory of this server")):
+            if limit is not None and job.longest > limit:
+                most = max(limit - new, 0)
+                raise TooLongError(
+                    f"A prompt of {prompt} tokens with {new} new ones takes {job.longest}, which exceeds {what} of "
+                    f"{limit}. Shorten it to {most} tokens, or ask for fewer new ones.",
+                    most,
+                    max(limit - prompt, 0),
+                )
+
+    def has_room(self, job: Job, running: Collection[Job]) -> bool:
+        """Whether a job may start beside the running ones. A client without a running job may exceed the batch."""
+        own = [other.longest for other in running if other.client == job.client]
+        if len(running) >= (self.max_batch_size if own else 2 * self.max_batch_size):
+            return False
+        if self.max_live_tokens is None:
+            return True
+        free = self.max_live_tokens - sum(other.longest for other in running) - job.longest
+        return free >= 0 and (not own or self._is_share(sum(own) + job.longest, free))
+
+    def has_place(self, own: int, waiting: int) -> bool:
+        """Whether a client with `own` waiting jobs may queue another one beside `waiting` jobs of all clients."""
+        free = self.max_queue_size - waiting - 1
+        return free >= 0 and (not own or self._is_share(own + 1, free))
+
+    def _is_share(self, own: int, free: int) -> bool:
+        """Whether one client may have `own` while `free` stays free (the dynamic thresholds of shared buffers)."""
+        return own * (1 - self.max_client_share) <= free * self.max_client_share
 
 
 class Intake:
@@ -225,3 +313,116 @@ class Intake:
 
     def _retry_after_s(self, waiting: int) -> float:
         return max(1.0, self._seconds_per_job * waiting / self._limits.max_batch_size)
+
+
+class WaitingLine(Generic[Waiting]):
+    """A queue for each client, first in, first out, except for prompts that share a prefix; clients take turns.
+
+    The next job is of the client that has had the fewest tokens, of prompts and answers at their longest. Of that
+    client's jobs, those with the smallest `Job.priority` come first, and of these, one that begins like its last one:
+    it reuses what that computed. The order depends on how much clients ask, and on nothing that the prompts of other
+    salts say; priorities do not count between clients.
+
+    Args:
+        job: Returns the job of an item that waits.
+    """
+
+    def __init__(self, job: Callable[[Waiting], Job]) -> None:
+        self._job = job
+        self._lines: dict[bytes, _Line[Waiting]] = {}  # by client
+
+    def __len__(self) -> int:
+        return sum(len(line.waiting) for line in self._lines.values())
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return (waiting for line in self._lines.values() for waiting in line.waiting)
+
+    @property
+    def clients(self) -> set[bytes]:
+        """The clients with waiting jobs."""
+        return {client for client, line in self._lines.items() if line.waiting}
+
+    def of(self, client: bytes) -> int:
+        """How many jobs of one client wait."""
+        return len(self._lines[client].waiting) if client in self._lines else 0
+
+    def append(self, waiting: Waiting) -> None:
+        """Add a job."""
+        client = self._job(waiting).client
+        line = self._lines.setdefault(client, _Line(self._job))
+        if not line.waiting:  # what it did not ask for while it was away is not owed to it
+            others = [other.had for other in self._lines.values() if other.waiting]
+            line.had = max(line.had, min(others, default=line.had))
+        line.append(waiting)
+
+    def remove(self, waiting: Waiting) -> bool:
+        """Take a job out of the line; returns whether it was in it."""
+        line = self._lines.get(self._job(waiting).client)
+        return line is not None and line.remove(waiting)
+
+    def take(
+        self,
+        fits: Callable[[Waiting], bool] = lambda waiting: True,
+        is_held: Callable[[Waiting], bool] = lambda waiting: False,
+    ) -> Waiting | None:
+        """The job to run next; None if there is none.
+
+        Args:
+            fits: Whether there is room for a job. Others may pass the first one that does not fit, but not for ever.
+            is_held: Whether a job waits for another one of its client. Any number of jobs may pass it meanwhile.
+        """
+        for line in sorted(self._lines.values(), key=lambda line: line.had):
+            if (taken := line.take(fits, is_held)) is not None:
+                line.had += self._job(taken).longest
+                return taken
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class _Line(Generic[Waiting]):
+    """The queue of one client."""
+
+    job: Callable[[Waiting], Job]
+    waiting: deque[Waiting] = field(default_factory=deque)
+    had: int = 0  # tokens
+    last: tuple[bytes, Sequence[int]] = b"", ()  # salt and prompt of the job that was taken last
+    passed: int = 0  # times that the first one was passed over
+
+    def append(self, waiting: Waiting) -> None:
+        """Add a job behind those of its priority."""
+        place = bisect_right(self.waiting, self.job(waiting).priority, key=lambda each: self.job(each).priority)
+        self.waiting.insert(place, waiting)
+
+    def take(self, fits: Callable[[Waiting], bool], is_held: Callable[[Waiting], bool]) -> Waiting | None:
+        """Of those that fit and have the smallest priority, the one that shares most with the one before it."""
+        look = _LOOK if self.passed < _PASSED else 1
+        able = list(islice((i for i, waiting in enumerate(self.waiting) if not is_held(waiting)), look))
+        places = [i for i in able if fits(self.waiting[i])]
+        if not places:
+            return None
+        first = self.job(self.waiting[places[0]]).priority
+        places = [i for i in places if self.job(self.waiting[i]).priority == first]
+        place = max(places, key=lambda i: (self._shared(self.waiting[i]), -i))
+        taken = self.waiting[place]
+        self.passed += place > able[0]
+        self._remove(place)
+        self.last = self.job(taken).salt, self.job(taken).ids
+        return taken
+
+    def remove(self, waiting: Waiting) -> bool:
+        """Take a job out; returns whether it was there."""
+        for place, found in enumerate(self.waiting):
+            if found is waiting:
+                self._remove(place)
+                return True
+        return False
+
+    def _shared(self, waiting: Waiting) -> int:
+        """How many tokens a job begins with as the one before it does; none if its salt is another."""
+        job, (salt, ids) = self.job(waiting), self.last
+        return common_prefix(job.ids, ids) if job.salt == salt else 0
+
+    def _remove(self, place: int) -> None:
+        if place == 0:
+            self.passed = 0
+        del self.waiting[place]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from weakref import WeakSet
 
+import psutil
 import torch
 from transformers import PreTrainedModel
 
@@ -12,6 +13,7 @@ from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import (
+    bytes_per_token,
     has_own_cache,
     input_device,
     padding_reason,
@@ -28,6 +30,7 @@ from kvboost_hf.server.generation.sharing import sharing_reason
 from kvboost_hf.server.jobs import Job
 
 _log = logging.getLogger("kvboost_hf.server")
+_COPIES = 2  # of K/V under way: a row's own, and the one in the batch
 
 
 class ModelRunner:
@@ -181,3 +184,40 @@ class ModelRunner:
         self.store = self.store.without_room(with_roots=False)
         for cache in self._caches:
             cache.store = self.store
+
+
+def tokens_that_fit(
+    model: PreTrainedModel, draft: PreTrainedModel | None = None, *, reserved: int = 0, safety_margin: float = 0.15
+) -> int | None:
+    """Plan how many tokens of K/V, of all running requests, fit into the free memory of the model's device.
+
+    Args:
+        model: The model.
+        draft: One that keeps K/V of the same texts; None for none.
+        reserved: Bytes of host memory that something else will take, such as a store.
+        safety_margin: Share of the memory to leave free.
+
+    Returns:
+        None where the model does not say how large its K/V is.
+
+    Raises:
+        ValueError: for a margin that is no share, or where there is no room for a single token.
+    """
+    if not 0 <= safety_margin < 1:
+        raise ValueError(f"`safety_margin` must be from 0 to less than 1, got {safety_margin}.")
+    per_token = _COPIES * bytes_per_token(model) + (bytes_per_token(draft) if draft is not None else 0)
+    if not per_token:
+        return None
+    device = input_device(model)
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, for others
+        free = torch.cuda.mem_get_info(device)[0] + kept
+    else:
+        free = psutil.virtual_memory().available - reserved
+    tokens = int(free * (1 - safety_margin)) // per_token
+    if tokens < 1:
+        raise ValueError(
+            f"There is no memory for K/V: {max(free, 0) / 2**30:.1f} GiB are free, of which {safety_margin:.0%} stay "
+            "so. Give the store less, or stream layers."
+        )
+    return tokens

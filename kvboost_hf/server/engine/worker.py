@@ -25,30 +25,16 @@ from kvboost_hf.compat import require_cache
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.offload.build import streaming_stats
-from kvboost_hf.server.engine.ahead import Ahead, Round
-from kvboost_hf.server.engine.decoding import Decoding
 from kvboost_hf.server.engine.embedding import EmbeddingJob
-from kvboost_hf.server.engine.intake import Intake
-from kvboost_hf.server.engine.limits import EngineLimits
+from kvboost_hf.server.engine.intake import EngineLimits, Intake
 from kvboost_hf.server.engine.model_runner import ModelRunner
-from kvboost_hf.server.engine.prefill import Prefill
-from kvboost_hf.server.engine.session_record import SessionRecord
-from kvboost_hf.server.engine.session_table import SessionTable
-from kvboost_hf.server.engine.task import Task
-from kvboost_hf.server.generation.drafted import Drafts
+from kvboost_hf.server.engine.phases import Ahead, Decoding, Prefill, Round
+from kvboost_hf.server.engine.sessions import SessionTable
+from kvboost_hf.server.engine.task import SessionRecord, Task
 from kvboost_hf.server.generation.sampling import choose_rows
-from kvboost_hf.server.jobs import (
-    ConstraintError,
-    DrainingError,
-    FinishReason,
-    Job,
-    Listener,
-    Session,
-    SessionChange,
-    TokenLogprob,
-    TooLongError,
-)
-from kvboost_hf.server.jobs.model_card import ModelCard
+from kvboost_hf.server.generation.speculation import Drafts
+from kvboost_hf.server.jobs import ConstraintError, FinishReason, Job, Listener, Session, SessionChange, TokenLogprob
+from kvboost_hf.server.protocol import DrainingError, ModelCard, TooLongError
 
 _log = logging.getLogger("kvboost_hf.server")
 
@@ -61,7 +47,7 @@ class ModelEngine:
 
     Args:
         model: A causal language model in eval mode.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         store: Where K/V is kept; None for a new store. After it is closed jobs go on, and nothing is kept.
         policy: How stored K/V may be used; None for exact reuse.
         live_quant: The codec of K/V of running jobs, each of which then has a cache of its own; None for K/V as the
@@ -156,7 +142,6 @@ class ModelEngine:
         return job.future
 
     def sessions(self, client: bytes | None, id: str | None = None) -> list[Session]:
-        """See `Engine`."""
         table = self._sessions
 
         def look() -> tuple[list[tuple[SessionRecord, Belongings]], Heads]:
@@ -168,13 +153,11 @@ class ModelEngine:
         return self._intake.call(lambda: [table.figures(session, nbytes) for (session, _), nbytes in records])
 
     def change_session(self, client: bytes, id: str, change: SessionChange) -> Session | None:
-        """See `Engine`."""
         if self._intake.call(lambda: self._sessions.change(client, id, change)) is None:
             return None
         return next(iter(self.sessions(client, id)), None)
 
     def drop_session(self, client: bytes, id: str, salt: bytes) -> dict[str, int] | None:
-        """See `Engine`."""
 
         def drop() -> tuple[bool, Belongings, Heads]:
             known = bool(self._sessions.of(client, id))

@@ -36,7 +36,7 @@ class Sampler:
 
     Args:
         options: How to choose. Its constraint, if any, is told of every choice.
-        prompt_ids: Of the prompt, for the repetition penalty.
+        prompt_ids: The token ids of the prompt, for the repetition penalty.
         ends: Tokens that may not come among the first `min_tokens`, unless the constraint leaves no other.
 
     Raises:

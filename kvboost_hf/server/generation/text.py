@@ -24,9 +24,9 @@ class TextStream:
     Each token costs the decoding of some 50 tokens at most, however long the text is, broken bytes apart.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The tokenizer of the model.
         stop: Texts that end the answer; not empty ones.
-        prompt_ids: Of the prompt. Special tokens at its end begin a new text.
+        prompt_ids: The token ids of the prompt. Special tokens at its end begin a new text.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop: Leave the stop text at the end of the text.
 

@@ -36,7 +36,7 @@ class Grammars:
     Only one that this process is done with is compiled here: that takes the same time once more, and is known to end.
 
     Args:
-        tokenizer: Of the model; one of the fast ones.
+        tokenizer: The fast tokenizer of the model.
         vocab_size: How many logits the model has; may be more than the tokenizer has tokens.
         ends: Tokens that end an answer; the tokenizer's own if empty.
         processes: How many grammars are compiled at the same time, at most. They start when they are needed.
@@ -73,7 +73,7 @@ class Grammars:
 
         Args:
             grammar: From one of the functions of :mod:`kvboost_hf.server.grammars.structured`.
-            salt: Of whoever asks: how long it takes tells nothing of what others have asked.
+            salt: The salt of the client: how long compiling takes tells nothing of what others have asked.
             is_json: Whether runs of digits and spaces are limited.
 
         Raises:
@@ -166,7 +166,7 @@ class _Process:
     """Runs `program`. Used by one thread at a time.
 
     Args:
-        settings: Of the tokenizer.
+        settings: The settings of the tokenizer.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:

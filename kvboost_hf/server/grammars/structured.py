@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvboost_hf.server.chats.tools import Tool, format_of
-from kvboost_hf.server.grammars.closed_schema import closed
 from kvboost_hf.server.grammars.program import WRITTEN
-from kvboost_hf.server.grammars.references import require_ends
+from kvboost_hf.server.grammars.schemas import closed, require_ends
 from kvboost_hf.server.jobs import ConstraintError
 
 # Between the parts of JSON: a space, or a line end with its indentation, much as llama.cpp allows it. With more room,
@@ -65,7 +64,7 @@ def tool_calls(
     """The grammar of an answer that calls tools and says nothing else, as the model writes it.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The tokenizer of the model.
         tools: Those that may be called, as in OpenAI's API; one for a call that is named.
         parallel: Whether there may be more than one call.
         answer: The schema of JSON that may be said in place of calls; None if there must be a call.
@@ -101,7 +100,7 @@ class GrammarConstraint:
 
     Args:
         matcher: At the start of the grammar.
-        tokens: Of the tokenizer that it is for.
+        tokens: The tokenizer of the model, as llguidance has it.
         vocab_size: How many logits the model has.
         is_json: Whether runs of digits and spaces are limited; see `Runs`.
     """
@@ -153,7 +152,7 @@ class Runs:
     it has no tokens left.
 
     Args:
-        tokens: Of the model's tokenizer.
+        tokens: The tokenizer of the model, as llguidance has it.
         vocab_size: How many logits the model has.
     """
 

@@ -207,7 +207,6 @@ class LimitedProtocol(H11Protocol):
         self._unread: tuple[int, float] | None = None  # bytes that the client is to read, and since when so many
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
         wire = cast(asyncio.Transport, transport)
         if not self.among.admit(self, _address(wire)):
             wire.abort()
@@ -239,7 +238,6 @@ class LimitedProtocol(H11Protocol):
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         if self._open:
             super().data_received(data)
         else:
@@ -268,27 +266,23 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         if self._open:
             self._unread = None
             self.among.waits(self)
             super().pause_writing()
 
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         if self._open:
             super().resume_writing()
             if self._busy:
                 self.among.works(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         self.among.forget(self)
         if self._open:
             super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """See `H11Protocol`."""
         if self._open and not self.transport.is_closing():
             super().shutdown()
 

@@ -15,14 +15,14 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from kvboost_hf.server.jobs import DrainingError, QueueFullError, TooLongError
+from kvboost_hf.server.protocol import DrainingError, QueueFullError, TooLongError
 
 
 class ApiError(Exception):
     """A request that is answered with an error.
 
     Args:
-        status: Of HTTP.
+        status: The status of the HTTP response.
         message: For people: value, constraint and remedy.
         param: The field of the request that it is about.
         code: For programs.

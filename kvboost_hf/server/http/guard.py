@@ -1,32 +1,156 @@
-"""`Guard`: checks the host name, API key and size of every request, gives it an id, and logs it without its text."""
+"""`Guard`: checks the host name, API key and size of every request, gives it an id, and logs it without its text.
+
+`Hosts` checks the header `Host`, so that a foreign web page cannot reach the server by a name of its own. `Body` reads
+request bodies within limits of size and time, and to their end even if the answer comes before.
+"""
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import logging
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvboost_hf.server.http.body import Body, HeldBytes
 from kvboost_hf.server.http.errors import ApiError, is_anthropic
-from kvboost_hf.server.http.hosts import Hosts
 from kvboost_hf.server.settings import ServerSettings
 
 _PROBES = frozenset({"/health", "/ready"})
 OPEN = _PROBES | {"/", "/docs"}  # to everybody; the pages ask for the key that they send
 _POLLED = _PROBES | {"/metrics", "/v1/stats"}  # over and over: the log would hold nothing else
-
 _log = logging.getLogger("kvboost_hf.server.requests")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _KEY_HEADERS = ("authorization", "x-api-key")
 _PATH = 256  # characters of a path in the log
 _BODIES = 16  # of the largest size, that may be in memory at the same time
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:@/?#\s]+)(:[0-9]*)?", re.IGNORECASE)
+_HEARD = 8  # times the limit, so that who has sent too much reads the answer in place of a reset
+
+
+class HeldBytes:
+    """Counts the bytes of request bodies in memory, where they stay until their requests are answered.
+
+    Args:
+        most: At most so many, of which one client has three quarters at most.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._by_client: Counter[str] = Counter()
+
+    def take(self, client: str, count: int) -> bool:
+        """Hold more bytes for a client, if there is room; returns whether there is."""
+        if self._by_client.total() + count > self._most or self._by_client[client] + count > self._most * 3 // 4:
+            return False
+        self._by_client[client] += count
+        return True
+
+    def give_back(self, client: str, count: int) -> None:
+        """Hold so many bytes less for a client."""
+        self._by_client[client] -= count
+        if not self._by_client[client]:
+            del self._by_client[client]
+
+
+class Body:
+    """Stands between an app and its server for one request.
+
+    A client that sends its body to the end before it reads would miss an answer that comes earlier: the connection
+    would be reset under it. So what it still sends is read and thrown away when it is answered, for as long as a body
+    may take and up to eight times the limit; then the connection is closed.
+
+    Args:
+        headers: The headers of the request.
+        receive: ASGI's `receive` of the server.
+        send: ASGI's `send` of the server.
+        max_bytes: The most bytes of the body.
+        timeout_s: Seconds for all of it.
+        held: The bytes of all bodies together.
+
+    Attributes:
+        client: Whose it is.
+        gone: Whether the client went away before it had sent all.
+    """
+
+    def __init__(
+        self, headers: Headers, receive: Receive, send: Send, max_bytes: int, timeout_s: float, held: HeldBytes
+    ) -> None:
+        self._receive, self._send = receive, send
+        self._max_bytes, self._timeout_s = max_bytes, timeout_s
+        self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._bytes = 0
+        length = headers.get("content-length", "")
+        self.length = int(length) if length.isdecimal() else 0
+        self._whole = not self.length and "transfer-encoding" not in headers
+        self._on_demand = headers.get("expect", "").lower() == "100-continue"
+        self.gone, self.client = False, ""
+        self._all, self._held = held, 0
+
+    async def receive(self) -> Message:
+        """Return the next message of the request, as ASGI has it.
+
+        Raises:
+            HTTPException: it is too large, takes too long, or there is no memory for it beside others.
+        """
+        if self._whole:
+            return await self._receive()
+        self._on_demand = False  # now it was asked for
+        message = await self._next()
+        if self._bytes > self._max_bytes:
+            raise HTTPException(413, self.too_large)
+        count = len(message.get("body", b""))
+        if not self._all.take(self.client, count):
+            why = "The server has no memory for this body beside those of other requests. Try again later."
+            raise HTTPException(429, why, {"Retry-After": "1"})
+        self._held += count
+        return message
+
+    def forget(self) -> None:
+        """Note that the body is no longer in memory."""
+        self._all.give_back(self.client, self._held)
+        self._held = 0
+
+    async def send(self, message: Message) -> None:
+        if not self._whole:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["Connection"] = "close"
+            elif not message.get("more_body"):
+                await self._send({**message, "more_body": True})
+                await self._hear_out()
+                message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._send(message)
+
+    @property
+    def too_large(self) -> str:
+        """The error for a body that is too large."""
+        return f"A body may have {self._max_bytes} bytes, got more. Send less text."
+
+    async def _next(self) -> Message:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(408, f"A body must come within {self._timeout_s:g} s. Send it faster.") from None
+        self._bytes += len(message.get("body", b""))
+        self.gone = message["type"] == "http.disconnect"
+        self._whole = self.gone or not message.get("more_body")
+        return message
+
+    async def _hear_out(self) -> None:
+        if self._on_demand:
+            return  # none comes any more
+        with suppress(HTTPException):
+            while not self._whole and self._bytes <= _HEARD * self._max_bytes:
+                await self._next()
 
 
 class Guard:
@@ -37,7 +161,7 @@ class Guard:
 
     Args:
         app: What it guards.
-        settings: Its keys, names and limits.
+        settings: The keys, names and limits of the server.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
@@ -168,3 +292,48 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             told["exception"] = self.formatException(record.exc_info)
         return json.dumps(told)  # in ASCII: no character of a client's moves a terminal's cursor
+
+
+class Hosts:
+    """Tells names of this server from others that lead to its address (DNS rebinding).
+
+    Browsers let a page read what comes from its own name. Whoever owns a name can have it lead to 127.0.0.1 a moment
+    later, so that a page of theirs reads what a server there says. Only the header `Host` shows it.
+
+    Args:
+        names: That are taken besides those of this machine; `"*"` takes all, `"*.example.org"` all of a domain.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = {name.lower().rstrip(".") for name in names}
+
+    def takes(self, host: str | None, address: str | None) -> bool:
+        """Whether a request is for this server.
+
+        Args:
+            host: The header; None without one, which no browser leaves out.
+            address: At which the connection has arrived, if that is known; a name where there is no connection.
+        """
+        if "*" in self._names or host is None:
+            return True
+        found = _HOST.fullmatch(host)
+        if found is None:
+            return False
+        name = found["name"].lower().rstrip(".")
+        if name == "localhost" or name.endswith(".localhost") or name in self._names:
+            return True
+        if address is not None and name == address.lower():
+            return True
+        if any(each.startswith("*.") and name.endswith(each[1:]) for each in self._names):
+            return True
+        literal = _ip(name.strip("[]"))
+        return literal is not None and (literal.is_loopback or literal == _ip(address))
+
+
+def _ip(text: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        found = ipaddress.ip_address((text or "").partition("%")[0])
+    except ValueError:
+        return None
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return mapped or found

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from kvboost_hf.server.http.connections import TURNS, ConnectionLimits, Connections, connections_that_fit, protocol_of
-from kvboost_hf.server.jobs import Engine
+from kvboost_hf.server.protocol import Engine
 from kvboost_hf.server.settings import ServerSettings
 
 _log = logging.getLogger("kvboost_hf.server")
@@ -44,9 +44,9 @@ class FrontServer(uvicorn.Server):
     have `settings.drain_s` seconds. What is left then is cancelled, and told so. Told again, it waits no longer.
 
     Args:
-        app: Of `make_app`.
+        app: The app that `make_app` has made.
         engine: That answers for it.
-        settings: Of the server.
+        settings: The settings of the server.
         started: Called with the addresses once the server listens; None logs them.
     """
 
@@ -80,7 +80,6 @@ class FrontServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See `uvicorn.Server`."""
         self.connections_of.start()
         await super().startup(sockets)
         for server in self.servers:
@@ -98,7 +97,6 @@ class FrontServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See `uvicorn.Server`."""
         await self._drain()
         await self._accept_no_more()
         self.connections_of.stop()

@@ -7,7 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvboost_hf.server.jobs import Engine, Finished, FinishReason
+from kvboost_hf.server.jobs import Finished, FinishReason
+from kvboost_hf.server.protocol import Engine
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -18,7 +19,7 @@ class Meter:
     """Counts the events of an engine's jobs.
 
     Args:
-        engine: Its own figures are read each time they are asked for.
+        engine: The engine, whose figures are read each time they are asked for.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -21,7 +21,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost_hf import __version__
-from kvboost_hf.server.jobs import Engine, Event, Finished, Job, Listener, Ticket
+from kvboost_hf.server.jobs import Event, Finished, Job, Listener
+from kvboost_hf.server.protocol import Engine, Ticket
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -127,7 +128,6 @@ class TracedEngine:
         return getattr(self._engine, name)
 
     def submit(self, job: Job, listener: Listener) -> Ticket:
-        """See `Engine`."""
         traced, start = _under_way.get(), time.time_ns()
         if traced is None:
             return self._engine.submit(job, listener)

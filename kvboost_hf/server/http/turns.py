@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import anyio
 
-from kvboost_hf.server.jobs import QueueFullError
+from kvboost_hf.server.protocol import QueueFullError
 
 _RETRY_S = 1.0
 

@@ -1,17 +1,55 @@
-"""`ChatRequest`: a request to `/v1/chat/completions`; those of the other APIs' chats are turned into it."""
+"""`ChatRequest`: a request to `/v1/chat/completions`, its messages, tools and template arguments.
 
+Requests to the other APIs' chats are turned into it.
+"""
+
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from kvboost_hf.server.chats.rendering import Rendering
-from kvboost_hf.server.requests.fields import Body, Many
-from kvboost_hf.server.requests.messages import Content, Message, text_of
+from kvboost_hf.server.chats.template import RESERVED, Rendering, reasoning_arguments
+from kvboost_hf.server.requests.fields import Body, Many, Refusal, read_json
 from kvboost_hf.server.requests.sampled import Length, Sampled
-from kvboost_hf.server.requests.template_fields import ReasoningFields
-from kvboost_hf.server.requests.tools import MAX_TOOLS, AllowedTools, Function, FunctionName, Tool, ToolChoice
 
 MAX_TOP_LOGPROBS = 20
+MAX_TOOLS = 1000
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+_Effort = Annotated[str, Field(max_length=32)]
+
+
+def _as_text_part(part: Any) -> Any:
+    """A part of a content as a part with text."""
+    if not isinstance(part, dict):
+        return part
+    match part.get("type"):
+        case "text" | "input_text" | "output_text" | None:
+            return part
+        case "refusal":
+            return {"text": part.get("refusal")}
+        case "thinking" | "reasoning" as kind:
+            return {"type": "thinking", "text": _thought(part.get("text", part.get(kind)))}
+        case "redacted_thinking":
+            return {"type": "thinking", "text": ""}
+        case kind:
+            raise ValueError(f"content parts of type {kind!a} are not served; send text")
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    place: ClassVar = "messages.content"
+    type: str | None = None
+    text: str
+    prompt_cache_breakpoint: Any = None
+    """Changes nothing: all of a prompt is stored, and found again up to the token where another one parts from it."""
+    annotations: Any = None
+    """Of an answer that is sent back; not part of the prompt."""
+    logprobs: Any = None
+    """Of an answer that is sent back; not part of the prompt."""
+
+
+Content = str | Many[Annotated[TextPart, BeforeValidator(_as_text_part)]]
 
 
 class Prediction(Body):
@@ -45,7 +83,218 @@ def _as_tools(given: Any) -> Any:
     return found
 
 
+class FunctionName(Body):
+    """Names a function."""
+
+    place: ClassVar = "tool_choice.function"
+    name: str
+
+
+class ToolChoice(Body):
+    """The tool to call."""
+
+    place: ClassVar = "tool_choice"
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedNames(Body):
+    """Names the tools that may be called."""
+
+    place: ClassVar = "tool_choice.allowed_tools"
+    mode: Literal["auto", "required"]
+    tools: Annotated[Many[ToolChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Body):
+    """The tools that may be called; the model is told of no others."""
+
+    place: ClassVar = "tool_choice"
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
 _Choice = Literal["none", "auto", "required"] | Annotated[ToolChoice | AllowedTools, Field(discriminator="type")]
+
+
+class CalledFunction(Body):
+    """The name of a called function, and its arguments as JSON text."""
+
+    place: ClassVar = "messages.tool_calls.function"
+    name: str
+    arguments: Annotated[
+        str, BeforeValidator(lambda given: json.dumps(given) if isinstance(given, dict) else given)
+    ] = ""
+
+    @property
+    def parsed(self) -> dict[str, Any] | str:
+        """The arguments as an object; as text if they are none, as a model may have written them.
+
+        Raises:
+            LargeJsonError: they have too many parts, or too deep ones.
+        """
+        try:
+            found = read_json(self.arguments.encode())
+        except json.JSONDecodeError:
+            return self.arguments
+        return found if isinstance(found, dict) else self.arguments
+
+
+class MadeCall(Body):
+    """A call of an earlier answer."""
+
+    place: ClassVar = "messages.tool_calls"
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Body):
+    """One message of a chat. Of an answer that is sent back, any other field is ignored."""
+
+    place: ClassVar = "messages"
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: Many[MadeCall] | None = None
+    function_call: CalledFunction | None = None
+    """An older form of `tool_calls`, for one call."""
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    """Of an earlier answer: part of the prompt where the chat template reads it."""
+    reasoning: Annotated[str | None, BeforeValidator(lambda given: given if isinstance(given, str) else None)] = None
+    """Another name of `reasoning_content`."""
+
+    @model_validator(mode="after")
+    def _said_something(self) -> "Message":
+        if self.content is None and self.role == "user":
+            raise ValueError(f"a message of role {self.role!r} must have content")
+        if self.role != "assistant" and isinstance(self.content, list):
+            if any(part.type == "thinking" for part in self.content):
+                raise ValueError(f"a message of role {self.role!r} must not have reasoning; leave that part out")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content in one piece; empty for none."""
+        return text_of(self.content or "")
+
+    @property
+    def thoughts(self) -> str:
+        """The reasoning in one piece; empty for none."""
+        parts = _joined(self.content, thinking=True) if isinstance(self.content, list) else ""
+        return self.reasoning_content or self.reasoning or parts
+
+    @property
+    def calls(self) -> list[MadeCall]:
+        """All calls, in whichever form."""
+        older = [] if self.function_call is None else [MadeCall(function=self.function_call)]
+        return [*(self.tool_calls or ()), *older]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As chat templates take it: the content as one text, and arguments of calls as objects.
+
+        Raises:
+            LargeJsonError: Arguments of calls have too many parts, or too deep ones.
+        """
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        told: dict[str, Any] = {"role": role, "content": self.text}
+        if role == "assistant" and self.thoughts:
+            told["reasoning_content"] = self.thoughts
+        if self.calls:
+            told["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.parsed},
+                }
+                for call in self.calls
+            ]
+        told |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        return told
+
+
+class Function(Body):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    place: ClassVar = "tools.function"
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool of a chat."""
+
+    place: ClassVar = "tools"
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return self.model_dump(exclude_none=True)
+
+
+def _unreserved(given: dict[str, Any]) -> dict[str, Any]:
+    wrong = next((name for name in given if name in RESERVED), None)
+    if wrong is not None:
+        raise ValueError(f"it must not have {wrong!a}, which the server gives to the template; leave that out")
+    return given
+
+
+class ReasoningOptions(Body):
+    """How a model reasons."""
+
+    place: ClassVar = "reasoning"
+    effort: _Effort | None = None
+    """As `reasoning_effort`."""
+    enabled: bool | None = None
+    """As `enable_thinking`."""
+    exclude: bool | None = None
+    """Leave the reasoning out of the answer."""
+    summary: str | None = None
+    """Changes nothing: reasoning is returned as the model writes it."""
+
+
+class ReasoningFields(Body):
+    """The fields about reasoning, as several servers name them; and other arguments of the chat template."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_unreserved)] | None = None
+    """Arguments of the model's chat template, such as `{"enable_thinking": false}`; those that it does not read change
+    nothing."""
+    chat_template: Annotated[
+        Any, Refusal("a template is code, which the operator chooses; pass chat_template_kwargs")
+    ] = None
+    reasoning_effort: _Effort | None = None
+    """Given to the chat template. `none` and `minimal` switch reasoning off, others on, where the template has a
+    switch."""
+    reasoning: ReasoningOptions | None = None
+    """The same as an object."""
+    enable_thinking: bool | None = None
+    """Switch reasoning on or off, where the chat template has a switch."""
+    think: bool | _Effort | None = None
+    """A switch, or an effort."""
+    include_reasoning: bool | None = None
+    """`false` leaves the reasoning out of the answer; its tokens count."""
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """The arguments of the chat template besides messages and tools."""
+        options = self.reasoning or ReasoningOptions()
+        thinks = self.enable_thinking
+        if thinks is None:
+            thinks = self.think if isinstance(self.think, bool) else options.enabled
+        effort = self.reasoning_effort or options.effort or (self.think if isinstance(self.think, str) else None)
+        return reasoning_arguments(thinks, effort) | (self.chat_template_kwargs or {})
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the answer has the reasoning."""
+        return self.include_reasoning is not False and not (self.reasoning is not None and self.reasoning.exclude)
 
 
 class ChatRequest(ReasoningFields, Sampled):
@@ -129,3 +378,19 @@ class ChatRequest(ReasoningFields, Sampled):
         if isinstance(self.tool_choice, AllowedTools):
             return [tool for tool in self.tools or () if tool.function.name in self._chosen]
         return [] if self.tool_choice == "none" else list(self.tools or ())
+
+
+def _thought(given: Any) -> Any:
+    """The text of a part with reasoning, which Mistral has as a list of parts."""
+    if isinstance(given, list):
+        return "".join(str(part.get("text", "")) for part in given if isinstance(part, dict))
+    return given
+
+
+def text_of(content: Content) -> str:
+    """A content in one piece, without reasoning."""
+    return _joined(content, thinking=False) if isinstance(content, list) else content
+
+
+def _joined(content: list[TextPart], *, thinking: bool) -> str:
+    return "".join(part.text for part in content if (part.type == "thinking") == thinking)

@@ -15,12 +15,12 @@ from kvboost_hf.server.apis.answers import CallReaders, deltas
 from kvboost_hf.server.apis.anthropic.schema import Breakpoint, CountRequest, MessagesRequest
 from kvboost_hf.server.apis.chat_jobs import start_chat
 from kvboost_hf.server.apis.context import RouteContext
-from kvboost_hf.server.apis.posted import PostedRoute
 from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
-from kvboost_hf.server.apis.sse import PINGED_EVENTS, EventStream
+from kvboost_hf.server.apis.wire import PINGED_EVENTS, EventStream, PostedRoute
 from kvboost_hf.server.chats.tools import ToolCall
 from kvboost_hf.server.http.errors import ApiError
-from kvboost_hf.server.jobs import Keep, TooLongError
+from kvboost_hf.server.jobs import Keep
+from kvboost_hf.server.protocol import TooLongError
 from kvboost_hf.server.requests.chat import ChatRequest
 
 _TTL_S = {"5m": 300.0, "1h": 3600.0}

@@ -8,11 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from kvboost_hf.server.requests.chat import ChatRequest
+from kvboost_hf.server.requests.chat import MAX_TOOLS, CalledFunction, ChatRequest, MadeCall, Message, ToolName
 from kvboost_hf.server.requests.fields import Body, Many, Refusal
-from kvboost_hf.server.requests.messages import CalledFunction, MadeCall, Message
 from kvboost_hf.server.requests.sampled import MAX_STOPS
-from kvboost_hf.server.requests.tools import MAX_TOOLS, ToolName
 
 _BILLING = "x-anthropic-billing-header:"  # a block of Claude Code's with a number that changes with each request
 _BETWEEN = "\n\n"  # texts of several blocks
@@ -295,7 +293,7 @@ class CountRequest(Body):
         """The same as a chat.
 
         Raises:
-            RequestValidationError: Its parts do not fit together.
+            RequestValidationError: The parts of the request do not fit together.
         """
         try:
             return ChatRequest.model_validate(self._chat_fields())

@@ -6,10 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError, model_validator
 
-from kvboost_hf.server.requests.chat import MAX_TOP_LOGPROBS, ChatRequest
+from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Tool
 from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent
 from kvboost_hf.server.requests.sampled import MAX_STOPS
-from kvboost_hf.server.requests.tools import MAX_TOOLS, Tool
 
 _Added = Annotated[float, Field(ge=-2, le=2)]
 _Images = Annotated[Any, Refusal("the model reads text; leave images out")]
@@ -101,7 +100,7 @@ class _Asked(Body):
         """The request as a chat of these messages.
 
         Raises:
-            RequestValidationError: Its parts do not fit together.
+            RequestValidationError: The parts of the request do not fit together.
         """
         fields = (self.options or OllamaOptions()).sampling | {
             "model": self.model,

@@ -13,9 +13,8 @@ from kvboost_hf.server.apis.answers import CallReaders, Delta, Usage, deltas
 from kvboost_hf.server.apis.chat_jobs import start_chat
 from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
-from kvboost_hf.server.apis.posted import PostedRoute
 from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
-from kvboost_hf.server.apis.sse import NAMED_EVENTS, EventStream
+from kvboost_hf.server.apis.wire import NAMED_EVENTS, EventStream, PostedRoute
 from kvboost_hf.server.chats.tools import ToolCall
 
 

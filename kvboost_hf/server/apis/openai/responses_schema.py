@@ -6,12 +6,19 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
-from kvboost_hf.server.requests.chat import MAX_TOP_LOGPROBS, ChatRequest
+from kvboost_hf.server.requests.chat import (
+    MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+    CalledFunction,
+    ChatRequest,
+    Content,
+    Function,
+    MadeCall,
+    Message,
+    ReasoningFields,
+)
 from kvboost_hf.server.requests.fields import Body, Many, Named, Refusal, note_ignored
-from kvboost_hf.server.requests.messages import CalledFunction, Content, MadeCall, Message
 from kvboost_hf.server.requests.sampled import Length, Request
-from kvboost_hf.server.requests.template_fields import ReasoningFields
-from kvboost_hf.server.requests.tools import MAX_TOOLS, Function
 
 
 class SaidItem(Body):

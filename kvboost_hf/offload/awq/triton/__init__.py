@@ -1,1 +1,0 @@
-"""Triton kernels for 4-bit weights, for GPUs, and for CPUs by Triton's interpreter."""

@@ -1,1 +1,0 @@
-"""The server's own routes: warming, sessions and figures."""

@@ -1,0 +1,345 @@
+"""The routes of OpenAI's API except `/v1/responses`: chats, completions, embeddings and models."""
+
+import base64
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from kvboost_hf.server.apis.answers import Answer, CallReaders, Delta, Usage, deltas, large, whole
+from kvboost_hf.server.apis.chat_jobs import constraints_of, start_chat
+from kvboost_hf.server.apis.context import RouteContext
+from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
+from kvboost_hf.server.apis.texts import embed, filled, require_embeddings
+from kvboost_hf.server.apis.wire import EventStream, PostedRoute
+from kvboost_hf.server.chats.tools import ToolCall
+from kvboost_hf.server.jobs import Job, TokenLogprob
+from kvboost_hf.server.requests.chat import ChatRequest
+from kvboost_hf.server.requests.texts import CompletionRequest, EmbeddingRequest
+
+_DEFAULT_TOKENS = 16  # as OpenAI's API has it
+
+
+def chat_routes(context: RouteContext) -> APIRouter:
+    """Make a router with `/v1/chat/completions`."""
+    router = APIRouter(route_class=PostedRoute)
+
+    @router.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        jobs, readers = await start_chat(context, body, request)
+        form = _ChatForm(context, body, jobs, readers)
+        if body.stream:
+            return EventStream(form.chunks(), jobs, context.settings.ping_s)
+        return await unless_gone(request, jobs, form.completion())
+
+    return router
+
+
+@dataclass(frozen=True, slots=True)
+class _ChatForm:
+    """The answers to one request, in the form of this route."""
+
+    context: RouteContext
+    asked: ChatRequest
+    jobs: RequestJobs
+    readers: CallReaders
+
+    async def completion(self) -> Response:
+        """The whole response."""
+        answers = await whole(deltas(self.jobs, self.readers), self.asked.n or 1)
+        return await large(lambda: self._completion(answers))
+
+    def _completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        return self._head("chat.completion") | {
+            "choices": [
+                {
+                    "index": index,
+                    "message": self._message(answer),
+                    "logprobs": self._logprobs(answer.logprobs),
+                    "finish_reason": self._reason(answer.reason),
+                }
+                for index, answer in enumerate(answers)
+            ],
+            "usage": Usage.of(self.jobs.finished, len(answers), self.readers).body,
+        }
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a stream."""
+        head, choices = self._head("chat.completion.chunk"), self.asked.n or 1
+        if self.asked.with_usage:
+            head["usage"] = None
+        for choice in range(choices):
+            yield head | {"choices": [_delta(choice, {"role": "assistant", "content": ""})]}
+        sent = [0] * choices  # calls of each
+        async for delta in deltas(self.jobs, self.readers):
+            message: dict[str, Any] = _reasoned(delta) | ({"content": delta.text} if delta.text else {})
+            if delta.calls and self.asked.functions:
+                message["function_call"] = _function(delta.calls[0])
+            elif delta.calls:
+                first = sent[delta.choice]
+                message["tool_calls"] = [{"index": n} | _call(call) for n, call in enumerate(delta.calls, first)]
+                sent[delta.choice] += len(delta.calls)
+            if message or delta.logprobs:
+                logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+                yield head | {"choices": [_delta(delta.choice, message, logprobs)]}
+            if delta.reason is not None:
+                yield head | {"choices": [_delta(delta.choice, {}, reason=self._reason(delta.reason))]}
+        if self.asked.with_usage:
+            yield head | {"choices": [], "usage": Usage.of(self.jobs.finished, choices, self.readers).body}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.context.require_model(self.asked.model),
+        }
+
+    def _logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self.asked.reported is None:
+            return None
+        return {"content": [self.context.logprob_body(one) for one in found], "refusal": None}
+
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None} | _reasoned(answer)
+        if answer.calls:
+            message["content"] = answer.text or None
+            if self.asked.functions:
+                message["function_call"] = _function(answer.calls[0])
+            else:
+                message["tool_calls"] = [_call(call) for call in answer.calls]
+        return message
+
+    def _reason(self, reason: str | None) -> str | None:
+        return "function_call" if reason == "tool_calls" and self.asked.functions else reason
+
+
+def _reasoned(part: Answer | Delta) -> dict[str, Any]:
+    """Reasoning by its two names: that of DeepSeek's API, and that of vLLM and OpenRouter."""
+    return {"reasoning_content": part.reasoning, "reasoning": part.reasoning} if part.reasoning else {}
+
+
+def _delta(
+    choice: int, message: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": choice, "delta": message, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": _function(call)}
+
+
+def _function(call: ToolCall) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments}
+
+
+def completion_routes(context: RouteContext) -> APIRouter:
+    """Make a router with `/v1/completions`."""
+    router = APIRouter(route_class=PostedRoute)
+
+    @router.post("/v1/completions")
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        context.require_model(body.model)
+        jobs = context.start(await _jobs(context, body, request), request, body)
+        form = _TextForm(context, body, jobs)
+        if body.stream:
+            return EventStream(form.chunks(), jobs, context.settings.ping_s)
+        return await unless_gone(request, jobs, form.completion())
+
+    return router
+
+
+async def _jobs(context: RouteContext, body: CompletionRequest, request: Request) -> list[Job]:
+    """A job for each answer to each prompt."""
+    answers, most = body.computed, _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    context.require_choices(answers * len(body.prompts), "n" if body.best_of is None else "best_of")
+    prompts = [await _prompt(context, body, prompt, request, most) for prompt in body.prompts]
+    told = sum(len(ids) for ids in prompts) if body.echo else 0
+    context.require_few_logprobs(answers * (told + len(prompts) * most), body.logprobs)
+    salt = context.salt(request, body.prompt_cache_key, body.cache_salt)
+    constraints = iter(await constraints_of(context, body, request, salt, answers * len(prompts)))
+    jobs = []
+    for ids in prompts:
+        for choice in range(answers):
+            options = context.options(
+                body, max_tokens=most, logprobs=body.logprobs, choice=choice, constraint=next(constraints)
+            )
+            if answers > body.answers and options.logprobs is None:
+                options = replace(options, logprobs=0)  # to choose by
+            if body.echo and body.logprobs is not None:
+                options = replace(options, prompt_logprobs=True)
+            jobs.append(context.job(ids, options, salt=salt, asked=body))
+    return jobs
+
+
+async def _prompt(
+    context: RouteContext, body: CompletionRequest, prompt: str | list[int], request: Request, new: int
+) -> list[int]:
+    if body.suffix and isinstance(prompt, str):
+        prompt = filled(context.tokenizer, prompt, body.suffix)
+    special = body.add_special_tokens is not False
+    ids = await context.tokens(prompt, request, "prompt", new=new, truncates=body.truncates, special=special)
+    return body.truncated(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _TextForm:
+    """The answers to one request, in the form of this route."""
+
+    context: RouteContext
+    asked: CompletionRequest
+    jobs: RequestJobs
+
+    async def completion(self) -> Response:
+        """The whole response."""
+        answers = await whole(deltas(self.jobs, CallReaders()), len(self.asked.prompts) * self.asked.computed)
+        return await large(lambda: self._completion(self._best(answers)))
+
+    def _best(self, answers: Sequence[Answer]) -> list[Answer]:
+        """The answers that are returned: of each prompt those with the highest mean log probability."""
+        n, computed = self.asked.answers, self.asked.computed
+        if computed == n:
+            return list(answers)
+        means = [_mean(answer.logprobs, self.jobs.finished[at].completion_tokens) for at, answer in enumerate(answers)]
+        found: list[Answer] = []
+        for first in range(0, len(answers), computed):
+            ranked = sorted(range(first, first + computed), key=lambda at: -means[at])
+            found += [answers[at] for at in ranked[:n]]
+        return found
+
+    def _completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = []
+        for choice, answer in enumerate(answers):
+            text, logprobs = self._echo(choice) + answer.text, self._logprobs(answer.logprobs, 0)
+            choices.append(_choice(choice, text, logprobs, answer.reason))
+        return self._head() | {"choices": choices, "usage": self._usage()}
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a stream."""
+        head = self._head() | ({"usage": None} if self.asked.with_usage else {})
+        offsets = [0] * self._choices
+        for choice in range(self._choices if self.asked.echo else 0):
+            yield head | {"choices": [_choice(choice, self._echo(choice))]}
+        async for delta in deltas(self.jobs, CallReaders()):
+            if not (delta.text or delta.logprobs or delta.reason):
+                continue
+            logprobs = self._logprobs(delta.logprobs, offsets[delta.choice]) if delta.logprobs else None
+            offsets[delta.choice] += sum(len(self.context.token_text(one.token)) for one in delta.logprobs)
+            yield head | {"choices": [_choice(delta.choice, delta.text, logprobs, delta.reason)]}
+        if self.asked.with_usage:
+            yield head | {"choices": [], "usage": self._usage()}
+
+    @property
+    def _choices(self) -> int:
+        return len(self.asked.prompts) * self.asked.answers
+
+    def _echo(self, choice: int) -> str:
+        if not self.asked.echo:
+            return ""
+        prompt = self.asked.prompts[choice // self.asked.answers]
+        return prompt if isinstance(prompt, str) else str(self.context.tokenizer.decode(prompt))
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self.context.require_model(self.asked.model),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        return Usage.of(self.jobs.finished, self.asked.computed).body
+
+    def _logprobs(self, found: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+        if self.asked.logprobs is None:
+            return None
+        tokens = [self.context.token_text(one.token) for one in found]
+        offsets = [offset]
+        for token in tokens:
+            offsets.append(offsets[-1] + len(token))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [one.logprob for one in found],
+            "top_logprobs": [_top(one, self.context.token_text) for one in found],
+            "text_offset": offsets[: len(tokens)],
+        }
+
+
+def _mean(logprobs: Sequence[TokenLogprob], tokens: int) -> float:
+    """The mean log probability of the last `tokens` of them: those before are of the prompt."""
+    values = [one.logprob or 0.0 for one in logprobs[len(logprobs) - tokens :]]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _top(one: TokenLogprob, text: Callable[[int], str]) -> dict[str, float] | None:
+    return None if one.logprob is None else {text(token): logprob for token, logprob in one.top}
+
+
+def _choice(
+    choice: int, text: str, logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def embedding_routes(context: RouteContext) -> APIRouter:
+    """Make a router with `/v1/embeddings`."""
+    router = APIRouter(route_class=PostedRoute)
+
+    @router.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        require_embeddings(context)
+        model = context.require_model(body.model)
+        found, tokens = await embed(context, body.texts, request, "input")
+        tell = _as_base64 if body.encoding_format == "base64" else list
+
+        def embedded() -> dict[str, Any]:
+            data = [{"object": "embedding", "index": n, "embedding": tell(numbers)} for n, numbers in enumerate(found)]
+            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+            return {"object": "list", "data": data, "model": model, "usage": usage}
+
+        return await large(embedded)
+
+    return router
+
+
+def _as_base64(numbers: Sequence[float]) -> str:
+    """Base64 of the numbers as float32, little-endian."""
+    return base64.b64encode(np.asarray(numbers, dtype="<f4").tobytes()).decode()
+
+
+def model_routes(context: RouteContext) -> APIRouter:
+    """Make a router with `/v1/models`."""
+    router = APIRouter()
+    settings = context.settings
+
+    def described(name: str) -> dict[str, Any]:
+        """As both OpenAI's and Anthropic's clients have it."""
+        opened = datetime.fromtimestamp(context.created, UTC).isoformat()
+        return {
+            "id": name,
+            "object": "model",
+            "created": context.created,
+            "owned_by": "kvboost_hf",
+            "default_sampling": context.sampling.body,
+            "type": "model",
+            "display_name": name,
+            "created_at": opened,
+            "lifecycle": "active",
+        }
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        names = settings.model_names
+        page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return {"object": "list", "data": [described(name) for name in names]} | page
+
+    @router.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        return described(context.require_model(name))
+
+    return router

@@ -1,0 +1,181 @@
+"""What routes read and send: bodies of JSON (`PostedRoute`), and streams of objects (`EventStream`).
+
+Large bodies are parsed in a thread, and the client is told which fields were ignored.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvboost_hf.server.apis.context import RouteContext, client
+from kvboost_hf.server.apis.request_jobs import RequestJobs
+from kvboost_hf.server.http.errors import ApiError, api_error
+from kvboost_hf.server.http.turns import in_thread
+from kvboost_hf.server.requests.fields import LargeJsonError, read_json, unknown_fields
+
+_JSON = "application/json"
+_SMALL = 2**16  # bytes that are read faster than a thread could be asked to
+_log = logging.getLogger("kvboost_hf.server")
+
+
+class PostedRoute(APIRoute):
+    """A route with a body of JSON. The app's `state.context` is its `RouteContext`.
+
+    The names of unknown fields are in the header `x-kvboost-ignored` of the answer and in the log, and are counted.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_posted(request: Request) -> Response:
+            context: RouteContext = request.app.state.context
+            with unknown_fields(refuse=context.settings.strict_requests) as unknown:
+                response = await handle(_Posted(request.scope, request.receive))
+            if unknown.names:
+                request.scope["ignored"] = unknown.names
+                response.headers["x-kvboost-ignored"] = ", ".join(unknown.names)
+                context.meter.ignored(unknown.names)
+            return response
+
+        return handle_posted
+
+
+class UntypedRoute(PostedRoute):
+    """A route that takes JSON of any content type, as `curl -d` sends it.
+
+    Pages in browsers, whose requests have an origin, must send the content type of JSON: then the browser asks first
+    whether the server lets pages of that origin call it.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_untyped(request: Request) -> Response:
+            if request.method == "POST" and not request.headers.get("content-type", "").startswith(_JSON):
+                if "origin" in request.headers:
+                    raise ApiError(415, f"Web pages must send JSON as such. Send the header 'Content-Type: {_JSON}'.")
+                others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
+                request.scope["headers"] = [*others, (b"content-type", _JSON.encode())]
+            return await handle(request)
+
+        return handle_untyped
+
+
+class _Posted(Request):
+    async def json(self) -> Any:
+        raw = await self.body()
+        try:
+            if len(raw) <= _SMALL:
+                return read_json(raw)
+            context: RouteContext = self.app.state.context
+            async with context.reading.turn(client(self)):
+                return await in_thread(partial(read_json, raw))
+        except LargeJsonError as error:
+            raise HTTPException(400 if error.deep else 413, str(error)) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamForm:
+    """How a stream is written.
+
+    Args:
+        media_type: The content type of the response.
+        line: Writes an object.
+        failed: What the object has besides the error that ends a stream which fails.
+        ping: Sent when nothing else comes; clients skip it.
+        end: Sent behind the last object.
+    """
+
+    media_type: str
+    line: Callable[[dict[str, Any]], str]
+    ping: str
+    failed: Mapping[str, Any] = field(default_factory=dict)
+    end: str = ""
+
+
+def _event(told: dict[str, Any]) -> str:
+    """A server-sent event. Objects with a `"type"` have that as the name of their event."""
+    name = f"event: {told['type']}\n" if "type" in told else ""
+    # In ASCII: some clients take U+2028 and its like for the end of a line.
+    return f"{name}data: {json.dumps(told)}\n\n"
+
+
+EVENTS = StreamForm(
+    media_type="text/event-stream",
+    line=_event,
+    ping=": still running\n\n",
+    end="data: [DONE]\n\n",
+)
+NAMED_EVENTS = replace(EVENTS, failed={"type": "error"}, end="")
+PINGED_EVENTS = replace(NAMED_EVENTS, ping=_event({"type": "ping"}))
+JSON_LINES = StreamForm(
+    media_type="application/x-ndjson",
+    line=lambda told: f"{json.dumps(told)}\n",
+    ping=" ",  # before an object, space means nothing; an empty line would be no JSON
+)
+
+
+class EventStream(StreamingResponse):
+    """Sends objects as they come, and cancels their jobs when the client disconnects.
+
+    Args:
+        events: What to send.
+        jobs: The jobs that the objects are made of.
+        ping_s: After so many silent seconds a ping is sent.
+        form: How the objects are written.
+    """
+
+    def __init__(
+        self, events: AsyncIterator[dict[str, Any]], jobs: RequestJobs, ping_s: float, *, form: StreamForm = EVENTS
+    ) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__((), headers=headers, media_type=form.media_type)
+        self._jobs, self._events, self._ping_s, self._form = jobs, events, ping_s, form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.body_iterator = _lines(self._events, self._ping_s, self._form, scope)
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._jobs.cancel()
+
+
+async def _lines(
+    events: AsyncIterator[dict[str, Any]], ping_s: float, form: StreamForm, scope: Scope
+) -> AsyncIterator[str]:
+    task: asyncio.Task[dict[str, Any] | None] | None = None
+    try:
+        while True:
+            task = task or asyncio.create_task(_next(events))
+            if not (await asyncio.wait({task}, timeout=ping_s))[0]:
+                yield form.ping
+                continue
+            event, task = task.result(), None
+            if event is None:
+                break
+            yield form.line(event)
+    except Exception as error:
+        # The status was sent long ago: the error takes the place of what would have come.
+        if not isinstance(error, ApiError):
+            _log.exception("a stream failed")
+        yield form.line({**api_error(error).told(scope), **form.failed})
+        return
+    finally:
+        if task is not None:
+            task.cancel()
+    if form.end:
+        yield form.end
+
+
+async def _next(events: AsyncIterator[dict[str, Any]]) -> dict[str, Any] | None:
+    return await anext(events, None)

@@ -1,0 +1,255 @@
+"""The phases of a task: `Prefill` computes prompts piece by piece, `Decoding` the answers, one token in a forward.
+
+An answer that runs alone may get several tokens in one forward, which `Ahead` chooses.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+
+from kvboost_hf.assisted.branch_probe import branch_reason
+from kvboost_hf.server.engine.model_runner import ModelRunner
+from kvboost_hf.server.engine.task import Task
+from kvboost_hf.server.generation.batch import BatchKV
+from kvboost_hf.server.generation.speculation import Add, DraftedText, Drafts, PredictedText
+from kvboost_hf.server.jobs import FinishReason
+
+_PATIENCE = 4  # pieces of other prompts that the first prompt lets pass
+Round = Callable[[Add], FinishReason | None]  # runs the forward, and returns why the answer ends with it
+
+
+class Prefill:
+    """The tasks whose prompts are being computed.
+
+    Args:
+        runner: Runs the model.
+
+    Attributes:
+        tasks: In the order in which they were added.
+        pieces: Forwards so far.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.tasks: list[Task] = []
+        self.pieces = 0
+        self._runner = runner
+        self._last_pieces: dict[bytes, int] = {}  # by client: when it last had a piece computed, in pieces
+
+    def add(self, tasks: Iterable[Task]) -> None:
+        """Add tasks behind the others."""
+        self.tasks += tasks
+
+    def next(self) -> Task:
+        """Of the client whose turn it is, the task of the smallest priority with the least left.
+
+        The first task of that priority is not passed over more than `_PATIENCE` times.
+        """
+        turn = min(self.tasks, key=lambda task: self._last_pieces.get(task.job.client, 0)).job.client
+        own = [task for task in self.tasks if task.job.client == turn]
+        least = min(task.job.priority for task in own)
+        own = [task for task in own if task.job.priority == least]
+        chosen = own[0] if own[0].passed >= _PATIENCE else min(own, key=lambda task: task.left)
+        for other in own:
+            other.passed = 0 if other is chosen else other.passed + 1
+        self._last_pieces[turn] = self.pieces + 1
+        return chosen
+
+    def remove(self, task: Task) -> None:
+        """Remove a task."""
+        self.tasks.remove(task)
+
+    def clear(self) -> None:
+        """Remove all tasks."""
+        self.tasks.clear()
+
+    def compute(self, task: Task, room: int, others: Sequence[Task]) -> tuple[int, torch.Tensor]:
+        """Compute the next piece of a prompt.
+
+        Args:
+            task: Whose prompt it is.
+            room: Tokens to compute, at most, where the prompt can be cut.
+            others: Tasks whose caches may have the beginning of the prompt.
+
+        Returns:
+            How many tokens were computed, and the logits [1, vocab_size] of the last one.
+        """
+        runner = self._runner
+        ids, known = torch.tensor([task.job.ids], device=runner.device), task.done
+        wants_all = task.job.options.prompt_logprobs
+        if task.cache is None:
+            task.started = time.perf_counter()
+            task.cache, shared = runner.open(task, () if wants_all else others)
+            task.cache.in_own_loop = True
+            if not wants_all:
+                known = max(task.cache.stored_tokens(ids), shared)
+                task.spans = task.cache.movable_spans(ids, known)
+        stop = _piece_end(known, room, task.spans, len(task.job.ids)) if runner.in_pieces else len(task.job.ids)
+        piece = ids[:, task.done : stop]
+        if wants_all:
+            kept = runner.forward_all(task.cache, piece, task.done)
+            task.score_prompt(kept[0])
+            logits = kept[:, -1]
+        else:
+            logits = runner.forward(task.cache, piece, task.done)
+        task.done = stop
+        self.pieces += 1
+        return stop - known, logits
+
+
+def _piece_end(start: int, room: int, spans: Sequence[tuple[int, int]], end: int) -> int:
+    """Where a piece from `start` on ends: behind `room` tokens, those of `spans` not counted, and not in a span."""
+    at, left = start, room
+    for begin, stop in spans:
+        if stop > at:
+            if begin - at >= left:
+                break
+            left -= max(begin - at, 0)
+            at = stop
+    return min(at + left, end)
+
+
+class Decoding:
+    """The tasks whose prompts are computed, and the batch that they run in.
+
+    Args:
+        runner: Runs the model.
+
+    Attributes:
+        tasks: In the order of the batch's rows, and then those that are not in it.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.tasks: list[Task] = []
+        self._runner = runner
+        self._batch = BatchKV(runner.model, in_place=runner.in_place)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of the batch's buffers."""
+        return self._batch.nbytes
+
+    def add(self, task: Task) -> None:
+        """Add a task whose prompt is computed and whose first token is about to be chosen."""
+        self.tasks.append(task)
+
+    def arrange(self, *, drafted: bool) -> list[tuple[Task, Exception]]:
+        """Put the tasks into the batch, or take a task out of it that runs better alone.
+
+        Args:
+            drafted: Whether the only task is about to be drafted for.
+
+        Returns:
+            Tasks that there was no memory for, with the errors; they are removed.
+        """
+        alone = len(self.tasks) == 1
+        failed: list[tuple[Task, Exception]] = []
+        if not self._runner.batchable:
+            return failed
+        if alone and (drafted or self._runner.in_place or not len(self._batch)):
+            moved, move = self.tasks[: len(self._batch)], self._leave_batch
+        else:
+            moved, move = self.tasks[len(self._batch) :], self._join_batch
+        for task in moved:
+            try:
+                move(task)
+            except Exception as error:
+                failed.append((task, error))
+                self.remove(task)
+        return failed
+
+    def step(self) -> torch.Tensor:
+        """Compute one more token of each task; returns logits [tasks, vocab_size]."""
+        if len(self._batch):
+            return self._batch.step([task.ids[-1] for task in self.tasks])
+        return torch.cat([self._runner.step(task) for task in self.tasks])
+
+    def sync(self, task: Task) -> None:
+        """Copy what the batch has computed for a task into the task's own cache."""
+        place = self.tasks.index(task) if task in self.tasks else len(self._batch)
+        if place >= len(self._batch) or task.cache is None:
+            return
+        new = self._batch.length(place) - task.joined
+        if new:
+            said = task.joined - len(task.job.ids)
+            ids = torch.tensor([task.ids[said : said + new]], device=self._runner.device)
+            positions = torch.arange(task.joined, task.joined + new, device=self._runner.device)[None]
+            task.cache.extend(ids, positions, self._batch.read(place, new))
+
+    def remove(self, task: Task) -> None:
+        """Remove a task; in the batch the last row takes the place of its row."""
+        place = self.tasks.index(task)
+        if (rows := len(self._batch)) > place:
+            self._batch.leave(place)  # first: if it fails, the task is still there to be told
+            self.tasks[place] = self.tasks[rows - 1]
+            place = rows - 1
+        del self.tasks[place]
+
+    def clear(self) -> None:
+        """Remove all tasks, whatever state the batch was left in."""
+        self.tasks.clear()
+        self._batch.clear()
+
+    def _join_batch(self, task: Task) -> None:
+        assert task.cache is not None
+        task.joined = task.length  # the last token is computed next
+        # Moved chunks are computed for the one text that they are in.
+        owner = task.job.salt if task.cache.policy.mode == "exact" else task
+        self._batch.join(task.cache.read(), [*task.job.ids, *task.ids[:-1]], owner)
+
+    def _leave_batch(self, task: Task) -> None:
+        self.sync(task)
+        self._batch.leave(0)
+
+
+class Ahead:
+    """Chooses how an answer that runs alone gets several tokens in one forward.
+
+    Args:
+        runner: Has the model.
+        drafts: The draft model; None for no drafts.
+    """
+
+    def __init__(self, runner: ModelRunner, drafts: Drafts | None) -> None:
+        self._runner, self._drafts = runner, drafts
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Figures of all rounds of the draft model; none without one."""
+        return self._drafts.figures if self._drafts is not None else {}
+
+    def round(self, task: Task) -> Round | None:
+        """The next forward of an answer, if it may give several tokens; None for one token by plain decoding.
+
+        A prediction comes before a draft model.
+        """
+        if predicted := self._predicted(task):
+            return partial(self._check, task, predicted)
+        if self._drafts is not None and self._drafts.take(task.job):
+            return partial(self._draft, task, self._drafts)
+        return None
+
+    def _predicted(self, task: Task) -> list[int]:
+        """The next tokens of an answer by its client's prediction; none where they cannot be checked."""
+        job = task.job
+        if not job.prediction or job.options.constraint is not None or self._runner.lending_reason is not None:
+            return []
+        if task.predicted is None:
+            assert task.sampler is not None
+            if branch_reason(self._runner.model) is not None:
+                return []
+            task.predicted = PredictedText(self._runner.model, self._runner.device, job, task.sampler)
+        return task.predicted.draft(task.ids)
+
+    def _check(self, task: Task, predicted: Sequence[int], add: Add) -> FinishReason | None:
+        assert task.cache is not None
+        assert task.predicted is not None
+        return task.predicted.run(task.cache, task.ids, predicted, add)
+
+    def _draft(self, task: Task, drafts: Drafts, add: Add) -> FinishReason | None:
+        assert task.cache is not None
+        assert task.sampler is not None
+        if task.drafted is None:
+            task.drafted = DraftedText(drafts, task.job, task.sampler)
+        return task.drafted.run(task.cache, task.ids, add)

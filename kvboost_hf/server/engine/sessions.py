@@ -1,0 +1,359 @@
+"""`SessionTable`: the sessions that an engine knows, and `Pins`: what is kept, within a share for each client."""
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import count
+
+import numpy as np
+
+from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.cache.store.removal import Belongings, Heads
+from kvboost_hf.server.engine.model_runner import ModelRunner
+from kvboost_hf.server.engine.task import SessionRecord, Task, session_id
+from kvboost_hf.server.jobs import Job, Keep, Session, SessionChange
+
+_MOST_SESSIONS = 2048  # sessions of all clients
+_MOST_PINS = 1024  # pins of one client
+
+
+class SessionTable:
+    """Sessions of all clients, within a bound: the client with the most forgets the one that it used least recently.
+
+    For the engine's thread alone.
+
+    Args:
+        runner: Has the store.
+        clock: Seconds since 1970.
+
+    Attributes:
+        pins: What is pinned.
+    """
+
+    def __init__(self, runner: ModelRunner, clock: Callable[[], float] = time.time) -> None:
+        self.pins = Pins(clock)
+        self._runner, self._clock = runner, clock
+        self._sessions: dict[bytes, OrderedDict[str, SessionRecord]] = {}  # by client and id, the newest last
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sessions.values()))
+
+    # What happens to tasks
+
+    def enter(self, task: Task) -> None:
+        """A piece of a task's prompt was computed: it belongs to a session from now on."""
+        if task.session is None:
+            task.session = self._use(task)
+        self._note(task)
+
+    def begin(self, task: Task) -> None:
+        """The prompt of a task was computed: count it, and pin what is to be pinned of it."""
+        session, cache, report = task.session, task.cache, task.report
+        assert session is not None
+        assert cache is not None
+        assert report is not None
+        session.requests += 1
+        session.prompt_tokens += report.prompt_tokens
+        session.cached_tokens += report.reused_tokens
+        session.tokens = len(task.job.ids)
+        keeps = (*task.job.keep, *([session.keep] if session.keep is not None else []))
+        priority = task.job.priority if session.priority is None else session.priority
+        pinned = self.pins.keep(self._runner.store, task.job, keeps, cache, session.id, priority)
+        task.pinned = pinned if task.job.keep else None
+
+    def end(self, task: Task) -> None:
+        """A task has ended; what its cache holds is stored."""
+        if task.session is not None and task.report is not None:
+            task.session.tokens = len(task.job.ids) + len(task.ids)
+            self._note(task)
+
+    def _use(self, task: Task) -> SessionRecord:
+        job, now = task.job, self._clock()
+        own, id = self._sessions.setdefault(job.client, OrderedDict()), session_id(job, self._runner.store.chunker)
+        if id not in own:
+            own[id] = SessionRecord(id, job.client, job.session is not None, now, now)
+            if len(self) > _MOST_SESSIONS:
+                max(self._sessions.values(), key=len).popitem(last=False)
+        own.move_to_end(id)
+        own[id].last_used = now
+        return own[id]
+
+    def _note(self, task: Task) -> None:
+        cache = task.cache
+        if task.session is not None and cache is not None and cache.root is not None:
+            task.session.note_text(cache.root, task.job.ids, self._runner.store.chunker, cache.content_keys)
+
+    # What clients ask
+
+    def of(self, client: bytes | None, id: str | None) -> list[SessionRecord]:
+        """Sessions of a client, or of all; one of them, or all. Those used last come first."""
+        found = [each for each in self._all() if client in (None, each.client) and id in (None, each.id)]
+        return sorted(found, key=lambda each: -each.last_used)
+
+    def change(self, client: bytes, id: str, change: SessionChange) -> SessionRecord | None:
+        """Change what is kept of a session; None if there is none."""
+        session = self._find(client, id)
+        if session is None:
+            return None
+        store = self._runner.store
+        if change.priority is not None:
+            session.priority = change.priority
+            self.pins.set_priority(client, id, change.priority)
+        if change.keep is False:
+            session.keep = None
+            self.pins.release(store, client, id)
+        elif change.keep is not None:
+            session.keep = change.keep
+            own, heads = session.belongings, self.heads(client)
+            keys = own.keys(store.held(own.under(heads)), heads, lost=False)
+            self.pins.keep_session(store, client, id, keys, change.keep, session.priority or 0)
+        return session
+
+    def drop(self, client: bytes, id: str, salt: bytes, tasks: Sequence[Task]) -> tuple[Belongings, Heads]:
+        """Forget a session; what its tasks under way hold is not stored.
+
+        Returns:
+            What is to be removed, and how the prompts of the client begin.
+        """
+        session, root, heads = self._find(client, id), self._runner.root_of(salt), self.heads(client)
+        roots = frozenset([root] if root is not None else ())
+        if session is None:
+            return Belongings(id, roots), heads
+        del self._sessions[client][id]
+        self.pins.release(self._runner.store, client, id)
+        for task in tasks:
+            if task.session is session and task.cache is not None:
+                self._runner.keep_nothing(task.cache)
+        own = session.belongings
+        return replace(own, roots=own.roots | roots), heads
+
+    def heads(self, client: bytes | None) -> Heads:
+        """How the prompts of a client begin, or those of all."""
+        heads = Heads()
+        for session in self._all():
+            if client in (None, session.client):
+                session.add_to(heads)
+        return heads
+
+    def figures(self, session: SessionRecord, nbytes: int) -> Session:
+        """The figures of a session, for its client."""
+        pins = self.pins.of(session.client, session.id)
+        ends = [pin.until for pin in pins]
+        until = max(ends, default=None)
+        return Session(
+            id=session.id,
+            client=session.client,
+            first_seen=session.first_seen,
+            last_used=session.last_used,
+            requests=session.requests,
+            tokens=session.tokens,
+            prompt_tokens=session.prompt_tokens,
+            cached_tokens=session.cached_tokens,
+            nbytes=nbytes,
+            priority=session.priority or 0,
+            ttl_s=session.keep.ttl_s if session.keep is not None else None,
+            pinned=bool(pins),
+            pinned_until=until if until is not None and until < float("inf") else None,
+        )
+
+    def _find(self, client: bytes, id: str) -> SessionRecord | None:
+        return self._sessions[client].get(id) if client in self._sessions else None
+
+    def _all(self) -> Iterator[SessionRecord]:
+        for own in self._sessions.values():
+            yield from own.values()
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """A beginning of prompts, or all K/V of a session, that a client has asked to keep.
+
+    Args:
+        holder: Names it to the store.
+        session: The id of the session that the pin belongs to.
+        root: Where the text begins; empty for a whole session.
+        ttl_s: Seconds after its last use; None for no limit.
+        priority: Those with the largest number give way first.
+        used: When it was last used.
+        tokens: How many tokens the text has; 0 for a whole session.
+        digest: A hash of root and tokens.
+    """
+
+    holder: bytes
+    session: str
+    root: bytes
+    ttl_s: float | None
+    priority: int
+    used: float
+    tokens: int = 0
+    digest: bytes = b""
+
+    @property
+    def until(self) -> float:
+        """When it ends, unless it is used before."""
+        return math.inf if self.ttl_s is None else self.used + self.ttl_s
+
+
+class Pins:
+    """The pins of each client. For the engine's thread alone.
+
+    Args:
+        clock: Seconds since 1970.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._pins: dict[bytes, list[Pin]] = {}  # by client, the newest last
+        self._next = math.inf  # nothing ends before
+        self._holders = count(1)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._pins.values()))
+
+    def of(self, client: bytes, session: str) -> list[Pin]:
+        """The pins of a session."""
+        return [pin for pin in self._pins.get(client, ()) if pin.session == session]
+
+    def keep(
+        self, store: ChunkStore, job: Job, keeps: Collection[Keep], cache: ChunkReuseCache, session: str, priority: int
+    ) -> bool:
+        """Renew the pins that a prompt begins with, and make new ones.
+
+        Args:
+            store: Where K/V stays.
+            job: Whose prompt it is.
+            keeps: What to pin of it.
+            cache: Holds the prompt alone.
+            session: The id of the job's session.
+            priority: The priority of the new pins.
+
+        Returns:
+            Whether all that was asked for is pinned. What is longer than the client's share, has no room, or has moved
+            K/V in it, is not pinned at all.
+        """
+        root, tokens = cache.root, np.asarray(job.ids, dtype=np.int64)
+        if root is None:
+            return not keeps
+        begun = self._renew(job.client, root, tokens, session)
+        if keeps:
+            cache.store_all()  # what came from lower tiers may not be in host memory yet
+        made = [self._new(session, root, keep.ttl_s, priority) for keep in keeps]
+        return all(
+            [
+                self._keep_one(store, job.client, pin, keep, tokens, begun)
+                for pin, keep in zip(made, keeps, strict=True)
+            ]
+        )
+
+    def _keep_one(
+        self, store: ChunkStore, client: bytes, pin: Pin, keep: Keep, tokens: Tokens, begun: list[Pin]
+    ) -> bool:
+        """Pin a beginning of a prompt, in place of shorter ones among those that the prompt has `begun` with."""
+        wanted = len(tokens) if keep.tokens is None else min(keep.tokens, len(tokens))
+        records, held = store.beginning(pin.root, tokens, wanted)
+        if held <= wanted - HEAD_TOKENS:  # fewer tokens than that are never stored
+            return False
+        keys = [record.key for record in records]
+        if keep.share is None:
+            return store.pin(keys, b"")
+        pin.tokens, pin.digest = wanted, _digests(pin.root, tokens, [wanted])[0]
+        old = [each for each in begun if each.tokens <= wanted and each.until <= pin.until]
+        added = self._add(store, client, pin, keys, keep.share, old)
+        begun += [pin] if added else []
+        return added
+
+    def keep_session(
+        self, store: ChunkStore, client: bytes, session: str, keys: Collection[bytes], keep: Keep, priority: int
+    ) -> bool:
+        """Pin K/V of a session, in place of its pins; returns whether all of it is pinned."""
+        self.release(store, client, session)
+        assert keep.share is not None
+        pin = self._new(session, b"", keep.ttl_s, priority)
+        return self._add(store, client, pin, keys, keep.share, ())
+
+    def _renew(self, client: bytes, root: bytes, tokens: Tokens, session: str) -> list[Pin]:
+        """Note the use of the pins that a prompt begins with, which are returned, and of that of its whole session."""
+        pins, now = self._pins.get(client, []), self._clock()
+        alike = [pin for pin in pins if pin.root == root and pin.tokens <= len(tokens)]
+        lengths = sorted({pin.tokens for pin in alike})
+        found = dict(zip(lengths, _digests(root, tokens, lengths), strict=True))
+        begun = [pin for pin in alike if found[pin.tokens] == pin.digest]
+        for pin in (*begun, *(pin for pin in pins if pin.session == session and not pin.tokens)):
+            pin.used = now
+        return begun
+
+    def set_priority(self, client: bytes, session: str, priority: int) -> None:
+        """Change which pins of a client give way first."""
+        for pin in self.of(client, session):
+            pin.priority = priority
+
+    def release(self, store: ChunkStore, client: bytes, session: str) -> None:
+        """Let go of the pins of a session."""
+        for pin in self.of(client, session):
+            self._remove(store, client, pin)
+
+    def expire(self, store: ChunkStore) -> None:
+        """Let go of the pins that have ended."""
+        if (now := self._clock()) < self._next:
+            return
+        for client, pins in list(self._pins.items()):
+            for pin in [pin for pin in pins if pin.until <= now]:
+                self._remove(store, client, pin)
+        self._next = min((pin.until for pins in self._pins.values() for pin in pins), default=math.inf)
+
+    def _new(self, session: str, root: bytes, ttl_s: float | None, priority: int) -> Pin:
+        return Pin(next(self._holders).to_bytes(8, "little"), session, root, ttl_s, priority, self._clock())
+
+    def _add(
+        self,
+        store: ChunkStore,
+        client: bytes,
+        pin: Pin,
+        keys: Collection[bytes],
+        share: float,
+        replaced: Collection[Pin],
+    ) -> bool:
+        """Pin records. The client's other pins give way where all of them would exceed its share."""
+        pins, limit = self._pins.setdefault(client, []), share * store.max_bytes
+        if not store.pin(keys, pin.holder):
+            return False
+        lasting = [each for each in pins if each.priority < pin.priority and each not in replaced]
+        if _bytes(store, [*lasting, pin]) > limit:
+            store.let_go(pin.holder)
+            return False
+        pins.append(pin)
+        for each in [each for each in pins if each in replaced]:
+            self._remove(store, client, each)
+        order = sorted((each for each in pins if each not in (*lasting, pin)), key=lambda each: each.used)
+        order.sort(key=lambda each: -each.priority)
+        while order and (_bytes(store, pins) > limit or len(pins) > _MOST_PINS):
+            self._remove(store, client, order.pop(0))
+        self._next = min(self._next, pin.until)
+        return True
+
+    def _remove(self, store: ChunkStore, client: bytes, pin: Pin) -> None:
+        pins = self._pins[client]
+        pins.remove(pin)
+        if not pins:
+            del self._pins[client]
+        store.let_go(pin.holder)
+
+
+def _bytes(store: ChunkStore, pins: Collection[Pin]) -> int:
+    return store.pinned_bytes(pin.holder for pin in pins)
+
+
+def _digests(root: bytes, tokens: Tokens, lengths: Collection[int]) -> list[bytes]:
+    """Digests of a root and so many first tokens each; the lengths ascend."""
+    found, running, start = [], blake2b(root, digest_size=20), 0
+    for stop in lengths:
+        running.update(tokens[start:stop].tobytes())
+        found.append(running.copy().digest())
+        start = stop
+    return found

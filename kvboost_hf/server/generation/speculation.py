@@ -1,0 +1,251 @@
+"""Several tokens in one forward for an answer that runs alone: drafted by a model, or expected by its client."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.assisted.branch_probe import branch_reason
+from kvboost_hf.assisted.branches import Branches
+from kvboost_hf.assisted.rounds import Rounds, Taken, follow
+from kvboost_hf.assisted.tree import ROOT, Tree
+from kvboost_hf.assisted.tree_draft import TreeDraft
+from kvboost_hf.assisted.vocabulary import differ_by_padding, fitted, vocab_size
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.compat import input_device
+from kvboost_hf.config import DraftTreeConfig
+from kvboost_hf.ngrams import MAX_NGRAM, longest_match
+from kvboost_hf.server.generation.sampling import Sampler
+from kvboost_hf.server.jobs import FinishReason, Job, TokenLogprob
+
+_log = logging.getLogger("kvboost_hf.server")
+Add = Callable[[int, TokenLogprob | None], FinishReason | None]  # tells of a token, and why the text ends with it
+_FIRST, _LEAST, _MOST = 16, 4, 48  # tokens of a draft
+
+
+class Drafts:
+    """The draft model of an engine, and the statistics of all rounds.
+
+    Args:
+        model: Checks the drafts.
+        draft: A smaller model with the same vocabulary.
+        config: How large trees are.
+
+    Raises:
+        ValueError: for a draft of another vocabulary, or that cannot compute tokens that branch.
+    """
+
+    def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, config: DraftTreeConfig) -> None:
+        sizes = vocab_size(draft), vocab_size(model)
+        if not differ_by_padding(*sizes):
+            raise ValueError(
+                f"`draft` must have the vocabulary of the model, of {sizes[1]} tokens, got {sizes[0]}. Choose one of "
+                "the same family."
+            )
+        draft = fitted(draft, model)
+        if (reason := branch_reason(draft)) is not None:
+            raise ValueError(
+                f"`draft` must be able to compute trees of tokens, got a {type(draft).__name__}: {reason}. Choose "
+                "another one, or none."
+            )
+        self.model, self.draft, self.config = model, draft, config
+        self.rounds, self.device = Rounds(config), input_device(model)
+        config_of: Any = draft.config.get_text_config(decoder=True)
+        self._positions: int | None = getattr(config_of, "max_position_embeddings", None)
+        self._failed = False
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        lending_reason: str | None,
+        draft: PreTrainedModel,
+        config: DraftTreeConfig | None,
+    ) -> "Drafts | None":
+        """Drafts for a model; None and a warning where it, or its caches (`lending_reason`), cannot check them."""
+        if (reason := lending_reason or branch_reason(model)) is not None:
+            _log.warning("No drafts: a %s cannot check them, for %s.", type(model).__name__, reason)
+            return None
+        return cls(model, draft, config if config is not None else DraftTreeConfig())
+
+    def take(self, job: Job) -> bool:
+        """Whether to draft for a job.
+
+        There are no drafts for a job with a constraint, which would have to check each of them, nor for one that the
+        draft model has too few positions for: a failure of the draft model would end drafting for all.
+        """
+        fits = self._positions is None or len(job.ids) + job.options.max_tokens <= self._positions
+        return fits and not self._failed and job.options.constraint is None
+
+    def give_up(self, error: BaseException | None) -> None:
+        """Stop drafting, since the draft model has failed."""
+        self._failed = True
+        _log.error("The draft model has failed: answers go on without drafts, until a restart.", exc_info=error)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Figures of all rounds so far."""
+        stats = self.rounds.stats
+        return {
+            "rounds": stats.rounds,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "committed_per_round": stats.committed_per_round,
+        }
+
+
+class _DraftFailedError(RuntimeError):
+    """The draft model has failed, not the model that checks it."""
+
+
+class _Draft(TreeDraft):
+    """A `TreeDraft` whose failures are `_DraftFailedError`."""
+
+    def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
+        try:
+            return super().grow(ids, room, chain=chain)
+        except Exception as error:
+            raise _DraftFailedError from error
+
+    def keep(self, path: Sequence[int]) -> None:
+        try:
+            super().keep(path)
+        except Exception as error:
+            raise _DraftFailedError from error
+
+
+class DraftedText:
+    """The drafting of one answer, with the draft model's K/V.
+
+    Args:
+        drafts: The draft model and its statistics.
+        job: The job of the answer.
+        sampler: Chooses its tokens.
+    """
+
+    def __init__(self, drafts: Drafts, job: Job, sampler: Sampler) -> None:
+        self._drafts, self._job, self._sampler = drafts, job, sampler
+        self._drafting = _Draft(drafts.draft, drafts.config, drafts.rounds.growth, sampler.warpers, job.ends)
+
+    def run(self, cache: ChunkReuseCache, ids: Sequence[int], add: Add) -> FinishReason | None:
+        """Run one round, which adds the drafts that are right and one more token; none if the draft model fails.
+
+        Args:
+            cache: Holds prompt and answer but for the last token.
+            ids: The token ids of the answer so far; one at least.
+            add: Called with each token, one after the other.
+
+        Returns:
+            Why the text ends; None if it goes on.
+        """
+        choosing = Choosing(self._sampler, add)
+        text = torch.tensor([[*self._job.ids, *ids]], device=self._drafts.device)
+        room = self._job.options.max_tokens - len(ids)
+        branches = branches_of(self._drafts.model, cache, text.shape[1], text.device)
+        try:
+            self._drafts.rounds.run(branches, self._drafting, text, room, choosing.take)
+        except _DraftFailedError as failed:  # before anything was checked, or behind it: the text is as it should be
+            self._drafts.give_up(failed.__cause__)
+        return choosing.reason
+
+
+class Choosing:
+    """Follows a tree of drafts with the tokens that a sampler chooses.
+
+    Args:
+        sampler: Chooses the tokens of the answer.
+        add: Called with each token, one after the other.
+
+    Attributes:
+        reason: Why the answer has ended; None if it goes on.
+    """
+
+    def __init__(self, sampler: Sampler, add: Add) -> None:
+        self.reason: FinishReason | None = None
+        self._sampler, self._add = sampler, add
+
+    def take(self, tree: Tree, logits: torch.Tensor) -> Taken:
+        """Accept tokens of a tree, by logits [1 + tokens, vocab_size] behind the text and behind each of them."""
+        greedy = logits.argmax(-1).tolist() if self._sampler.plain else None  # the device is waited for once
+
+        def choose(at: int) -> tuple[int, bool]:
+            if greedy is not None:
+                token, logprob = self._sampler.take([greedy[at + 1]])
+            else:
+                token, logprob = self._sampler.choose(logits[at + 1])
+            self.reason = self._add(token, logprob)
+            return token, self.reason is not None
+
+        return follow(tree, choose)
+
+
+def branches_of(model: PreTrainedModel, cache: ChunkReuseCache, length: int, device: torch.device) -> Branches:
+    """Branches behind a text of `length` tokens, of which the cache holds all but the last one."""
+    held: Any = cache
+    held.activate_past_recording()  # or layers with a window could not forget
+    return Branches(model, cache, torch.tensor([[length - 1]], device=device))
+
+
+class PredictedText:
+    """Drafts of one answer from the text that its client has predicted.
+
+    Args:
+        model: The model.
+        device: The device of the model's inputs.
+        job: The job of the answer, with a prediction.
+        sampler: Chooses its tokens.
+
+    Attributes:
+        drafted: Tokens of the prediction that were checked so far.
+        accepted: Those of them that are in the answer.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, job: Job, sampler: Sampler) -> None:
+        self.drafted = self.accepted = 0
+        self._model, self._device, self._job, self._sampler = model, device, job, sampler
+        self._text = np.array(job.prediction, dtype=np.int64)
+        self._at = 0  # of the prediction, where the answer has come to
+        self._length = _FIRST
+
+    def draft(self, ids: Sequence[int]) -> list[int]:
+        """The tokens of the prediction behind what the answer ends with; none where it has left the prediction.
+
+        Args:
+            ids: The token ids of the answer so far; one at least.
+        """
+        room = self._job.options.max_tokens - len(ids) - 1  # the last token is the model's
+        said = np.array(ids[-MAX_NGRAM:], dtype=np.int64)
+        places, _ = longest_match(self._text, np.flatnonzero(self._text == said[-1]) + 1, said, MAX_NGRAM)
+        if not len(places) or room < 1:
+            return []
+        behind = places[places > self._at]
+        self._at = int(behind[0] if len(behind) else places[-1])
+        return [int(token) for token in self._text[self._at : self._at + min(self._length, room)]]
+
+    def run(self, cache: ChunkReuseCache, ids: Sequence[int], draft: Sequence[int], add: Add) -> FinishReason | None:
+        """Check a draft in one forward, which adds the tokens that are right and one more.
+
+        Args:
+            cache: Holds prompt and answer but for the last token.
+            ids: The token ids of the answer so far; one at least.
+            draft: From `draft`.
+            add: Called with each token, one after the other.
+
+        Returns:
+            Why the text ends; None if it goes on.
+        """
+        tree, parent = Tree(), ROOT
+        for token in draft:
+            parent = tree.add(token, parent)
+        branches = branches_of(self._model, cache, len(self._job.ids) + len(ids), self._device)
+        logits = branches.forward([ids[-1], *tree.tokens], range(-1, len(tree)))
+        choosing = Choosing(self._sampler, add)
+        taken = choosing.take(tree, logits)
+        branches.keep([0, *(node + 1 for node in taken.kept)])
+        right = len(taken.path)
+        self.drafted, self.accepted, self._at = self.drafted + len(tree), self.accepted + right, self._at + right
+        self._length = min(2 * self._length, _MOST) if right == len(tree) else max(right, _LEAST)
+        return choosing.reason

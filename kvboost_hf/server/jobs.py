@@ -1,0 +1,296 @@
+"""`Job`, the events of its answer, and the sessions of jobs: what HTTP routes and the model's thread exchange."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, Protocol
+
+from kvboost_hf.config import Repair
+from kvboost_hf.errors import KVBoostError
+
+Reuse = Literal["exact"] | Repair  # "exact", or how moved K/V is repaired
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "constraint", "error"]
+
+
+class ConstraintError(KVBoostError):
+    """A constraint cannot be followed any further, because of the request and not of the model."""
+
+
+class Constraint(Protocol):
+    """Decides which tokens may come next, such as a grammar. Belongs to one job."""
+
+    def allowed(self) -> Any:
+        """[vocab_size], bool, a tensor on the host: the tokens that may come next.
+
+        Raises:
+            ConstraintError: The constraint cannot be followed.
+        """
+        ...
+
+    def advance(self, token: int) -> None:
+        """Follow the constraint by one token.
+
+        Raises:
+            ConstraintError: The token was not allowed, or the constraint cannot be followed.
+        """
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer must end here."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How the tokens of one job are chosen.
+
+    Args:
+        max_tokens: Tokens of the answer, at most; with 0 the prompt is computed and kept in the store.
+        min_tokens: Tokens of the answer before any token, or text, may end it.
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_p: Sample from the likeliest tokens whose probabilities sum up to this.
+        top_k: Sample from this many of the likeliest tokens; 0 for all.
+        min_p: Sample from tokens with at least this share of the probability of the likeliest.
+        presence_penalty: Subtracted from the logit of each token that was generated before.
+        frequency_penalty: Subtracted from the logit of a token for each time that it was generated before.
+        repetition_penalty: Divides positive logits of tokens in prompt and answer, and multiplies negative ones.
+        logit_bias: By token, added to its logit.
+        seed: The seed of sampling; None for a different one each time.
+        logprobs: Report the log probability of each token, and of this many likeliest ones; None reports none.
+        prompt_logprobs: Report those of the prompt's tokens, too. All of it is computed then.
+        constraint: Restricts the tokens that may come; None for no constraint.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    constraint: Constraint | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """The first tokens of a prompt, to be pinned in host memory once they are computed.
+
+    Args:
+        ttl_s: Seconds after the last use of these tokens after which they may be evicted; None for never.
+        tokens: How many first tokens; None for all. More than the prompt has are all.
+        share: Share of the store's budget that the pins of one client may take together. Where they would take more,
+            others of this client give way: those with the largest `Job.priority` first, of them those that were not
+            used for longest. None is for the operator: such a pin counts for no share, and stays.
+    """
+
+    ttl_s: float | None = None
+    tokens: int | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Values of fields that a request leaves out. These are those of OpenAI's API; models may bring others.
+
+    Args:
+        temperature: Divides the logits.
+        top_p: Sample from the likeliest tokens whose probabilities sum up to this.
+        top_k:
+        min_p:
+        repetition_penalty:
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, generation_config: Any) -> "SamplingDefaults":
+        """What a model's generation config sets, and OpenAI's defaults for all else; None for those alone."""
+        given = {field.name: getattr(generation_config, field.name, None) for field in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def body(self) -> dict[str, float]:
+        """By the name of the field of requests."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One text to continue.
+
+    Args:
+        ids: Token ids of the prompt; at least one.
+        options: How the tokens of the answer are chosen.
+        stop: Texts that end the answer.
+        ends: Tokens that end the answer.
+        include_stop: Leave the stop text, or the token, that ends the answer in it.
+        salt: Jobs share K/V only with jobs of the same salt.
+        client: The client. Clients take turns, whatever their salts are.
+        priority: The client's waiting jobs with the smallest number run first. It does not count between
+            clients.
+        session: Names the conversation that the job belongs to, for `Engine.sessions`; None for a name that is made
+            of the first chunk of the prompt.
+        reuse: How K/V of the prompt's text that stands elsewhere may be used, in place of the engine's policy; None
+            for that policy. A job without an answer is always computed exactly.
+        keep: Beginnings of the prompt to pin in host memory.
+        timeout_s: Seconds from `submit` after which the job ends; None for no limit.
+        skip_special_tokens: Leave special tokens out of the text. Some models mark calls of tools with them.
+        prediction: Token ids of a text that the answer may have parts of, which then come with fewer forwards.
+    """
+
+    ids: Sequence[int]
+    options: SamplingOptions
+    stop: tuple[str, ...] = ()
+    ends: frozenset[int] = frozenset()
+    include_stop: bool = False
+    salt: bytes = b""
+    client: bytes = b""
+    priority: int = 0
+    session: str | None = None
+    reuse: Reuse | None = None
+    keep: tuple[Keep, ...] = ()
+    timeout_s: float | None = None
+    skip_special_tokens: bool = True
+    prediction: Sequence[int] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and answer, at most."""
+        return len(self.ids) + self.options.max_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """Figures of the requests that belong together: those with a name, or those that begin alike.
+
+    Args:
+        id: The name of the session, or a hash of its first chunk.
+        client: Whose it is.
+        first_seen: When its first request ran, in seconds since 1970.
+        last_used: When its last one ran.
+        requests: How many ran.
+        tokens: The number of tokens of the last prompt and its answer.
+        prompt_tokens: The number of tokens of all prompts.
+        cached_tokens: The number of prompt tokens that were reused.
+        nbytes: Bytes of its K/V in host memory.
+        priority: The priority of the session's pins: those with the largest number give way first.
+        ttl_s: Seconds for which all of it is pinned after each use, as was asked afterwards; None for no limit, and
+            where nothing was asked.
+        pinned: Whether any of its K/V is pinned.
+        pinned_until: When the last of its pins ends, if it is not used before; None without one, and for no end.
+    """
+
+    id: str
+    client: bytes
+    first_seen: float
+    last_used: float
+    requests: int
+    tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    nbytes: int
+    priority: int
+    ttl_s: float | None
+    pinned: bool
+    pinned_until: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionChange:
+    """What to change of a session; None leaves it as it is.
+
+    Args:
+        keep: Pin all of its K/V, now and with each later request; False lets go of all its pins.
+        priority: The new priority of the session's pins.
+    """
+
+    keep: Keep | Literal[False] | None = None
+    priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log probability of a token, and those of the likeliest ones at its place.
+
+    Args:
+        token: The id of the token.
+        logprob: Natural logarithm of its probability; None for the first token of a prompt.
+        top: The likeliest tokens and theirs, the likeliest first.
+    """
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The next part of an answer.
+
+    Args:
+        text: New text, without parts of a stop text or of a character; may be empty.
+        tokens: The number of new tokens.
+        logprobs: The log probability of each token, if asked for. Those of the prompt come without new tokens.
+    """
+
+    text: str
+    tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The end of a job, and its last event.
+
+    Args:
+        reason: `"stop"`: an end of the text, a stop text or the end of a constraint. `"length"`: `max_tokens`.
+            `"constraint"`: the constraint could not be followed.
+        prompt_tokens: Tokens of the prompt.
+        completion_tokens: Generated tokens, the one that ends the text included.
+        cached_tokens: Tokens of the prompt that were reused.
+        moved_tokens: Reused tokens whose K/V was computed at another place, or behind another text.
+        repaired_tokens: Tokens that went through the model again to repair moved K/V.
+        computed_tokens: Tokens that went through the model for the prompt, the repaired ones included.
+        tiers: Reused tokens by the tier that they came from.
+        queue_s: Seconds from `submit` to the first forward.
+        ttft_s: Seconds from `submit` to the first token on the host; None without one.
+        total_s: Seconds from `submit` to the end.
+        error: What went wrong, for `"constraint"` and `"error"`.
+        stop: The stop text that has ended it; None for none.
+        ids: The generated tokens.
+        pinned: Whether all that `Job.keep` asks for is pinned; None if it asks for nothing.
+        accepted_prediction: Tokens of the prediction that were checked and are in the answer; None without one.
+        rejected_prediction: Those that were checked and are not.
+    """
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    moved_tokens: int = 0
+    repaired_tokens: int = 0
+    computed_tokens: int = 0
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    queue_s: float = 0.0
+    ttft_s: float | None = None
+    total_s: float = 0.0
+    error: str | None = None
+    stop: str | None = None
+    ids: Sequence[int] = ()
+    pinned: bool | None = None
+    accepted_prediction: int | None = None
+    rejected_prediction: int | None = None
+
+
+Event = Progress | Finished
+Listener = Callable[[Event], None]  # called by the thread that runs the model: must not block
