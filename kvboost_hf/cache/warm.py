@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.forward.moved_probe import blend_reason
-from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.live.ledger import offer_content
 from kvboost_hf.cache.planning.repair import Measure
 from kvboost_hf.cache.planning.report import ReuseReport, Tally

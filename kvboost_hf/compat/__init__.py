@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from kvboost_hf.compat.attention import attention_function, attn_implementation, mask_form
-from kvboost_hf.compat.cache_names import CACHE, cache_argument, cache_in, take_newest_name, with_cache_by
 from kvboost_hf.compat.calls import (
     MAX_DEPTH,
     AssistedCall,
@@ -14,12 +12,21 @@ from kvboost_hf.compat.calls import (
     running_streamer,
     waits_for_peers,
 )
-from kvboost_hf.compat.forwards import forward_arguments, forward_of
-from kvboost_hf.compat.generating import loader_of, loader_of_pair, require_generates
+from kvboost_hf.compat.forwards import (
+    CACHE,
+    cache_argument,
+    cache_in,
+    forward_arguments,
+    forward_of,
+    take_newest_name,
+    with_cache_by,
+)
 from kvboost_hf.compat.hooks import hook_hidden_states, hook_layers, hooks_registered, own_hook
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
+    attention_function,
+    attn_implementation,
     available_device,
     bytes_per_token,
     cache_layers,
@@ -31,7 +38,11 @@ from kvboost_hf.compat.models import (
     kv_bytes_per_token,
     kv_sources,
     layer_configs,
+    loader_of,
+    loader_of_pair,
+    mask_form,
     require_cache,
+    require_generates,
     require_model,
     require_reusable_model,
     text_model,
@@ -40,6 +51,7 @@ from kvboost_hf.compat.models import (
 )
 from kvboost_hf.compat.private import PrivateCache, run_model
 from kvboost_hf.compat.probes import (
+    checkpointing_reason,
     difference,
     hidden_states_reason,
     known_hidden_states_reason,
@@ -51,11 +63,10 @@ from kvboost_hf.compat.probes import (
     probe_reason,
     steps_reason,
     tolerance,
+    training_reason,
 )
-from kvboost_hf.compat.rope import frequencies_vary, original_length, rope_regime
-from kvboost_hf.compat.rotary import key_rotation
+from kvboost_hf.compat.rotary import frequencies_vary, key_rotation, original_length, rope_regime
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Shifts
-from kvboost_hf.compat.training import checkpointing_reason, training_reason
 from kvboost_hf.migration import old_name
 
 __all__ = [

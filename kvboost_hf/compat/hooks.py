@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvboost_hf import forks
-from kvboost_hf.compat.cache_names import cache_in
+from kvboost_hf.compat.forwards import cache_in
 from kvboost_hf.compat.models import decoder_layers, text_model
 
 

@@ -1,14 +1,33 @@
-"""Properties of a model: cache layers, decoder layers, devices and sizes of K/V."""
+"""Properties of a model: its class, cache layers, decoder layers, attention, devices and sizes of K/V."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    MODEL_MAPPING,
+)
 
-from kvboost_hf.compat.cache_names import cache_argument
-from kvboost_hf.compat.generating import require_generates
+from kvboost_hf.compat.forwards import cache_argument
 
 # Cache layers of transformers that `cache/layers/choose.py` can replace; stateful ones keep a sum of what they saw.
 STATEFUL_LAYERS = frozenset(
@@ -238,3 +257,143 @@ def _kv_elements(config: Any) -> int:
         heads = 1
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * heads * int(head_dim)
+
+
+_LOADERS: tuple[tuple[Any, Any], ...] = (
+    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+    (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+)
+_LOADERS_OF_PAIRS: tuple[tuple[Any, Any], ...] = (  # of an encoder and a decoder
+    (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+    (AutoModelForSpeechSeq2Seq, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING),
+)
+
+
+def loader_of(config: PreTrainedConfig) -> Any:
+    """The class whose `from_pretrained()` and `from_config()` make a decoder of text with a configuration.
+
+    That is `AutoModelForCausalLM`, or a class for models that take media where only that one has it.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    found = _generating(config)
+    if found is None:
+        raise ValueError(f"A model of the type {config.model_type!r} {_why_not(config)}")
+    return found[0]
+
+
+def loader_of_pair(config: PreTrainedConfig) -> Any:
+    """The class that loads an encoder-decoder.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    found = _pair(config)
+    if found is None:
+        raise ValueError(
+            f"A model of the type {config.model_type!r} is no encoder-decoder. Choose one, such as "
+            "T5ForConditionalGeneration."
+        )
+    return found[0]
+
+
+def require_generates(model: PreTrainedModel) -> None:
+    """Refuse models that cannot generate text.
+
+    Raises:
+        ValueError: it cannot; the message names the class that can, if there is one.
+    """
+    if model.can_generate():
+        return
+    found, name = _generating(model.config), type(model).__name__
+    if found is None:
+        raise ValueError(f"{name} {_why_not(model.config)}")
+    loader, kind = found
+    raise ValueError(
+        f"{name} cannot generate text. Load the same weights as {kind}: {loader.__name__}.from_pretrained(NAME)."
+    )
+
+
+def _generating(config: PreTrainedConfig) -> tuple[Any, str] | None:
+    """The class that loads a decoder of text, and the name of what it makes; None if there is none."""
+    if config.is_encoder_decoder or _is_encoder(config):
+        return None
+    for loader, mapping in _LOADERS:
+        kind = mapping.get(type(config), None)
+        own = (getattr(config, "auto_map", None) or {}).get(loader.__name__)  # code beside the weights
+        if kind is not None or own is not None:
+            kind = kind[0] if isinstance(kind, tuple) else kind
+            return loader, str(own).rpartition(".")[2] if kind is None else kind.__name__
+    return None
+
+
+def _pair(config: PreTrainedConfig) -> tuple[Any, Any] | None:
+    """The class that loads an encoder-decoder, and the class that it makes; None for any other model."""
+    kinds = ((loader, mapping.get(type(config), None)) for loader, mapping in _LOADERS_OF_PAIRS)
+    return next(((loader, kind) for loader, kind in kinds if kind is not None), None)
+
+
+def _is_encoder(config: PreTrainedConfig) -> bool:
+    """Whether a configuration is that of an encoder, for which a class of decoders would be wrong."""
+    return getattr(config, "is_decoder", None) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING
+
+
+def _why_not(config: PreTrainedConfig) -> str:
+    if (pair := _pair(config)) is not None:
+        name = pair[1].__name__
+        return f"is no decoder of text alone. Load it as {name}, an encoder-decoder, and use it without reuse."
+    if config.is_encoder_decoder:
+        return "is an encoder-decoder. Load it with the class that its card names, and use it without reuse."
+    why = "is an encoder" if _is_encoder(config) else "has no class in transformers that generates text"
+    return f"cannot generate text: it {why}. Choose a decoder, such as LlamaForCausalLM or another ...ForCausalLM."
+
+
+MaskForm = Literal["compact", "bool", "additive"]
+
+_MAPPINGS = (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
+
+
+def attn_implementation(model: PreTrainedModel) -> str:
+    """The attention implementation of the decoder, as transformers names it."""
+    config: Any = model.config.get_text_config(decoder=True)
+    return str(config._attn_implementation)
+
+
+def attention_function(model: PreTrainedModel) -> Callable[..., Any] | None:
+    """The function that computes the decoder's attention; None if transformers does not look it up by name."""
+    found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(attn_implementation(model))
+    return found
+
+
+def mask_form(config: Any) -> MaskForm:
+    """The form of mask that a registered attention can ask for, for models with this configuration.
+
+    Returns:
+        `"compact"` if models pass their attention all but padding, as FlashAttention needs it: causal or not, and the
+        window. `"bool"` if they call a registered attention with less than that. `"additive"` if they may compute
+        attention themselves, or are unknown.
+    """
+    found: MaskForm = _form(type(config))
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it cannot trace `_form_of`
+def _form(config: Any) -> MaskForm:
+    return _form_of(config)
+
+
+@cache
+def _form_of(config: Any) -> MaskForm:
+    classes: list[Any] = [mapping.get(config, None) for mapping in _MAPPINGS]
+    flat: list[Any] = [each for found in classes for each in (found if isinstance(found, tuple) else (found,)) if each]
+    if flat and all(each._supports_flash_attn for each in flat):
+        return "compact"
+    takes_bool = flat and all(each._supports_attention_backend and each._supports_sdpa for each in flat)
+    return "bool" if takes_bool else "additive"

@@ -7,8 +7,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf.compat.cache_names import cache_argument
-from kvboost_hf.compat.forwards import forward_arguments
+from kvboost_hf.compat.forwards import cache_argument, forward_arguments
 from kvboost_hf.compat.models import keeps_positions
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values [batch, num_kv_heads, columns, head_dim]

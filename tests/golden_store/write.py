@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Ne
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy
 from kvboost_hf.cache.costs import ComputePace
-from kvboost_hf.cache.identity import durable_names
 from kvboost_hf.cache.identity import fingerprint as identity_fingerprint
+from kvboost_hf.cache.identity import foreign
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
 
 CHUNK = 32
@@ -153,7 +153,7 @@ def fingerprint(name: str, attention: str) -> str:
     model: Any = make_model(name)
     model.set_attn_implementation(attention)
     with (
-        patch.object(durable_names, "_version", nameless),
+        patch.object(foreign, "_version", nameless),
         patch.object(identity_fingerprint, "library_versions", lambda: ()),
     ):
         found = ModelFingerprint().durable(model)

@@ -20,14 +20,20 @@ from kvboost_hf.cache.forward.fill import StemReader
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.forward.reused import Reused
-from kvboost_hf.cache.identity.aliases import Memories, _memory
-from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, model_name
-from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache
-from kvboost_hf.cache.identity.hooks import hooks_of_all_modules, only_looks
-from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, model_name
+from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache, only_looks
+from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
 from kvboost_hf.cache.identity.versions import _SAID_OF_CLASSES, COMPILED_CALL, NOTES, _are_counted
 from kvboost_hf.cache.identity.walk import Found, ModelWalk, _Walk
-from kvboost_hf.cache.identity.weights import WeightsWatch, _reads_addresses, _SampleInPlace, _window, plain_tensors
+from kvboost_hf.cache.identity.weights import (
+    Memories,
+    WeightsWatch,
+    _memory,
+    _reads_addresses,
+    _SampleInPlace,
+    _window,
+    plain_tensors,
+)
 from kvboost_hf.cache.kv import blocks, transfer
 from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV

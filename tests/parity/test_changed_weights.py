@@ -192,7 +192,7 @@ class TestData:
     def test_memory_on_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is read by operators there, which whoever counts or replaces operators does not see."""
         weight = nn.Parameter(torch.randn(40, 7, dtype=torch.bfloat16))
-        monkeypatch.setattr("kvboost_hf.cache.identity.aliases._READ_IN_PLACE", "nothing")
+        monkeypatch.setattr("kvboost_hf.cache.identity.weights._READ_IN_PLACE", "nothing")
         memories = Memories([weight])
         assert memories.writes([weight]) == 0
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -1,29 +1,46 @@
 """The fingerprint of a model: a hash of all that its K/V depends on besides tokens.
 
-That is configuration, weights, adapters, hooks and autocast. Stored K/V is valid only for the model as it was when it
-computed them. Reading all weights at each call would cost more than reuse saves, so changed weights are detected in
-cheaper ways (`weights.py`), or by a checksum of all on request (`checksum.py`). Settings that change without a weight
-changing (adapters, forward hooks, scalar attributes) are read from the modules; switched back, they give the old
-fingerprint again.
+Stored K/V is valid only for the model as it was when it computed them. Reading all weights at each call would cost
+more than reuse saves, so changed weights are detected in cheaper ways, or by a checksum of all on request
+(`checksum.py`). Settings that change without a weight changing are read from the modules; switched back, they give the
+old fingerprint again. This is all that is looked at before each prompt, and what it stops:
+
+    modules, their classes, attributes and parameters  walk.py      edits, merges, pruning, another layer or adapter
+    configurations, precision, autocast                values.py    `config.rope_theta = ...`, a prompt under autocast
+    dicts of all of these, by the numbers of changes   versions.py  none: it tells that nothing of them has changed
+    forwards and functions that forwards call          foreign.py   patches of objects, classes, modules and registries
+    hooks, and functions in place of the forward       hooks.py     steering, compression, masks; those that only count
+                                                                    are watched while they run
+    what objects, hooks and patches of others reach    values.py    a steering vector that is set or written to
+    versions, shapes and memory of weights             weights.py   training, `load_state_dict`, `weight.data = ...`
+    steps of optimizers                                weights.py   fused optimizers, which count no writes
+    memory that somebody else holds, by its hash       weights.py   writes through `weight.data`, arrays of NumPy
+    32 values of each weight                           weights.py   writes that nobody counts
+    weights at rest, and the files that have them      offloaded.py other weights under accelerate or streamed layers
+
+Everything up to the functions is in dicts: while none has changed, none is read. Hooks and code of others, adapters,
+offloaded weights and frequencies that vary have a state that no dict shows: with one of them all is read each time.
+The weights are always looked at, since memory has no number of changes.
 """
 
+import warnings
 from collections.abc import Hashable, Iterable
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost_hf import forks
-from kvboost_hf.cache.identity.durable_names import durable_name, library_versions
+from kvboost_hf.cache.identity.foreign import durable_name, library_versions
 from kvboost_hf.cache.identity.hooks import ForwardWatch, HookWatch
 from kvboost_hf.cache.identity.offloaded import FileWeight
-from kvboost_hf.cache.identity.settings import config_scalars, written_config
+from kvboost_hf.cache.identity.values import config_scalars, written_config
 from kvboost_hf.cache.identity.walk import Found, ModelWalk
 from kvboost_hf.cache.identity.weights import WeightsWatch, lack_memory
 from kvboost_hf.checksum import Content, checksum
-from kvboost_hf.compat import note_changes, training_reason
+from kvboost_hf.compat import KeptOnModel, note_changes, training_reason
 
 
 class ModelFingerprint:
@@ -218,3 +235,29 @@ def _digest_shapes(digest: Any, model: nn.Module) -> None:
     digest.update(shown.encode())
     for name, tensor in model.named_parameters():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+
+
+class ModelState(KeptOnModel):
+    """Fingerprint, lock and attachment of one model."""
+
+    def __init__(self) -> None:
+        self.fingerprint = ModelFingerprint()
+        self.lock = forks.rlock()
+        self.attached: Any = None  # a `hook.Attachment`: makes a cache for calls that bring none
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        self._warn_of_copy()
+        return super().__reduce__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self._warn_of_copy()
+        return super().__deepcopy__(memo)
+
+    def _warn_of_copy(self) -> None:
+        """A copy is not attached: a store belongs to one model, and the salt is a secret that no file may hold."""
+        if self.attached is not None:
+            warnings.warn(
+                "A copied, pickled or saved model is not attached, though this one is: its store belongs to it alone. "
+                "Call attach(copy) to have the copy reuse K/V, too.",
+                stacklevel=2,
+            )

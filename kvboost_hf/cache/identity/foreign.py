@@ -1,34 +1,151 @@
-"""Detects code of others in a model: hooks and patches that receive the cache, and patched functions.
+"""Whose code runs in a model: names of functions for fingerprints, and hooks, patches and functions of others.
 
-Compression methods hook the attention layers and edit the cache that these receive: such a model runs whole prompts on
-transformers' own cache layers, as it would without this library. All other hooks are watched (`hooks.py`). A patch
-replaces a forward, or a function that a forward calls: it becomes part of the fingerprint, with the values that it can
-reach (`reachable.py`).
+Code of a package counts by the version of the package, and other code by its source file: such names are the same in
+every process. Compression methods hook the attention layers and edit the cache that these receive: such a model runs
+whole prompts on transformers' own cache layers, as it would without this library. All other hooks are watched
+(`hooks.py`). A patch replaces a forward, or a function that a forward calls: it becomes part of the fingerprint, with
+the values that it can reach (`values.py`).
 """
 
 import functools
+import importlib.metadata
+import importlib.util
 import inspect
+import os
 import sys
 import types
 from collections.abc import Iterable
 from functools import cache
+from hashlib import blake2b
 from operator import is_
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from kvboost_hf.cache.identity.durable_names import is_of_package, is_package_code, is_written_where_it_says
-from kvboost_hf.cache.identity.hooks import name_of, only_looks
 from kvboost_hf.compat import CACHE, attention_function, attn_implementation
 
+_PACKAGES = frozenset(("accelerate", "bitsandbytes", "peft", "torch", "transformers"))  # named by their versions
+_OF_CHECKPOINTS = "transformers_modules."  # code that comes with a checkpoint
+# Modules whose hooks capture outputs, or count FLOPs.
+_LOOKING = frozenset(("transformers.utils.output_capturing", "torch.utils.module_tracker"))
+# Functions of transformers that make embeddings require gradients, which it registers anew with each training step.
+_LOOKING_FUNCTIONS = frozenset(("PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads",))
 _CACHE_ARGUMENTS = frozenset((CACHE, "past_key_values", "past_key_value", "cache_params", "layer_past"))
 _ANYTHING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _IMPORTED = frozenset(("causal_conv1d", "einops", "kernels", "numpy"))  # packages that modules of transformers import
+
+
+def library_versions() -> tuple[str, ...]:
+    """The versions of the libraries that K/V may depend on."""
+    return torch.__version__, transformers.__version__
+
+
+def durable_name(code: Any) -> str | None:
+    """A name that changes with the code of a function, or None for closures and objects, which have a state.
+
+    Example:
+        >>> durable_name(torch.nn.Linear.forward).startswith("torch ")
+        True
+        >>> durable_name(lambda x: x) is None
+        True
+    """
+    if code is None:
+        return "none"
+    if isinstance(code, functools.partial):  # accelerate puts the forward of a module that it moves in one
+        code = code.func
+    if isinstance(code, types.MethodType) or not isinstance(code, types.FunctionType):
+        return None
+    if not is_written_where_it_says(code):
+        return None
+    name = code.__qualname__
+    # What a decorator has made bears the name of what it was made of, unless it does not care.
+    if "<lambda>" in name or ("<locals>" in name and not is_of_package(code)):
+        return None
+    version = _version(code.__module__)
+    module = code.__module__
+    if module.startswith(_OF_CHECKPOINTS):  # in a package that is named by the folder of the checkpoint
+        module = module.rpartition(".")[2]
+    return f"{version} {module}.{name}" if version is not None else None
+
+
+def is_written_where_it_says(code: Any) -> bool:
+    """Whether a function, and all that it wraps, is from the file of its module or from a package.
+
+    A patch made with `functools.wraps` has the name of the function that it replaces, but comes from another file.
+    """
+    while isinstance(code, types.FunctionType):
+        written = code.__code__.co_filename
+        source = getattr(sys.modules.get(code.__module__), "__file__", None)
+        # Some of Python's own modules are part of the interpreter.
+        is_there = written == f"<frozen {code.__module__}>" or os.path.abspath(written) == source
+        if not is_there and not written.startswith(_folders()):
+            return False
+        code = getattr(code, "__wrapped__", None)
+    return code is None
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """The folders of the packages."""
+    specs = [importlib.util.find_spec(package) for package in sorted(_PACKAGES)]
+    return tuple(f"{place}{os.sep}" for spec in specs if spec for place in spec.submodule_search_locations or ())
+
+
+def is_of_package(code: Any) -> bool:
+    """Whether a function or class is of a package whose version stands for its code."""
+    return str(getattr(code, "__module__", "")).partition(".")[0] in _PACKAGES
+
+
+def is_own(function: Any) -> bool:
+    """Whether a function or class is of this package, or of one that is named by its version."""
+    return is_of_package(function) or str(getattr(function, "__module__", "")).startswith("kvboost_hf.")
+
+
+def is_package_code(function: Any) -> bool:
+    """Whether a function is of a package, and unpatched."""
+    return is_of_package(function) and is_written_where_it_says(function)
+
+
+@functools.cache
+def _version(module: str) -> str | None:
+    package = module.partition(".")[0]
+    if package in _PACKAGES:
+        return f"{package} {importlib.metadata.version(package)}"
+    try:
+        source = inspect.getsourcefile(sys.modules[module])
+        return blake2b(Path(source).read_bytes(), digest_size=20).hexdigest() if source is not None else None
+    except (KeyError, OSError, TypeError):
+        return None
+
+
+def only_looks(hook: Any) -> bool:
+    """Whether a forward hook, or a replacement of a function, is known not to change what is computed."""
+    try:
+        if getattr(hook, "__module__", None) in _LOOKING:
+            return True
+        if is_package_code(hook) and getattr(hook, "__qualname__", None) in _LOOKING_FUNCTIONS:
+            return True
+        return any(getattr(each, "leaves_kv_alone", False) is True for each in (hook, getattr(hook, "__self__", None)))
+    except Exception:  # whatever an object does when it is asked for an attribute
+        return False
+
+
+def name_of(part: Any) -> str:
+    """The qualified name of a hook or function, for messages."""
+    if isinstance(part, functools.partial):
+        part = part.func
+    if isinstance(part, types.MethodType):
+        return f"{type(part.__self__).__module__}.{part.__func__.__qualname__}"
+    kind = part if isinstance(part, types.FunctionType) else type(part)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def holder_of_cache(model: nn.Module) -> str | None:
@@ -101,17 +218,6 @@ def _is_native(function: Any, kind: type) -> bool:
     return (function.__module__ in modules or is_of_package(function)) and is_written_where_it_says(function)
 
 
-def foreign_attention(model: PreTrainedModel) -> Any:
-    """The function that computes attention, if it is neither transformers' nor ours, or None."""
-    function = attention_function(model)
-    return None if is_own(function) and is_written_where_it_says(function) else function
-
-
-def is_own(function: Any) -> bool:
-    """Whether a function or class is of this package, or of one that is named by its version."""
-    return is_of_package(function) or str(getattr(function, "__module__", "")).startswith("kvboost_hf.")
-
-
 def is_stock(cache: Any) -> bool:
     """Whether a cache of transformers, and its layers, are as transformers made them."""
     return all(
@@ -119,6 +225,12 @@ def is_stock(cache: Any) -> bool:
         for each in (cache, *cache.layers)
         if hasattr(type(each), "update")
     ) and all(is_package_code(kind.update) for kind in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer))
+
+
+def foreign_attention(model: PreTrainedModel) -> Any:
+    """The function that computes attention, if it is neither transformers' nor ours, or None."""
+    function = attention_function(model)
+    return None if is_own(function) and is_written_where_it_says(function) else function
 
 
 def foreign_functions(model: nn.Module, kinds: Iterable[type]) -> list[Any]:

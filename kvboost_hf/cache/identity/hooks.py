@@ -16,39 +16,13 @@ from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.identity.durable_names import is_of_package, is_package_code, is_written_where_it_says
+from kvboost_hf.cache.identity.foreign import is_of_package, is_written_where_it_says, name_of, only_looks
 from kvboost_hf.compat import own_hook, text_model
 
-# Modules whose hooks capture outputs, or count FLOPs.
-_LOOKING = frozenset(("transformers.utils.output_capturing", "torch.utils.module_tracker"))
-# Functions of transformers that make embeddings require gradients, which it registers anew with each training step.
-_LOOKING_FUNCTIONS = frozenset(("PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads",))
 _WATCH = "_kvboost_hf_hook_watch"
 _FORWARD_WATCH = "_kvboost_hf_forward_watch"
 # What a whole model passes on as it is to the part of it that computes hidden states.
 _PASSED_ON = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
-
-
-def only_looks(hook: Any) -> bool:
-    """Whether a forward hook, or a replacement of a function, is known not to change what is computed."""
-    try:
-        if getattr(hook, "__module__", None) in _LOOKING:
-            return True
-        if is_package_code(hook) and getattr(hook, "__qualname__", None) in _LOOKING_FUNCTIONS:
-            return True
-        return any(getattr(each, "leaves_kv_alone", False) is True for each in (hook, getattr(hook, "__self__", None)))
-    except Exception:  # whatever an object does when it is asked for an attribute
-        return False
-
-
-def name_of(part: Any) -> str:
-    """The qualified name of a hook or function, for messages."""
-    if isinstance(part, functools.partial):
-        part = part.func
-    if isinstance(part, types.MethodType):
-        return f"{type(part.__self__).__module__}.{part.__func__.__qualname__}"
-    kind = part if isinstance(part, types.FunctionType) else type(part)
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def hooks_of_all_modules() -> tuple[dict[int, Any], dict[int, Any]]:

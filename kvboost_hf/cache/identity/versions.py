@@ -25,11 +25,9 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvboost_hf.cache.identity.durable_names import is_written_where_it_says
-from kvboost_hf.cache.identity.foreign import is_own, places_of_functions
+from kvboost_hf.cache.identity.foreign import is_own, is_written_where_it_says, places_of_functions
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
-from kvboost_hf.cache.identity.reachable import OF_TORCH
-from kvboost_hf.cache.identity.settings import NAME, shown
+from kvboost_hf.cache.identity.values import NAME, OF_TORCH, shown
 from kvboost_hf.compat import KeptOnModel
 
 # What models note on themselves in the course of a forward. Positions that follow from an image are part of what K/V
@@ -86,9 +84,9 @@ class Still:
     def __init__(self, model: nn.Module) -> None:
         # Containers of configurations and modules, whose changes are not counted: they are written out.
         self._lists: list[Any] = []
-        self._kept: list[tuple[tuple[Dict, ...], tuple[Dict, ...], Callable[[], bytes]]] = []
+        self._kept: list[tuple[list[Dict], list[Dict], list[Dict], Callable[[], bytes]]] = []
         modules = _modules_of(model) if _are_counted() else []
-        own = tuple(map(_DICT, modules))
+        own = list(map(_DICT, modules))
         dicts = [*own, *(attributes[name] for attributes in own for name in INSIDE), *hooks_of_all_modules()]
         kinds = dict.fromkeys(map(type, modules))
         dicts += [vars(place) for place in places_of_functions(model, kinds)]
@@ -110,14 +108,16 @@ class Still:
         def forget(_: object) -> None:
             kept.clear()
 
-        self._modules = [weakref.ref(module, forget) for module in modules]
-        self._types, self._bases = list(map(type, modules)), [kind.__mro__ for kind in kinds]
-        self._kinds = list(kinds)
-        filled = tuple(attributes[name] for attributes in own for name in INSIDE[:2] if attributes[name])
+        self._watches = [weakref.ref(module, forget) for module in modules]
+        self._kinds, self._bases = list(kinds), [kind.__mro__ for kind in kinds]
+        filled = [attributes[name] for attributes in own for name in INSIDE[:2] if attributes[name]]
+        parents = [attributes["_modules"] for attributes in own if attributes["_modules"]]
+        in_place = [model, *_values(parents)]
+        self._types, own = list(map(type, in_place)), list(map(_DICT, in_place))
         self._shown = list(map(shown, self._lists))
         numbers = _numbers_of([_dict_of(each) for each in dicts])
         self._numbers = numbers()
-        kept.append((own, filled, numbers))
+        kept.append((own, filled, parents, numbers))
 
     def _follow(self, value: Any, dicts: list[Any], modules: set[int]) -> bool:
         """Add the dicts of a value of a module, or of its configuration; returns whether all changes are seen then."""
@@ -150,16 +150,21 @@ class Still:
         kept = self._kept[:1]  # nobody lets go of it while its memory is read
         if not kept:
             return None
-        ((own, filled, numbers),) = kept
-        modules = [reference() for reference in self._modules]
-        if modules[0] is not model or list(map(type, modules)) != self._types:
+        ((own, filled, parents, numbers),) = kept
+        if numbers() != self._numbers:
             return None
-        if not all(map(is_, map(_DICT, modules), own)) or numbers() != self._numbers:
+        modules = [model, *_values(parents)]
+        if list(map(type, modules)) != self._types or not all(map(is_, map(_DICT, modules), own)):
             return None
         if [kind.__mro__ for kind in self._kinds] != self._bases or list(map(shown, self._lists)) != self._shown:
             return None
-        tensors = [tensor for tensor in chain.from_iterable(map(_VALUES, filled)) if tensor is not None]
+        tensors = _values(filled)
         return None if any(map(_IS_META, tensors)) else tensors
+
+
+def _values(dicts: list[Dict]) -> list[Any]:
+    """All values in dicts, except None."""
+    return [value for value in chain.from_iterable(map(_VALUES, dicts)) if value is not None]
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:

@@ -17,13 +17,17 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
-from kvboost_hf.cache.identity.durable_names import is_of_package, is_written_where_it_says
-from kvboost_hf.cache.identity.foreign import foreign_functions, is_own
+from kvboost_hf.cache.identity.foreign import (
+    foreign_functions,
+    is_of_package,
+    is_own,
+    is_written_where_it_says,
+    only_looks,
+)
 from kvboost_hf.cache.identity.hooks import (
     ForwardWatch,
     HookWatch,
     hooks_of_all_modules,
-    only_looks,
     unwatch_forward,
     watch_forward,
     watch_hooks,
@@ -38,9 +42,11 @@ from kvboost_hf.cache.identity.offloaded import (
     weight_maps,
     weights_at_rest,
 )
-from kvboost_hf.cache.identity.reachable import OF_TORCH, Reached, Reader
-from kvboost_hf.cache.identity.settings import (
+from kvboost_hf.cache.identity.values import (
+    OF_TORCH,
     SCALARS,
+    Reached,
+    Reader,
     adapter_switches,
     autocast,
     config_scalars,

@@ -5,10 +5,9 @@ from collections.abc import Hashable
 
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
+from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState
 from kvboost_hf.cache.identity.foreign import foreign_attention
-from kvboost_hf.cache.identity.model_state import ModelState
-from kvboost_hf.cache.identity.settings import arithmetic, autocast
+from kvboost_hf.cache.identity.values import arithmetic, autocast
 from kvboost_hf.cache.layers.quantized import mark
 from kvboost_hf.cache.planning.chunks import PIECE
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs import CompileCosts, Graph
 from kvboost_hf.cache.identity.foreign import holder_of_cache
-from kvboost_hf.cache.identity.settings import autocast
+from kvboost_hf.cache.identity.values import autocast
 from kvboost_hf.cache.identity.versions import COMPILED_CALL
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.layers.static import StaticReuseLayer

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf.cache.identity.aliases import holders, references
+from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import is_own
-from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.identity.weights import holders, references
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.choose import HiddenStates, kv_layers, make_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer

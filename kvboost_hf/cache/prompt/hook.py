@@ -8,8 +8,8 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.hooks import note_call
-from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.compat import cache_argument, cache_in, forward_arguments, own_hook, take_newest_name, with_cache_by
 
 Kwargs = dict[str, Any]

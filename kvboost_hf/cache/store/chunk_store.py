@@ -13,8 +13,7 @@ from kvboost_hf import forks
 from kvboost_hf.cache.codecs import LiveQuant, live_config, make_codec
 from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.costs import ComputePace, stored_per_computed, worth_loading
-from kvboost_hf.cache.identity.fingerprint import model_name
-from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.identity.fingerprint import ModelState, model_name
 from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.planning.chunks import Chunker

@@ -11,7 +11,7 @@ from typing import TypeVar
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs.base import Codec
-from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
 from kvboost_hf.cache.kv.model_form import ModelForm, read_kv, read_states
