@@ -294,8 +294,8 @@ class ChunkReuseCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Cache.update`."""
-        if self._forward is not None:
-            if (found := self._forward.update(layer_idx, key_states, value_states)) is not None:
+        if (forward := self._forward) is not None:
+            if forward.takes_kv and (found := forward.update(layer_idx, key_states, value_states)) is not None:
                 return found
         # What `attach` has made takes what it is given, as any cache that transformers returns. And no hook has run
         # around a compiled step that could have said so.

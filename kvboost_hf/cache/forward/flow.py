@@ -64,7 +64,8 @@ def next_forward(parts: CacheParts, request: Request) -> Forward:
         ValueError: for more columns than a cache of a fixed size has room for, and for ids that continue other rows.
     """
     live, model = parts.live, request.model
-    parts.writer.confirm_steps()
+    if live.static is not None:
+        parts.writer.confirm_steps()
     held = 0 if request.armed else live.held
     if not held:
         _begin_text(parts, request)

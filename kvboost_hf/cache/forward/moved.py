@@ -112,6 +112,7 @@ class Moved(Forward):
     """
 
     can_settle_later = True
+    takes_kv = True
 
     def __init__(
         self, parts: CacheParts, prompt: PromptColumns, loaded: ReusePlan, moving: Moving, *, stores_whole: bool

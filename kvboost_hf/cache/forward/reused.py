@@ -84,7 +84,7 @@ class Reused(Forward):
         parts, prompt, plan, model = self.parts, self._prompt, self._plan, request.model
         live = parts.live
         if self._overlaps:
-            self._loading = self._load_meanwhile(model)
+            self._loading, self.takes_kv = self._load_meanwhile(model), True
             self._loading.start()  # not before it is known here: an interrupt has to stop it
         elif plan.filled > prompt.held:
             live.tally.forwarded += fill_layers(model, live.layers, plan, prompt.inputs, prompt.first)

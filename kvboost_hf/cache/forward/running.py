@@ -134,6 +134,7 @@ class Forward(ABC):
     """
 
     can_settle_later = False  # its K/V, and what there is to offer of it, stay as they are until the next forward
+    takes_kv = False  # `update` is to be called with the new K/V of each layer
 
     def __init__(self, parts: CacheParts, length: int) -> None:
         self.parts, self.length = parts, length
