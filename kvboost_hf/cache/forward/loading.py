@@ -321,7 +321,7 @@ _Loaded = tuple[Segment, bytes, LayerKV]  # with the key and the K/V of its chun
 
 
 def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = False) -> list[list[Span]]:
-    """Readers for the segments of a plan whose chunks are loaded. Rows share the readers of chunks that they share.
+    """Readers for the segments of a plan whose chunks are loaded; rows with the same chunks have the same readers.
 
     On a GPU, consecutive chunks that the same rows have are one span: its host takes longer to launch what there is to
     do for each chunk and layer than the GPU to do it.

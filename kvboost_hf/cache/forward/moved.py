@@ -126,11 +126,9 @@ class Moved(Forward):
 
     @property
     def beginning(self) -> Tokens:
-        """See `Forward`."""
         return self._prompt.ids
 
     def begin(self, request: Request) -> Kwargs:
-        """See `Forward`."""
         plan, layers, policy = self._plan, self.parts.live.layers, self.parts.binding.policy
         model, first, ids = request.model, self._prompt.first, self._prompt.inputs.input_ids
         rotation = key_rotation(model)
@@ -173,11 +171,9 @@ class Moved(Forward):
     def update(
         self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See `Forward`."""
         return self._scatter.update(layer_idx, keys, values) if self._scatter is not None else None
 
     def record(self, output: Any) -> Any:
-        """See `Forward`."""
         assert self._scatter is not None
         self._scatter.close()
         parts, plan, ledger = self.parts, self._plan, self.parts.live.ledger
@@ -209,7 +205,6 @@ class Moved(Forward):
         tally.recomputed += sum(again)
 
     def settle(self) -> None:
-        """See `Forward`."""
         confirmed = not self._prompt.inputs.verifies
         self.parts.binding.store.promote(self._served)
         offer(self.parts, self._prompt.columns, confirmed=confirmed, root_checked=True)
@@ -217,7 +212,6 @@ class Moved(Forward):
             self.parts.writer.offer_tails()
 
     def abandon(self) -> None:
-        """See `Forward`."""
         if self._scatter is not None:
             self._scatter.close()
         super().abandon()

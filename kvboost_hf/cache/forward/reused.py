@@ -76,11 +76,9 @@ class Reused(Forward):
 
     @property
     def beginning(self) -> Tokens:
-        """See `Forward`."""
         return self._prompt.ids
 
     def begin(self, request: Request) -> Kwargs:
-        """See `Forward`."""
         parts, prompt, plan, model = self.parts, self._prompt, self._plan, request.model
         live = parts.live
         if self._overlaps:
@@ -104,13 +102,11 @@ class Reused(Forward):
     def update(
         self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See `Forward`."""
         if self._loading is not None:
             self._loading.wait(layer_idx)
         return None
 
     def take_hidden_states(self, states: torch.Tensor) -> torch.Tensor:
-        """See `Forward`."""
         hidden, prompt = self.parts.live.hidden, self._prompt
         if hidden is None:
             return states
@@ -122,7 +118,6 @@ class Reused(Forward):
         return _own(hidden.view(prompt.first))  # a head may write to it
 
     def record(self, output: Any) -> Any:
-        """See `Forward`."""
         if self._loading is not None:
             self._loading.finish()
         self._note_pace()
@@ -139,7 +134,6 @@ class Reused(Forward):
         return changed
 
     def settle(self) -> None:
-        """See `Forward`."""
         parts, computed = self.parts, self._loading is not None and self._loading.computed
         if not self._changed and not computed:  # it has served well
             parts.binding.store.promote(self._fetched)
@@ -150,7 +144,6 @@ class Reused(Forward):
             parts.writer.offer_tails()
 
     def abandon(self) -> None:
-        """See `Forward`."""
         if self._loading is not None:
             self._loading.stop()
         super().abandon()

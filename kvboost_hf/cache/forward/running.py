@@ -270,11 +270,9 @@ class Unrecorded(Forward):
         self._stop = stop
 
     def record(self, output: Any) -> Any:
-        """See `Forward`."""
         self.parts.live.advanced(self._stop)
 
     def settle(self) -> None:
-        """See `Forward`."""
         self.parts.live.release(self._stop)
 
 
@@ -301,20 +299,17 @@ class Step(Forward):
         self._inputs, self._mask, self._repair = inputs, mask, repair
 
     def begin(self, request: Request) -> Kwargs:
-        """See `Forward`."""
         if self._repair is not None:
             self._repair()
         return request.kwargs
 
     def record(self, output: Any) -> Any:
-        """See `Forward`."""
         inputs = self._inputs
         stop = self.length + inputs.input_ids.shape[1]
         self.parts.live.appended(inputs.input_ids, inputs.position_ids, self._mask, stop)
         note_hooks(self.parts, confirmed=not inputs.verifies)
 
     def settle(self) -> None:
-        """See `Forward`."""
         stop = self.length + self._inputs.input_ids.shape[1]
         offer(self.parts, stop, confirmed=not self._inputs.verifies, root_checked=False)
 
@@ -326,7 +321,7 @@ class Lent(Forward):
         """Nothing: such a forward is not told to the cache."""
 
     def settle(self) -> None:
-        """See `record`."""
+        """Nothing, as with `record`."""
 
 
 def note_hooks(parts: CacheParts, *, confirmed: bool) -> None:
