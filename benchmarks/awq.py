@@ -139,7 +139,7 @@ def fastest(x: torch.Tensor, weights: list[Drawn], rounds: int) -> Result | None
     """The best of some tilings; those that a GPU has no room for are left out."""
     from triton import OutOfResources
 
-    from kvboost_hf.offload.awq.tiling import Tiling
+    from kvboost_hf.offload.awq.tiling import ProductTiling
     from kvboost_hf.offload.awq.triton_launch import awq_matmul_triton
 
     first = planned(x, weights[0][2].shape[1])
@@ -151,7 +151,7 @@ def fastest(x: torch.Tensor, weights: list[Drawn], rounds: int) -> Result | None
     for (block_m, block_n, block_k, stages, scaled), warps, parts in product(
         blocks, (2, 4, 8), {1, 2, 4, 8, first.parts}
     ):
-        tiling = Tiling(
+        tiling = ProductTiling(
             block_m=block_m,
             block_n=block_n,
             block_k=block_k,

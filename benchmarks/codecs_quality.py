@@ -51,7 +51,7 @@ from benchmarks.leaderboard.measure import FreezableStore
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.texts import encode, prose, source
-from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_documents
+from kvboost_hf.assets.world import ChatTurn, Fact, chat_messages, make_documents
 from kvboost_hf.cache.codecs import config_of
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
@@ -126,7 +126,7 @@ def reader_case(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed
     rng = random.Random(f"codecs/{seed}")
     documents = tuple(make_documents(rng, NUM_DOCUMENTS, num_words=NUM_WORDS))
     asked: list[Fact] = rng.sample([fact for document in documents for fact in document.facts], 11)[1:]
-    prompts = [encode(tokenizer, chat_messages([Turn(documents, fact)])) for fact in asked]
+    prompts = [encode(tokenizer, chat_messages([ChatTurn(documents, fact)])) for fact in asked]
     answers = [[*tokenizer.encode(f.answer, add_special_tokens=False), tokenizer.eos_token_id] for f in asked]
     return Case(model, [Question(prompt, answer, "both") for prompt, answer in zip(prompts, answers, strict=True)])
 

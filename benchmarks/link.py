@@ -18,7 +18,7 @@ from reuse import measured_on, provenance
 from targets import Result
 
 from kvboost_hf.offload.cuda import PIECE_BYTES
-from kvboost_hf.offload.host import HostMemory, cuda_pinning
+from kvboost_hf.offload.host import LayerMemory, cuda_pinning
 
 LAYER_BYTES, COPY_BYTES = 253_351_936, 1 << 30
 TINY = 1000
@@ -29,7 +29,7 @@ def measure(options: argparse.Namespace) -> Result:
     part = TINY if options.shape == "tiny" else 1
     nbytes = LAYER_BYTES // part
     on_gpu = options.device == "cuda"
-    registering = HostMemory(cuda_pinning(torch.device("cuda")) if on_gpu else None)
+    registering = LayerMemory(cuda_pinning(torch.device("cuda")) if on_gpu else None)
     hosts = {
         "pinned": torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu),
         "registered": registering.allocate(nbytes),

@@ -40,7 +40,7 @@ from benchmarks.leaderboard.facts import draw_facts, other_order
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.assets.texts import encode
-from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_documents
+from kvboost_hf.assets.world import ChatTurn, Fact, chat_messages, make_documents
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.demo.measure import timed_generate
 
@@ -79,7 +79,7 @@ class Moved:
     def _prompt(self, order: Sequence[int], seed: str) -> list[int]:
         facts = [fact for document in self._documents for fact in document.facts]
         fact = random.Random(seed).choice(facts)
-        return encode(self._tokenizer, chat_messages([Turn(tuple(self._documents[i] for i in order), fact)]))
+        return encode(self._tokenizer, chat_messages([ChatTurn(tuple(self._documents[i] for i in order), fact)]))
 
     def measure(self, policy: ReusePolicy, shape: Shape) -> Result:
         """Milliseconds to the first token, plainly and with a policy, in turn; and what it forwarded the last time."""

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.texts import encode
-from kvboost_hf.assets.world import Turn, chat_messages, make_documents
+from kvboost_hf.assets.world import ChatTurn, chat_messages, make_documents
 from kvboost_hf.compat import bytes_per_token
 
 POOL, DRAWN, NUM_WORDS = 200, 6, 192
@@ -54,7 +54,7 @@ def draw_prompts(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0) 
         drawn = tuple(rng.permutation(rng.choice(POOL, DRAWN, replace=False, p=weights / weights.sum())).tolist())
         documents = tuple(pool[n] for n in drawn)
         facts = [fact for document in documents for fact in document.facts]
-        ids = encode(tokenizer, chat_messages([Turn(documents, facts[rng.integers(len(facts))])]))
+        ids = encode(tokenizer, chat_messages([ChatTurn(documents, facts[rng.integers(len(facts))])]))
         first = tokenizer.encode(documents[0].text, add_special_tokens=False)
         head = next(at for at in range(len(ids)) if ids[at : at + len(first)] == first)
         prompts.append(Prompt(ids, drawn, sum(sizes[n] for n in drawn), head))

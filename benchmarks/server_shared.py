@@ -27,7 +27,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.jobs import Event, Finished, Job, Progress, SamplingOptions
+from kvboost_hf.server.jobs import Finished, Job, JobEvent, Progress, SamplingOptions
 
 OWN, NEW, TOGETHER = 24, 32, 8
 PIECE, LONG = 256, 4096  # tokens: of a piece of a prompt, and of a prompt that others wait behind, at least
@@ -43,7 +43,7 @@ class Answer:
         self._reason: str | None = None
         engine.submit(Job(ids=ids, options=SamplingOptions(max_tokens=new_tokens)), self._hear)
 
-    def _hear(self, event: Event) -> None:
+    def _hear(self, event: JobEvent) -> None:
         if isinstance(event, Progress) and not self.first_s:
             self.first_s = time.perf_counter() - self._start
         if isinstance(event, Finished):

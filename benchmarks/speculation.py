@@ -38,7 +38,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 from kvboost_hf import load_assistant
 from kvboost_hf.assets import load_embedded, load_embedded_draft
-from kvboost_hf.assets.world import Turn, chat_messages, make_documents
+from kvboost_hf.assets.world import ChatTurn, chat_messages, make_documents
 from recipes.evaluate import encode_chat
 from recipes.evaluate_draft import Round, Rounds, assisted_answer, held_out_prompts, use_constant_drafts
 
@@ -89,7 +89,7 @@ def forms(tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> list[Tas
         rng = random.Random(f"{seed}/form/{index}")
         documents = tuple(make_documents(rng, 3, num_words=64))
         facts = rng.sample([fact for document in documents for fact in document.facts], QUESTIONS)
-        prompt = encode_chat(tokenizer, chat_messages([Turn(documents, facts[0])]))
+        prompt = encode_chat(tokenizer, chat_messages([ChatTurn(documents, facts[0])]))
         form = Form(tokenizer, prompt.shape[1], [fact.question for fact in facts[1:]])
         options = {"logits_processor": [form], "eos_token_id": tokenizer.pad_token_id, "max_new_tokens": 400}
         tasks.append(Task(prompt, options))

@@ -2,7 +2,7 @@
 
 import sys
 
-from kvboost_hf.migration import TABLE, Entry
+from kvboost_hf.migration import TABLE, Replacement
 
 _TITLES = {
     "names": "Names of the package",
@@ -60,7 +60,7 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _line(entry: Entry) -> str:
+def _line(entry: Replacement) -> str:
     where = ", ".join(f"`{name}`" for name in entry.ours)
     return f"| {', '.join(f'`{name}`' for name in entry.names)} | {where} | {entry.note} |"
 

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TABLE", "Entry", "OldModules", "missing", "old_name", "refuse"]
+__all__ = ["TABLE", "OldModules", "Replacement", "missing", "old_name", "refuse"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Replacement:
     """A name of the kvboost package, and its replacement in this one.
 
     Args:
@@ -38,19 +38,19 @@ class Entry:
 _PACKAGE = "kvboost_hf."
 
 
-def _same(theirs: str, ours: str, note: str = "") -> Entry:
-    return Entry(theirs, note, tuple(_PACKAGE + name for name in ours.split(", ")))
+def _same(theirs: str, ours: str, note: str = "") -> Replacement:
+    return Replacement(theirs, note, tuple(_PACKAGE + name for name in ours.split(", ")))
 
 
-def _works(theirs: str, note: str = "The same.") -> Entry:
-    return Entry(theirs, note)
+def _works(theirs: str, note: str = "The same.") -> Replacement:
+    return Replacement(theirs, note)
 
 
-def _gone(theirs: str, note: str, ours: str = "") -> Entry:
-    return Entry(theirs, note, tuple(_PACKAGE + name for name in ours.split(", ") if ours), refused=True)
+def _gone(theirs: str, note: str, ours: str = "") -> Replacement:
+    return Replacement(theirs, note, tuple(_PACKAGE + name for name in ours.split(", ") if ours), refused=True)
 
 
-TABLE: Mapping[str, tuple[Entry, ...]] = {
+TABLE: Mapping[str, tuple[Replacement, ...]] = {
     "names": (
         _same("KVBoost, InferenceEngine", "KVBoost", "Both names. Made of the parts below, which can be used alone."),
         _same("GenerationMode", "GenerationMode", "`CHUNK_KV_REUSE` is exact without a `recompute_strategy`."),
@@ -99,13 +99,13 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
             "engine.group_by_prefix",
             "`KVBoost.generate_batch` finds what all rows share, to the token.",
         ),
-        Entry("broadcast_kv", "Rows share stored chunks by themselves."),
+        Replacement("broadcast_kv", "Rows share stored chunks by themselves."),
         _same(
             "group_by_prefix",
             "engine.group_by_prefix",
             "Groups by the longest chain of chunks that prompts share, of any length, in place of a hash of three.",
         ),
-        Entry("default_device", "Models stay where they are; `KVBoost.from_pretrained` takes the accelerator."),
+        Replacement("default_device", "Models stay where they are; `KVBoost.from_pretrained` takes the accelerator."),
         _same(
             "CPUPagedEngine, BlockAllocator, ChunkBlockMapper, paged_attention_fwd",
             "attention",
@@ -130,7 +130,7 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
             "DraftTreeConfig",
             "Shapes, and whether trees or chains, follow from what was accepted and from times that were measured.",
         ),
-        Entry(
+        Replacement(
             "verify_greedy, verify_sampling, truncate_past_kv, gather_kv_columns, run_speculative_decode",
             "The assisted decoding of transformers does this; `TreeDecoding` does it for trees.",
         ),
@@ -196,7 +196,7 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
         _same("KVBoost.speculative_stats", "KVBoost.speculative_stats", "None without an assistant."),
         _same("KVBoost.reset_cache", "KVBoost.reset_cache", "In all tiers."),
         _same("KVBoost.verify_correctness", "KVBoost.verify_correctness", "A report, which is true or false."),
-        Entry("KVBoost.set_cost_coefficients", "Nothing to set: times are measured."),
+        Replacement("KVBoost.set_cost_coefficients", "Nothing to set: times are measured."),
     ),
     "generate": (
         _works("prompt, max_new_tokens, mode, temperature, do_sample"),
@@ -214,7 +214,9 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
             "mode, prompt, output_text, generated_tokens, ttft_ms, total_ms, tokens_per_sec, kv_reuse_ratio, "
             "prompt_tokens, cached_tokens"
         ),
-        Entry("first_token_logits", "Call `engine.model.generate(..., output_logits=True)` with a ChunkReuseCache."),
+        Replacement(
+            "first_token_logits", "Call `engine.model.generate(..., output_logits=True)` with a ChunkReuseCache."
+        ),
         _works(
             "chunks_stored, token_count, chunk_size, chunk_boundary_aligned, partial_tail_tokens, alignment_warning"
         ),
@@ -223,11 +225,11 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
         _same("quantize_kv: kv, bits", "ChunkStore", '`codec="int8"` or `"int4"`.'),
         _same("DiskTier: cache_dir, max_chunks, slot_bytes", "ChunkStore", '`tiers=["disk:FOLDER:SIZE"]`, in bytes.'),
         _same("ChunkRegistry: chunk_size, boundary_window", "ContentChunker"),
-        Entry("ChunkRegistry: strategy, min_chunk_tokens", "Tails of 8 tokens or more are stored as they are."),
+        Replacement("ChunkRegistry: strategy, min_chunk_tokens", "Tails of 8 tokens or more are stored as they are."),
         _same("CacheBlendRecompute: recompute_ratio", "ReusePolicy.recompute_ratio"),
         _same("CacheBlendRecompute: min_deviation", "ReusePolicy.min_coverage, ReusePolicy.max_recompute_ratio"),
         _same("SelectiveRecompute: recompute_overlap", "ReusePolicy.seam_tokens"),
-        Entry("SelectiveRecompute: skip_if_no_seams", "Nothing is computed again where nothing was moved."),
+        Replacement("SelectiveRecompute: skip_if_no_seams", "Nothing is computed again where nothing was moved."),
         _same("group_by_prefix: n_prefix_chunks", "engine.group_by_prefix", "Not needed: as many as prompts share."),
         _same("find_common_chunk_prefix: all_token_ids, chunk_size", "engine.group_by_prefix"),
         _same("warm: position_offset", "ChunkStore.warm", "`documents=[...]` may stand anywhere in prompts."),
@@ -269,14 +271,14 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
         ),
         _same("draft_streaming_config", "load_streamed", "Load the draft with it, and pass the model."),
         _same("draft_k", "load_assistant", "`num_assistant_tokens`; by default lengths follow what is accepted."),
-        Entry("mode", "As `do_sample` of each call says."),
-        Entry("temperature", "That of each call."),
-        Entry("enable_kv_rollback", "Always."),
+        Replacement("mode", "As `do_sample` of each call says."),
+        Replacement("temperature", "That of each call."),
+        Replacement("enable_kv_rollback", "Always."),
         _same("max_branching", "DraftTreeConfig.branching"),
         _same("max_depth", "DraftTreeConfig.depth"),
         _same("node_budget", "DraftTreeConfig.max_nodes"),
         _same("policy", "DraftTreeConfig.policy"),
-        Entry("cold_accept, ewma_alpha, verify_extra_per_node", "Learned from what was accepted, and measured."),
+        Replacement("cold_accept, ewma_alpha, verify_extra_per_node", "Learned from what was accepted, and measured."),
     ),
     "server flags": (
         _works("--model, --model-name, --device, --dtype, --host, --port", "Bound to 127.0.0.1 by default."),

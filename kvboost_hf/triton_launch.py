@@ -18,7 +18,7 @@ from triton.runtime.driver import driver
 
 _ALIGNMENT = 16  # Triton compiles another kernel for addresses, in bytes, and strides that are no multiples of it
 # The arguments of a kernel, in the order of its parameters; None for those that a call does not use.
-Arguments = tuple[
+LaunchArguments = tuple[
     tuple[Any, ...],  # tensors, or (tensor, *strides) each
     tuple[int, ...],  # strides, for which Triton specializes the kernel
     tuple[int | None, ...],  # numbers, `do_not_specialize`
@@ -45,7 +45,7 @@ class Launcher:
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
-        self, grid: tuple[int, int, int], device: torch.device, arguments: Arguments, *, warps: int, stages: int
+        self, grid: tuple[int, int, int], device: torch.device, arguments: LaunchArguments, *, warps: int, stages: int
     ) -> None:
         """Launch the kernel on the current stream of a device.
 
@@ -78,7 +78,7 @@ class Launcher:
         stream = driver.active.get_current_stream(device.index)
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *given)
 
-    def _form(self, arguments: Arguments) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]]:
+    def _form(self, arguments: LaunchArguments) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]]:
         """Return the key of the compiled kernel, and its arguments with addresses in place of tensors.
 
         With addresses, the driver need not be asked for them. There is no key where addresses or strides are not

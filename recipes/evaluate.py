@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.texts import encode
-from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_chat, make_documents
+from kvboost_hf.assets.world import ChatTurn, Fact, chat_messages, make_chat, make_documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def accuracy(
         source = rng.choice(documents)
         fact = rng.choice(source.facts)
         shown = tuple(document for document in documents if not hide_document or document is not source)
-        questions.append(_ask(model, tokenizer, fact, chat_messages([Turn(shown, fact)])))
+        questions.append(_ask(model, tokenizer, fact, chat_messages([ChatTurn(shown, fact)])))
     return Accuracy(tuple(questions))
 
 

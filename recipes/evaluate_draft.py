@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvboost_hf.assets import load_embedded, load_embedded_draft
-from kvboost_hf.assets.world import Turn, chat_messages, make_chat, make_documents
+from kvboost_hf.assets.world import ChatTurn, chat_messages, make_chat, make_documents
 from kvboost_hf.compat import CACHE
 from recipes.evaluate import encode_chat
 
@@ -76,7 +76,7 @@ def held_out_prompts(
             turns = make_chat(rng, num_documents, num_words=num_words)
         else:
             documents = tuple(make_documents(rng, num_documents, num_words=num_words))
-            turns = [Turn(documents, rng.choice(rng.choice(documents).facts))]
+            turns = [ChatTurn(documents, rng.choice(rng.choice(documents).facts))]
         prompts.append(encode_chat(tokenizer, chat_messages(turns)))
     return prompts
 

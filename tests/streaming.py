@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import StreamingConfig
 from tests.conftest import make_model
-from tests.internals.offload import Backend, LayerStream, ModelSizes, ResidencyPlan, StreamBuilder, use_backend
+from tests.internals.offload import LayerBackend, LayerStream, ModelSizes, ResidencyPlan, StreamBuilder, use_backend
 from tests.offload.poisoning import PoisoningBackend
 
 FULL_STREAM = StreamingConfig(residency_mode="full_stream")
@@ -53,5 +53,5 @@ def stream_everything(sizes: ModelSizes, config: StreamingConfig, *, free_bytes:
 def double_of(stream: LayerStream | None) -> Any:
     """The double behind a stream."""
     assert stream is not None
-    backend: Backend = stream.backend
+    backend: LayerBackend = stream.backend
     return backend

@@ -11,7 +11,7 @@ from itertools import pairwise, takewhile
 from typing import Any
 
 from kvboost_hf.assets.texts import encode
-from kvboost_hf.assets.world import Document, Fact, Turn, chat_messages, make_documents
+from kvboost_hf.assets.world import ChatTurn, Document, Fact, chat_messages, make_documents
 
 NUM_WORDS = (48, 64, 96)  # of each document; a case has one of them
 
@@ -29,12 +29,12 @@ class Facts:
 
     def ids(self, tokenizer: Any, fact: Fact) -> list[int]:
         """The prompt that asks for a fact, documents in their own order."""
-        return encode(tokenizer, chat_messages([Turn(self.documents, fact)]))
+        return encode(tokenizer, chat_messages([ChatTurn(self.documents, fact)]))
 
     def seen_ids(self, tokenizer: Any) -> list[int]:
         """The prompt that the store has seen."""
         documents = tuple(self.documents[i] for i in self.order)
-        return encode(tokenizer, chat_messages([Turn(documents, self.seen_fact)]))
+        return encode(tokenizer, chat_messages([ChatTurn(documents, self.seen_fact)]))
 
 
 def other_order(rng: random.Random, count: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from benchmarks.turboquant.needle import make_needles, needle_checks
 from benchmarks.turboquant.sabotage import controls
 from kvboost_hf.cache.codecs import config_of, make_codec
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.verify.correctness import Prompt, as_ids, require_plain
+from kvboost_hf.verify.correctness import GivenPrompt, as_ids, require_plain
 
 CODECS = ("turboquant:4", "turboquant:3.5", "turboquant:3", "turboquant:2")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -82,7 +82,7 @@ def validate_turboquant(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    prompts: Sequence[Prompt] | torch.Tensor | None = None,
+    prompts: Sequence[GivenPrompt] | torch.Tensor | None = None,
     codecs: Sequence[str | KVQuantConfig] = CODECS,
     num_tokens: int = 1000,
     depths: Sequence[float] = DEPTHS,

@@ -20,7 +20,7 @@ _MODULES = (
     "shlex shutil signal smtplib socket socketserver statistics string stringprep struct subprocess symtable tarfile "
     "tempfile textwrap threading timeit tokenize trace traceback types typing uuid weakref zipapp zipfile"
 ).split()
-Message = dict[str, str]
+ChatMessage = dict[str, str]
 
 
 def prose(tokens: int, count: Count, seed: int = 0) -> list[str]:
@@ -67,7 +67,7 @@ def _parts(texts: dict[str, str], tokens: int, count: Count, seed: int) -> Itera
             yield name, kept
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage]) -> list[int]:
     """Ids of a chat up to the start of the next answer; without a chat template, roles are written as plain labels."""
     if tokenizer.chat_template is not None:
         prompt = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))

@@ -278,7 +278,7 @@ def _capitalized(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     """One turn of a user in a chat: documents, possibly none, and a question.
 
     Attributes:
@@ -302,7 +302,7 @@ def make_chat(
     num_words: int = 128,
     first_num_words: int = 24,
     earlier_share: float = 0.5,
-) -> list[Turn]:
+) -> list[ChatTurn]:
     """Makes a chat in which each turn brings a document and asks about it or about one of an earlier turn.
 
     Args:
@@ -321,18 +321,18 @@ def make_chat(
     documents = make_documents(rng, min(num_turns, 1), num_words=first_num_words)
     told = {fact.subject for document in documents for fact in document.facts}
     documents += make_documents(rng, max(num_turns - 1, 0), num_words=num_words, exclude=told)
-    turns: list[Turn] = []
+    turns: list[ChatTurn] = []
     asked: set[Fact] = set()
     for index, document in enumerate(documents):
         earlier = [fact for past in documents[:index] for fact in past.facts if fact not in asked]
         fact = rng.choice(earlier if earlier and rng.random() < earlier_share else document.facts)
         asked.add(fact)
-        turns.append(Turn((document,), fact))
+        turns.append(ChatTurn((document,), fact))
     return turns
 
 
 def chat_messages(
-    turns: Sequence[Turn], answers: Sequence[str] | None = None, *, system: str | None = SYSTEM_PROMPT
+    turns: Sequence[ChatTurn], answers: Sequence[str] | None = None, *, system: str | None = SYSTEM_PROMPT
 ) -> list[dict[str, str]]:
     """Writes a chat up to the last turn's question as messages for ``tokenizer.apply_chat_template``.
 

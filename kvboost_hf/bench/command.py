@@ -16,7 +16,7 @@ from kvboost_hf.bench.arms import ARMS, CHOICE, Arm
 from kvboost_hf.bench.environments import peers_at_hand
 from kvboost_hf.bench.models import ModelSource
 from kvboost_hf.bench.peers import CHOSEN_PEERS, PEERS
-from kvboost_hf.bench.run import Row, Settings, provenance, run
+from kvboost_hf.bench.run import MeasuredRow, Settings, provenance, run
 from kvboost_hf.bench.show import as_json, note, page, remarks, summaries, table
 from kvboost_hf.bench.workloads import workloads_of
 from kvboost_hf.demo.workloads import Workload
@@ -84,7 +84,7 @@ def bench(options: argparse.Namespace, last: str) -> int:
         stack.enter_context(without_bars())
         shown = stack.enter_context(Progress("getting what peers need" if options.install_peers else "starting"))
 
-        def show(workload: Workload, rows: list[Row]) -> None:
+        def show(workload: Workload, rows: list[MeasuredRow]) -> None:
             if rows:
                 with shown.aside():
                     console.print(table(workload, summaries(rows)))

@@ -22,10 +22,10 @@ from transformers.utils.logging import disable_progress_bar
 from kvboost_hf import __version__
 from kvboost_hf.bench.arms import PLAIN, Arm
 from kvboost_hf.bench.models import Models, ModelSource
-from kvboost_hf.bench.served import Served, Server, Turns, reason
-from kvboost_hf.demo.workloads import Prompt, Workload
+from kvboost_hf.bench.served import Served, Server, ServerTurns, reason
+from kvboost_hf.demo.workloads import AskedPrompt, Workload
 
-Progress = Callable[[str, int, int], None]  # what is done, answers so far, and all
+AnswersDone = Callable[[str, int, int], None]  # what is done, answers so far, and all
 _WARM_UP_TOKENS = 300  # at the end of a prompt
 
 
@@ -50,7 +50,7 @@ T = TypeVar("T", bound=Contender)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class MeasuredRow:
     """One prompt of one round, served by one arm.
 
     Args:
@@ -112,7 +112,7 @@ class Result:
         dtype: The dtype of the model.
     """
 
-    rows: list[Row]
+    rows: list[MeasuredRow]
     refused: dict[str, str]
     failed: dict[str, str]
     dtype: torch.dtype
@@ -124,8 +124,8 @@ def run(
     peers: Sequence[Contender],
     workloads: Sequence[Workload],
     settings: Settings,
-    progress: Progress = lambda what, done, total: None,
-    show: Callable[[Workload, list[Row]], None] = lambda workload, rows: None,
+    progress: AnswersDone = lambda what, done, total: None,
+    show: Callable[[Workload, list[MeasuredRow]], None] = lambda workload, rows: None,
 ) -> Result:
     """Run the workloads.
 
@@ -156,7 +156,7 @@ def run(
             bench.expect(len(ours) * settings.repeats)
             if not workload.restarts:
                 bench.expect(len(others) * settings.repeats)
-        rows: list[Row] = []
+        rows: list[MeasuredRow] = []
         for workload in workloads:
             found = bench.restarted(workload, ours) if workload.restarts else bench.served(workload, [*ours, *others])
             show(workload, found)
@@ -165,7 +165,7 @@ def run(
 
 
 class _Bench:
-    def __init__(self, source: ModelSource, folder: Path, settings: Settings, progress: Progress) -> None:
+    def __init__(self, source: ModelSource, folder: Path, settings: Settings, progress: AnswersDone) -> None:
         self.models, self.tokenizer = Models(source, folder / "layers"), source.tokenizer()
         self._folder, self._settings, self._progress = folder, settings, progress
         self._done = self._total = 0
@@ -181,12 +181,12 @@ class _Bench:
         self._what = what
         self._advance(0)
 
-    def served(self, workload: Workload, contenders: Sequence[Contender]) -> list[Row]:
+    def served(self, workload: Workload, contenders: Sequence[Contender]) -> list[MeasuredRow]:
         """A workload in this process."""
-        rows: list[Row] = []
+        rows: list[MeasuredRow] = []
         for number in range(-1, self._settings.repeats):
             self.begin(f"{workload.name}, warming up" if number < 0 else self._round_name(workload, number))
-            with Turns(PLAIN.name) as turns:
+            with ServerTurns(PLAIN.name) as turns:
                 for one in self._left(contenders):
                     turns.open(one.name, partial(one.open, self.models, self.tokenizer, None))
                 if number < 0:
@@ -206,8 +206,8 @@ class _Bench:
     def _note(self, workload: Workload, failed: dict[str, str]) -> None:
         self.failed |= {name: f"in {workload.name}, {why}" for name, why in failed.items()}
 
-    def _round(self, workload: Workload, number: int, turns: Turns) -> list[Row]:
-        rows: list[Row] = []
+    def _round(self, workload: Workload, number: int, turns: ServerTurns) -> list[MeasuredRow]:
+        rows: list[MeasuredRow] = []
         asking = workload.ask(self.tokenizer, self._settings.prompts, self._settings.seed)
         prompt = next(asking)
         for index in range(self._settings.prompts):
@@ -218,17 +218,17 @@ class _Bench:
                 prompt = asking.send(self._text(answers[PLAIN.name]))
         return rows
 
-    def restarted(self, workload: Workload, arms: Sequence[Arm]) -> list[Row]:
+    def restarted(self, workload: Workload, arms: Sequence[Arm]) -> list[MeasuredRow]:
         """A workload whose later half a new process serves, from what the first half has left on disk."""
         settings = self._settings
         prompts = list(workload.ask(self.tokenizer, settings.prompts, settings.seed))
         half = settings.prompts // 2
-        rows: list[Row] = []
+        rows: list[MeasuredRow] = []
         for number in range(settings.repeats):
             self.begin(self._round_name(workload, number))
             folders = {arm.name: self._folder / f"{number}-{arm.name}" for arm in arms}
             for arm in self._left(arms):
-                with Turns(PLAIN.name) as turns:
+                with ServerTurns(PLAIN.name) as turns:
                     turns.open(arm.name, partial(arm.open, self.models, self.tokenizer, folders[arm.name]))
                     for prompt in prompts[:half]:
                         turns.answer(prompt.ids, settings.max_new_tokens, 0)
@@ -255,12 +255,12 @@ class _Bench:
         return [row for row in rows if row.arm not in self.failed]
 
     def _rows(
-        self, workload: Workload, number: int, index: int, prompt: Prompt, answers: dict[str, Served]
-    ) -> list[Row]:
+        self, workload: Workload, number: int, index: int, prompt: AskedPrompt, answers: dict[str, Served]
+    ) -> list[MeasuredRow]:
         plain = answers[PLAIN.name].ids
         answers_matter = self.models.source.random is None  # random weights give no right ones
         return [
-            Row(
+            MeasuredRow(
                 workload=workload.name,
                 arm=name,
                 round=number,
@@ -297,14 +297,14 @@ class _Later:
         torch.set_num_threads(self.threads)
         disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = self.models.source.tokenizer()
-        with Turns(PLAIN.name) as turns:
+        with ServerTurns(PLAIN.name) as turns:
             for arm in self.arms:
                 turns.open(arm.name, partial(arm.open, self.models, tokenizer, self.folders[arm.name]))
             warm_up(turns, self.prompts[0])
             return [turns.answer(ids, self.max_new_tokens, at) for at, ids in enumerate(self.prompts)], turns.failed
 
 
-def warm_up(turns: Turns, ids: Sequence[int]) -> None:
+def warm_up(turns: ServerTurns, ids: Sequence[int]) -> None:
     """Let all servers answer the end of a prompt three times.
 
     PyTorch starts; then, when there is something to reuse, and something to move, the model is probed.

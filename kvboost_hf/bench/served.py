@@ -90,7 +90,7 @@ def served(
     )
 
 
-class Turns:
+class ServerTurns:
     """Servers, each on its own: one that fails takes part no longer. A context manager that closes them.
 
     Args:
@@ -108,7 +108,7 @@ class Turns:
     def __len__(self) -> int:
         return len(self._servers)
 
-    def __enter__(self) -> "Turns":
+    def __enter__(self) -> "ServerTurns":
         return self
 
     def __exit__(

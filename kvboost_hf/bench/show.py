@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvboost_hf.bench.arms import ARMS, PLAIN
-from kvboost_hf.bench.run import Provenance, Result, Row, Settings
+from kvboost_hf.bench.run import MeasuredRow, Provenance, Result, Settings
 from kvboost_hf.demo.workloads import Workload
 
 _INK = "#123456"  # becomes the colour of the page's text
@@ -179,20 +179,20 @@ def as_json(name: str, where: Provenance, settings: Settings, result: Result, fo
     return json.dumps(content)
 
 
-def summaries(rows: Sequence[Row]) -> list[Summary]:
+def summaries(rows: Sequence[MeasuredRow]) -> list[Summary]:
     """One summary for each arm in each workload, in the order of the rows.
 
     Counts are those of the first round; they are the same in all of them, but for `restart`, where K/V is read or
     computed, whichever seems faster.
     """
     plain = {(r.workload, r.round, r.prompt): r.served.ttft_ms for r in rows if r.arm == PLAIN.name}
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[MeasuredRow]] = {}
     for row in rows:
         groups.setdefault((row.workload, row.arm), []).append(row)
     return [_summary(group, plain) for group in groups.values()]
 
 
-def _summary(rows: Sequence[Row], plain: dict[tuple[str, int, int], float]) -> Summary:
+def _summary(rows: Sequence[MeasuredRow], plain: dict[tuple[str, int, int], float]) -> Summary:
     asked = {row.prompt for row in rows}
     first = [row for row in rows if row.round == rows[0].round]
     ttft = [row.served.ttft_ms for row in rows]

@@ -6,14 +6,14 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from kvboost_hf.assets.texts import Message, encode
-from kvboost_hf.assets.world import SYSTEM_PROMPT, Document, Turn, chat_messages, make_chat, make_documents
+from kvboost_hf.assets.texts import ChatMessage, encode
+from kvboost_hf.assets.world import SYSTEM_PROMPT, ChatTurn, Document, chat_messages, make_chat, make_documents
 from kvboost_hf.bench.models import ModelSource
 from kvboost_hf.demo.workloads import (
     CHAT,
     LONG_DOCUMENT_TOKENS,
     NUM_DOCUMENTS,
-    Prompt,
+    AskedPrompt,
     Prompts,
     Workload,
     alone,
@@ -39,7 +39,9 @@ def _retrieved(tokenizer: Any, count: int, seed: int) -> Prompts:
             found = rng.choices(left, weights=[1 / rank for rank, _ in left])[0]
             left.remove(found)
             drawn.append(found[1])
-        turn = Turn(tuple(rng.sample(drawn, len(drawn))), rng.choice([fact for one in drawn for fact in one.facts]))
+        turn = ChatTurn(
+            tuple(rng.sample(drawn, len(drawn))), rng.choice([fact for one in drawn for fact in one.facts])
+        )
         yield _turn(tokenizer, chat_messages([turn]), turn)
 
 
@@ -50,7 +52,7 @@ def _linked(tokenizer: Any, count: int, seed: int) -> Prompts:
 def _few_shot(tokenizer: Any, count: int, seed: int) -> Prompts:
     rng = random.Random(seed)
     documents = make_documents(rng, _SHOTS + count, num_words=_SHOT_WORDS)
-    turns = [Turn((document,), rng.choice(document.facts)) for document in documents]
+    turns = [ChatTurn((document,), rng.choice(document.facts)) for document in documents]
     shots = turns[:_SHOTS]
     for turn in turns[_SHOTS:]:
         yield _turn(tokenizer, chat_messages([*rng.sample(shots, _SHOTS), turn]), turn)
@@ -65,8 +67,8 @@ def _agent(tokenizer: Any, count: int, seed: int) -> Prompts:
         said.append((yield _turn(tokenizer, messages, turns[step])))
 
 
-def _turn(tokenizer: Any, messages: Sequence[Message], turn: Turn) -> Prompt:
-    return Prompt(encode(tokenizer, messages), turn.fact.question, turn.fact.value, turn.fact.answer)
+def _turn(tokenizer: Any, messages: Sequence[ChatMessage], turn: ChatTurn) -> AskedPrompt:
+    return AskedPrompt(encode(tokenizer, messages), turn.fact.question, turn.fact.value, turn.fact.answer)
 
 
 WORKLOADS: dict[str, Workload] = {

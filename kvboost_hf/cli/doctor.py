@@ -32,7 +32,7 @@ _EXTRAS = {
 }
 
 
-class Finding(NamedTuple):
+class Checked(NamedTuple):
     """One line of the report."""
 
     subject: str
@@ -70,47 +70,47 @@ def _typed(command: str, options: argparse.Namespace) -> str:
     return typed(command, options) if options.model else f"kvboost-hf {command}"  # works without a model, too
 
 
-def _machine() -> Iterator[Finding]:
-    yield Finding("Python", sys.version.split()[0])
+def _machine() -> Iterator[Checked]:
+    yield Checked("Python", sys.version.split()[0])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads()
     few = f"unset OMP_NUM_THREADS, or set it to {cores}: PyTorch uses {threads} of {cores} cores"
-    yield Finding("processor", f"{cores} cores, PyTorch threads: {threads}", few if 2 * threads < cores else None)
+    yield Checked("processor", f"{cores} cores, PyTorch threads: {threads}", few if 2 * threads < cores else None)
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        yield Finding("memory", _size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+        yield Checked("memory", _size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
             of = torch.cuda.get_device_properties(number)
-            yield Finding(f"GPU {number}", f"{of.name}, sm_{of.major}{of.minor}, {_size(of.total_memory)}")
+            yield Checked(f"GPU {number}", f"{of.name}, sm_{of.major}{of.minor}, {_size(of.total_memory)}")
     elif shutil.which("nvidia-smi"):
         build = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}, which finds no GPU"
         remedy = "install a build of PyTorch that fits the driver: https://pytorch.org/get-started/locally"
-        yield Finding("GPU", f"there is a driver, but PyTorch is a build {build}", remedy)
+        yield Checked("GPU", f"there is a driver, but PyTorch is a build {build}", remedy)
     else:
-        yield Finding("GPU", "none; all runs on the CPU")
+        yield Checked("GPU", "none; all runs on the CPU")
 
 
-def _packages() -> Iterator[Finding]:
-    yield Finding("torch", torch.__version__)
-    yield Finding("transformers", transformers.__version__)
+def _packages() -> Iterator[Checked]:
+    yield Checked("torch", torch.__version__)
+    yield Checked("transformers", transformers.__version__)
     yield from _kernels()
     requirements = [Requirement(text) for text in metadata.requires("kvboost_hf") or ()]
     for extra, use in _EXTRAS.items():
         missing = [one.name for one in requirements if _is_of(one, extra) and not _is_installed(one.name)]
         remedy = f"pip install 'kvboost_hf[{extra}]', for {use}"
         found = f"without {', '.join(missing)}" if missing else "installed"
-        yield Finding(f"extra {extra}", found, remedy if missing else None, optional=True)
+        yield Checked(f"extra {extra}", found, remedy if missing else None, optional=True)
 
 
-def _kernels() -> Iterator[Finding]:
+def _kernels() -> Iterator[Checked]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     missing = missing_for_triton(device) if device.type == "cuda" else None
     backend = active_tier(device)
     if missing is not None:
-        yield Finding("triton", f"lacks {missing.what}: PyTorch's operations run", missing.remedy, optional=True)
+        yield Checked("triton", f"lacks {missing.what}: PyTorch's operations run", missing.remedy, optional=True)
     slow = missing is None and backend in ("sdpa", "reference")
     remedy = "`pip install 'kvboost_hf[cuda]'`, which has kernels for sm_70 and sm_75"
-    yield Finding("kvboost_fa2", f"runs as {backend!r}", remedy if slow else None, optional=True)
+    yield Checked("kvboost_fa2", f"runs as {backend!r}", remedy if slow else None, optional=True)
 
 
 def _size(count: int) -> str:
@@ -130,17 +130,17 @@ def _is_installed(name: str) -> bool:
     return True
 
 
-def _model(options: argparse.Namespace, shown: Progress) -> Iterator[Finding]:
+def _model(options: argparse.Namespace, shown: Progress) -> Iterator[Checked]:
     try:
         model, tokenizer, name = load_shown(options, shown)
     except (ValueError, OSError, RuntimeError) as error:
         why = str(error).partition("\n")[0]
         named = why if str(options.model) in why else f"{options.model} does not load: {why}"
-        yield Finding("model", named, "pass a hub name or a folder that loads")
+        yield Checked("model", named, "pass a hub name or a folder that loads")
         return
     shown.show(f"running {name} on a few tokens")
     size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    yield Finding("model", f"{name}: {type(model).__name__}, {model.dtype}, {_size(size)} of weights")
+    yield Checked("model", f"{name}: {type(model).__name__}, {model.dtype}, {_size(size)} of weights")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # all that they say is in the report
         found = check_model_compatibility(model, strict=False)
@@ -149,10 +149,10 @@ def _model(options: argparse.Namespace, shown: Progress) -> Iterator[Finding]:
         ("moved K/V", found.moved_reason, "leave mode='blend' out: exact reuse works without", True),
         ("streaming", found.streaming_reason, "keep all of it on the device", True),
     ):
-        yield Finding(subject, "yes" if reason is None else f"no: {reason}", reason and remedy, optional)
+        yield Checked(subject, "yes" if reason is None else f"no: {reason}", reason and remedy, optional)
     told = "yes" if tokenizer.chat_template else "none"
     remedy = "use /v1/completions and plain texts, or an instruct model for chats"
-    yield Finding("chat template", told, None if tokenizer.chat_template else remedy, optional=True)
+    yield Checked("chat template", told, None if tokenizer.chat_template else remedy, optional=True)
 
 
 def add_check(commands: Commands) -> None:

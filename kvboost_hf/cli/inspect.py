@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _SHOWN_CHARACTERS = 200
-Decode = Callable[[list[int]], str]
+DecodeText = Callable[[list[int]], str]
 
 
 def add_inspect(commands: Commands) -> None:
@@ -163,7 +163,7 @@ class Line:
     text: str | None
 
 
-def contents(tiers: Sequence[Tier], decode: Decode | None = None) -> list[Line]:
+def contents(tiers: Sequence[Tier], decode: DecodeText | None = None) -> list[Line]:
     """List the contents of tiers, by tier, model and root, in the order of tokens.
 
     Args:
@@ -179,7 +179,7 @@ def contents(tiers: Sequence[Tier], decode: Decode | None = None) -> list[Line]:
     return [line for _, line in sorted(found, key=lambda item: item[0])]
 
 
-def _line(tier: Tier, entry: Entry, hits: int | None, decode: Decode | None) -> Line:
+def _line(tier: Tier, entry: Entry, hits: int | None, decode: DecodeText | None) -> Line:
     ids = [token for token in text_ids(entry.tokens).tolist() if token >= 0]
     text = decode(ids) if decode is not None else None
     count = len(entry.tokens)

@@ -20,13 +20,13 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import cache_argument, input_device
 from kvboost_hf.config import ReusePolicy
-from kvboost_hf.demo.workloads import CHAT, DOCUMENT, SHUFFLED, Prompt, Workload, workloads_for
-from kvboost_hf.verify.measure import Answer, compare
+from kvboost_hf.demo.workloads import CHAT, DOCUMENT, SHUFFLED, AskedPrompt, Workload, workloads_for
+from kvboost_hf.verify.measure import AnswerLogits, compare
 
 # For the embedded model: the default repair may compute two layers in full, which are half of those that it has.
 FIRST_K = ReusePolicy(mode="blend", repair="first_k", recompute_ratio=0.2, progressive=False)
 _WARM_UP_TOKENS = 64
-Progress = Callable[[int, int], None]  # generate() calls done, and to do
+CallsDone = Callable[[int, int], None]  # generate() calls done, and to do
 RowT = TypeVar("RowT", bound=Any)  # a dataclass
 
 
@@ -70,7 +70,7 @@ class Measured:
     """
 
     workload: Workload
-    prompts: list[Prompt]
+    prompts: list[AskedPrompt]
     arms: dict[str, list[Figures]]
 
     @property
@@ -132,7 +132,7 @@ class Demo:
         max_new_tokens: int = 24,
         repeats: int = 3,
         seed: int = 0,
-        progress: Progress = lambda done, total: None,
+        progress: CallsDone = lambda done, total: None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.repeats, self.seed = max_new_tokens, repeats, seed
@@ -169,7 +169,7 @@ class Demo:
     def _once(self, workload: Workload, count: int, arms: tuple[str, ...]) -> Measured:
         caches = {name: None if name == "plain" else self._fresh_cache(name) for name in arms}
         found: dict[str, list[Figures]] = {name: [] for name in arms}
-        prompts: list[Prompt] = []
+        prompts: list[AskedPrompt] = []
         asking = workload.ask(self.tokenizer, count, self.seed)
         prompt = next(asking)
         while True:
@@ -182,14 +182,14 @@ class Demo:
                 return Measured(workload, prompts, found)
             prompt = asking.send(found["plain"][-1].answer)
 
-    def _answer(self, prompt: Prompt, cache: ChunkReuseCache | None) -> Call:
+    def _answer(self, prompt: AskedPrompt, cache: ChunkReuseCache | None) -> Call:
         kwargs: dict[str, Any] = {} if cache is None else {cache_argument(self.model): cache}
         call = timed_generate(self.model, prompt.ids, self.max_new_tokens, keep_logits=True, **kwargs)
         self._done += 1
         self._progress(self._done, self.repeats * sum(count * len(arms) for _, count, arms in self._plan))
         return call
 
-    def _figures(self, prompt: Prompt, plain: Call, call: Call, cache: ChunkReuseCache | None) -> Figures:
+    def _figures(self, prompt: AskedPrompt, plain: Call, call: Call, cache: ChunkReuseCache | None) -> Figures:
         answer = str(self.tokenizer.decode(call.ids, skip_special_tokens=True)).strip()
         figures = Figures(
             ttft_ms=call.ttft_ms,
@@ -224,9 +224,9 @@ class Demo:
         return ChunkReuseCache(self.model, ChunkStore(self.model, chunker=chunker, max_bytes=2**30), policy)
 
 
-def _with_logits(call: Call) -> Answer:
+def _with_logits(call: Call) -> AnswerLogits:
     assert call.logits is not None
-    return Answer(call.ids, call.logits)
+    return AnswerLogits(call.ids, call.logits)
 
 
 class _FirstToken(BaseStreamer):

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from kvboost_hf.assets.texts import Message, encode, prose, source
+from kvboost_hf.assets.texts import ChatMessage, encode, prose, source
 from kvboost_hf.assets.world import ATTRIBUTES, Document, Fact, make_documents
 
 # Prompt tokens by turn of a replayed chat, as published for KVBoost's ShareGPT run.
@@ -72,7 +72,7 @@ class Question:
 
 def chat_turn(
     tokenizer: PreTrainedTokenizerBase,
-    history: Sequence[Message],
+    history: Sequence[ChatMessage],
     documents: Sequence[Document],
     target_tokens: int,
     seed: int,
@@ -214,7 +214,7 @@ def _closest(size: Callable[[int], int], target: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class AskedPrompt:
     """One prompt of a series.
 
     Args:
@@ -230,7 +230,7 @@ class Prompt:
     answer: str | None = None
 
 
-Prompts = Generator[Prompt, str, None]  # is sent the text of plain generate()'s answer
+Prompts = Generator[AskedPrompt, str, None]  # is sent the text of plain generate()'s answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class Workload:
 
 def chat(tokenizer: Any, count: int, seed: int) -> Prompts:
     """A chat of at most 8 turns, whose prompts grow as in `CHAT_SHAPE`."""
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     documents: list[Document] = []
     for turn, target in enumerate(CHAT_SHAPE[:count]):
         question, document = chat_turn(tokenizer, messages, documents, target, seed=1000 * seed + turn)
@@ -278,10 +278,10 @@ def alone(tokenizer: Any, questions: Sequence[Question]) -> Prompts:
         yield asked(tokenizer, [{"role": "user", "content": question.text}], question)
 
 
-def asked(tokenizer: Any, messages: Sequence[Message], question: Question) -> Prompt:
+def asked(tokenizer: Any, messages: Sequence[ChatMessage], question: Question) -> AskedPrompt:
     """The prompt of a chat that ends with a question."""
     fact = question.fact
-    return Prompt(encode(tokenizer, messages), fact.question, fact.value, fact.answer)
+    return AskedPrompt(encode(tokenizer, messages), fact.question, fact.value, fact.answer)
 
 
 CHAT = Workload("chat", "a chat that grows; the answers of plain generate() go back in as text", chat)
@@ -336,10 +336,10 @@ class _RealText:
 
     def chat(self, tokenizer: Any, count: int, seed: int) -> Prompts:
         passages = self._prose(tokenizer, _PASSAGE_TOKENS, seed)
-        messages: list[Message] = []
+        messages: list[ChatMessage] = []
         for turn in range(count):
             messages.append({"role": "user", "content": f"{_TURNS[turn]}\n\n{passages[turn]}"})
-            said = yield Prompt(encode(tokenizer, messages), _TURNS[turn])
+            said = yield AskedPrompt(encode(tokenizer, messages), _TURNS[turn])
             messages.append({"role": "assistant", "content": said})
 
     def document(self, tokenizer: Any, count: int, seed: int) -> Prompts:
@@ -361,10 +361,10 @@ class _RealText:
             json.dumps({"name": name, "description": about, "arguments": arguments})
             for name, about, arguments in _TOOLS
         )
-        messages: list[Message] = [{"role": "user", "content": _TASK.format(tools=tools)}]
+        messages: list[ChatMessage] = [{"role": "user", "content": _TASK.format(tools=tools)}]
         for step in range(count):
             name = files[step].partition("\n")[0].removeprefix("# ")
-            said = yield Prompt(encode(tokenizer, messages), f"what to do, step {step + 1}")
+            said = yield AskedPrompt(encode(tokenizer, messages), f"what to do, step {step + 1}")
             messages.append({"role": "assistant", "content": said})
             messages.append({"role": "user", "content": f"Result of read_file, {name}:\n{files[step]}"})
 
@@ -372,8 +372,8 @@ class _RealText:
         return prose(int(self.scale * tokens), partial(_count, tokenizer), seed)
 
     @staticmethod
-    def _alone(tokenizer: Any, text: str, question: str) -> Prompt:
-        return Prompt(encode(tokenizer, [{"role": "user", "content": f"{text}\n\n{question}"}]), question)
+    def _alone(tokenizer: Any, text: str, question: str) -> AskedPrompt:
+        return AskedPrompt(encode(tokenizer, [{"role": "user", "content": f"{text}\n\n{question}"}]), question)
 
 
 def _count(tokenizer: Any, text: str) -> int:

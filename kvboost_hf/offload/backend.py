@@ -16,7 +16,7 @@ from kvboost_hf.offload.sources import Source
 _PIECE_BYTES = 32 << 20  # of the buffer on the way to a device
 
 
-class Backend(Protocol):
+class LayerBackend(Protocol):
     """Copies bytes into slots while the model computes, and synchronizes both.
 
     For each slot the calls come in this order, any number of times: `issue`, `wait`, computation that reads the slot,
@@ -59,11 +59,11 @@ class Backend(Protocol):
         """Wait for copies under way, and release threads and slots. No call may follow."""
 
 
-_factories: list[Callable[[], Backend]] = []
+_factories: list[Callable[[], LayerBackend]] = []
 
 
 @contextmanager
-def use_backend(make: Callable[[], Backend]) -> Iterator[None]:
+def use_backend(make: Callable[[], LayerBackend]) -> Iterator[None]:
     """Stream models with the backends of `make` in this context, as if their device had its own memory."""
     _factories.append(make)
     try:
@@ -77,7 +77,7 @@ def is_overridden() -> bool:
     return bool(_factories)
 
 
-def make_backend(device: torch.device) -> Backend:
+def make_backend(device: torch.device) -> LayerBackend:
     """The backend for a device."""
     if _factories:
         return _factories[-1]()
@@ -107,7 +107,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 class ThreadedBackend:
-    """A `Backend` whose copies run in a thread.
+    """A `LayerBackend` whose copies run in a thread.
 
     Args:
         device: The device of the slots.

@@ -20,7 +20,7 @@ from kvboost_hf.offload.awq.swap import lay_out
 from kvboost_hf.offload.backend import free_bytes, is_overridden, make_backend, make_mapping
 from kvboost_hf.offload.cuda import BUFFER_BYTES
 from kvboost_hf.offload.disk import FileSource, LayerFolder, Origin, require_open_files
-from kvboost_hf.offload.host import HostMemory, HostSource, cuda_pinning
+from kvboost_hf.offload.host import HostSource, LayerMemory, cuda_pinning
 from kvboost_hf.offload.plan import ResidencyPlan, plan_residency
 from kvboost_hf.offload.sizes import sizes_of
 from kvboost_hf.offload.sources import FlatLayout, LayerSource, in_memory
@@ -62,7 +62,7 @@ class StreamBuilder:
         triton = not (gpu and awq) or runs_triton(config.quant_kernel, device)
         sizes = sizes_of(model, self.units, config, self._embeddings, gpu=gpu, triton=triton)
         pinning = cuda_pinning(device) if config.pin_memory and gpu and not is_overridden() else None
-        self._memory = HostMemory(pinning, kept_bytes=BUFFER_BYTES)
+        self._memory = LayerMemory(pinning, kept_bytes=BUFFER_BYTES)
         self._model, free = model, free_bytes(device)
         self.plan = plan_residency(sizes, config, free_bytes=free)
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None  # for embeddings: in host memory, and mapped

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from kvboost_hf import forks
-from kvboost_hf.offload.host import HostMemory, cuda_pinning
+from kvboost_hf.offload.host import LayerMemory, cuda_pinning
 from kvboost_hf.offload.sources import Source
 
 PIECE_BYTES = 32 << 20  # of one copy; small copies, such as of token ids, wait for the one under way
@@ -350,7 +350,7 @@ def _device_address(flat: torch.Tensor) -> int:
 def can_map(device: torch.device) -> bool:
     """Whether a device can read mapped host memory, found out by reading some."""
     try:
-        flat = HostMemory(cuda_pinning(device)).allocate(4096, must_pin=True)
+        flat = LayerMemory(cuda_pinning(device)).allocate(4096, must_pin=True)
         # from_pretrained() asks while the meta device is the default one.
         flat.copy_(torch.arange(4096, device="cpu") % 251)
         rows = map_to_cuda(flat, device).view(torch.float16).view(64, 32)

@@ -54,7 +54,7 @@ def cuda_pinning(device: torch.device) -> Pinning:
     return Pinning(register, unregister)
 
 
-class HostMemory:
+class LayerMemory:
     """Allocates memory for the streamed layers of one model, and pins as much of it as the system allows.
 
     PyTorch rounds pinned memory up to powers of two: a layer of 444 MB would take 512.

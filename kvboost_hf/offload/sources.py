@@ -53,7 +53,7 @@ def in_memory(source: Source) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """The location of one tensor.
 
     Args:
@@ -80,10 +80,10 @@ class FlatLayout:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorPlace] = {}
         end = 0
         for name, tensor in tensors.items():
-            place = Place(-(-end // ALIGNMENT) * ALIGNMENT, tuple(tensor.shape), tensor.dtype)
+            place = TensorPlace(-(-end // ALIGNMENT) * ALIGNMENT, tuple(tensor.shape), tensor.dtype)
             self.places[name] = place
             end = place.offset + place.nbytes
         self.nbytes = -(-end // ALIGNMENT) * ALIGNMENT

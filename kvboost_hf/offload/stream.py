@@ -16,7 +16,7 @@ from torch import nn
 from kvboost_hf import forks
 from kvboost_hf.checksum import Content
 from kvboost_hf.errors import StreamingError
-from kvboost_hf.offload.backend import Backend
+from kvboost_hf.offload.backend import LayerBackend
 from kvboost_hf.offload.plan import ResidencyPlan, Ring
 from kvboost_hf.offload.sources import FlatLayout, LayerSource, in_memory
 from kvboost_hf.offload.units import Holder, Unit, is_made
@@ -77,7 +77,7 @@ class LayerStream:
         layouts: Sequence[FlatLayout],
         sources: Sequence[LayerSource],
         n_slots: int,
-        backend: Backend,
+        backend: LayerBackend,
         owner: nn.Module,
     ) -> None:
         self.plan, self.backend = plan, backend

@@ -22,7 +22,7 @@ from kvboost_hf.server.apis.openai.routes import chat_routes, completion_routes,
 from kvboost_hf.server.chats.encoding import Encoder
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.http.errors import add_handlers
-from kvboost_hf.server.http.guard import Guard
+from kvboost_hf.server.http.guard import RequestGuard
 from kvboost_hf.server.http.metrics import Meter
 from kvboost_hf.server.http.turns import Turns
 from kvboost_hf.server.jobs import SamplingDefaults
@@ -99,7 +99,7 @@ def _add_middleware(app: FastAPI, settings: ServerSettings, tracer_provider: Any
 
         # Inside the guard: who has no key makes no spans.
         app.add_middleware(TraceRequests, provider=tracer_provider, model=settings.model_name)
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(RequestGuard, settings=settings)
     if settings.cors_origins:
         # Around the guard: browsers ask what they may do without a key.
         app.add_middleware(

@@ -292,5 +292,5 @@ class Finished:
     rejected_prediction: int | None = None
 
 
-Event = Progress | Finished
-Listener = Callable[[Event], None]  # called by the thread that runs the model: must not block
+JobEvent = Progress | Finished
+Listener = Callable[[JobEvent], None]  # called by the thread that runs the model: must not block

@@ -22,7 +22,7 @@ from kvboost_hf.server.engine.model_runner import tokens_that_fit
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.generation.sharing import choose_attention
 from kvboost_hf.server.http.listen import FrontServer
-from kvboost_hf.server.jobs import Event, Finished, Job, Keep, SamplingDefaults, SamplingOptions
+from kvboost_hf.server.jobs import Finished, Job, JobEvent, Keep, SamplingDefaults, SamplingOptions
 from kvboost_hf.server.requests.texts import WarmRequest
 from kvboost_hf.server.settings import ServerSettings, prompt_salt
 from kvboost_hf.server.startup import Chosen, Startup
@@ -185,7 +185,7 @@ def _warm(
     advance: Callable[[int], object] = lambda tokens: None,
 ) -> None:
     for salt in salts:
-        events: queue.Queue[Event] = queue.Queue()
+        events: queue.Queue[JobEvent] = queue.Queue()
         job = Job(ids=ids, options=SamplingOptions(max_tokens=0), salt=salt, keep=(Keep(),))
         event, task, told = None, engine.submit(job, events.put), 0
         while not isinstance(event, Finished):

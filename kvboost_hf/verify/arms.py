@@ -13,7 +13,7 @@ REPAIRS: tuple[Repair, ...] = ("query", "cacheblend", "first_k")
 
 _SPECS = ("int8", "int8:4", "int4", "int2", *(f"turboquant:{bits:g}" for bits in (4, 3.5, 3, 2.5, 2, 1.5, 1)))
 
-Kind = Literal["full", "exact", "naive", "repaired", "coded"]
+ArmKind = Literal["full", "exact", "naive", "repaired", "coded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Coding:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class ComparedArm:
     """One way of serving the prompts.
 
     Args:
@@ -46,7 +46,7 @@ class Arm:
     coding: Coding | None = None
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ArmKind:
         """The category by which the report judges it."""
         if self.coding is not None:
             return "coded"
@@ -79,11 +79,13 @@ class Arm:
         return ", progressive" if self.policy.progressive else ", once"
 
 
-FULL, EXACT = Arm(None), Arm(ReusePolicy())
-NAIVE = Arm(ReusePolicy(mode="blend", repair="none", progressive=False))
+FULL, EXACT = ComparedArm(None), ComparedArm(ReusePolicy())
+NAIVE = ComparedArm(ReusePolicy(mode="blend", repair="none", progressive=False))
 
 
-def coded_arms(codecs: Sequence[str | KVQuantConfig], live_quants: Sequence[LiveQuant], own: Codec) -> tuple[Arm, ...]:
+def coded_arms(
+    codecs: Sequence[str | KVQuantConfig], live_quants: Sequence[LiveQuant], own: Codec
+) -> tuple[ComparedArm, ...]:
     """Arms for each codec of stored K/V, each of live K/V, and each pair of the two.
 
     Args:
@@ -110,7 +112,7 @@ def coded_arms(codecs: Sequence[str | KVQuantConfig], live_quants: Sequence[Live
             )
         live.setdefault(repr(config), Coding(f"live {_short(make_codec(config))}", None, config))
     both = [Coding(f"{a.name}, {b.name}", a.codec, b.live_quant) for a, b in product(stored.values(), live.values())]
-    return tuple(Arm(ReusePolicy(), coding=coding) for coding in (*stored.values(), *live.values(), *both))
+    return tuple(ComparedArm(ReusePolicy(), coding=coding) for coding in (*stored.values(), *live.values(), *both))
 
 
 def _short(codec: Codec) -> str:

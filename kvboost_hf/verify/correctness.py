@@ -15,24 +15,33 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import require_cache, tolerance
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
-from kvboost_hf.verify.arms import EXACT, FULL, NAIVE, Arm, Coding, checked_policies, coded_arms, default_policies
-from kvboost_hf.verify.measure import Answer, WatchedCodec, answer, answer_from_codes, compare
+from kvboost_hf.verify.arms import (
+    EXACT,
+    FULL,
+    NAIVE,
+    Coding,
+    ComparedArm,
+    checked_policies,
+    coded_arms,
+    default_policies,
+)
+from kvboost_hf.verify.measure import AnswerLogits, WatchedCodec, answer, answer_from_codes, compare
 from kvboost_hf.verify.report import CorrectnessReport
 from kvboost_hf.verify.results import ArmResult, PromptResult
 
 MakeStore = Callable[[PreTrainedModel], ChunkStore]
-Progress = Callable[[int, int], None]  # generate() calls done, and to do
-_Served = tuple[Answer, ReuseReport, int]  # the last: tokens of the prompt that were read as codes
+CallsDone = Callable[[int, int], None]  # generate() calls done, and to do
+_Served = tuple[AnswerLogits, ReuseReport, int]  # the last: tokens of the prompt that were read as codes
 _Serve = Callable[[torch.Tensor], _Served]
-Prompt = str | Sequence[int] | torch.Tensor
+GivenPrompt = str | Sequence[int] | torch.Tensor
 
 
 def verify_correctness(
     model: PreTrainedModel,
-    prompts: Sequence[Prompt] | torch.Tensor,
+    prompts: Sequence[GivenPrompt] | torch.Tensor,
     *,
     tokenizer: Any = None,
-    documents: Sequence[Prompt] | None = None,
+    documents: Sequence[GivenPrompt] | None = None,
     policies: Sequence[ReusePolicy] | None = None,
     codecs: Sequence[str | KVQuantConfig] = (),
     live_quants: Sequence[LiveQuant] = (),
@@ -40,7 +49,7 @@ def verify_correctness(
     max_kl: float = 0.01,
     min_agreement: float = 0.99,
     make_store: MakeStore = ChunkStore,
-    progress: Progress | None = None,
+    progress: CallsDone | None = None,
 ) -> CorrectnessReport:
     """Measure what reuse does to a model's answers, on prompts of your own.
 
@@ -107,7 +116,7 @@ def verify_correctness(
     service.expect(2 + len(naive) * (1 + len(chosen)) + len(coded))
     results = [service.serve(arm) for arm in (FULL, EXACT, *naive)]
     if policies is not None or any(result.moved_tokens for result in results):
-        results += [service.serve(Arm(policy, arm.warmed)) for arm in naive for policy in chosen]
+        results += [service.serve(ComparedArm(policy, arm.warmed)) for arm in naive for policy in chosen]
     results += [service.serve(arm) for arm in coded]
     return CorrectnessReport(
         model=type(model).__name__,
@@ -128,21 +137,21 @@ class _Service:
         prompts: list[torch.Tensor],
         max_new_tokens: int,
         make_store: MakeStore,
-        documents: Sequence[Prompt] | None,
+        documents: Sequence[GivenPrompt] | None,
         tokenizer: Any,
-        progress: Progress | None,
+        progress: CallsDone | None,
     ) -> None:
         self._model, self._prompts, self._max_new_tokens = model, prompts, max_new_tokens
         self._make_store, self._documents, self._tokenizer = make_store, documents, tokenizer
         self._progress = progress
-        self._plain: list[Answer] = []
+        self._plain: list[AnswerLogits] = []
         self._done = self._total = 0
 
     def expect(self, num_arms: int) -> None:
         """Say how many arms there will be."""
         self._total = num_arms * len(self._prompts)
 
-    def serve(self, arm: Arm) -> ArmResult:
+    def serve(self, arm: ComparedArm) -> ArmResult:
         """All prompts by one arm."""
         one = self._plainly if arm.policy is None else self._coded(arm.coding) if arm.coding else self._reused(arm)
         results: list[PromptResult] = []
@@ -159,7 +168,7 @@ class _Service:
         self._plain.append(found)
         return found, ReuseReport(prompt_tokens=ids.shape[1], forwarded_tokens=ids.shape[1]), 0
 
-    def _reused(self, arm: Arm) -> _Serve:
+    def _reused(self, arm: ComparedArm) -> _Serve:
         """By one cache, as a service would."""
         store = self._make_store(self._model)
         if arm.kind == "exact" and not store.codec.lossless:
@@ -209,7 +218,7 @@ def _require_between(name: str, value: object, low: float, high: float | None, *
         raise ValueError(f"`{name}` must be {allowed}, got {value}.")
 
 
-def as_ids(prompts: Sequence[Prompt] | torch.Tensor, tokenizer: Any) -> list[torch.Tensor]:
+def as_ids(prompts: Sequence[GivenPrompt] | torch.Tensor, tokenizer: Any) -> list[torch.Tensor]:
     """Ids [1, n] of each prompt, on the CPU.
 
     Raises:
@@ -224,7 +233,7 @@ def as_ids(prompts: Sequence[Prompt] | torch.Tensor, tokenizer: Any) -> list[tor
     return [_one(index, prompt, tokenizer) for index, prompt in enumerate(prompts)]
 
 
-def _one(index: int, prompt: Prompt, tokenizer: Any) -> torch.Tensor:
+def _one(index: int, prompt: GivenPrompt, tokenizer: Any) -> torch.Tensor:
     given = prompt
     if isinstance(given, str):
         if tokenizer is None:

@@ -16,13 +16,13 @@ from kvboost_hf.compat import LayerRotation, cache_argument, difference, input_d
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.verify.results import PromptResult
 
-Decode = Callable[
+DecodePlanes = Callable[
     [Mapping[str, torch.Tensor], tuple[int, ...], torch.dtype, Role, LayerRotation | None], torch.Tensor
 ]  # as `Codec.decode`
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerLogits:
     """The output of one generate() call.
 
     Args:
@@ -36,7 +36,7 @@ class Answer:
 
 def answer(
     model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int, cache: ChunkReuseCache | None = None
-) -> Answer:
+) -> AnswerLogits:
     """Greedy generate() for one prompt, ids [1, n]."""
     ids = ids.to(input_device(model))
     generate: Any = model.generate
@@ -51,10 +51,12 @@ def answer(
         **({cache_argument(model): cache} if cache is not None else {}),
     )
     logits = torch.stack([step[0].float().cpu() for step in out.logits])
-    return Answer(out.sequences[0, ids.shape[1] :].tolist(), logits)
+    return AnswerLogits(out.sequences[0, ids.shape[1] :].tolist(), logits)
 
 
-def compare(prompt: int, full: Answer, found: Answer, report: ReuseReport, coded_tokens: int = 0) -> PromptResult:
+def compare(
+    prompt: int, full: AnswerLogits, found: AnswerLogits, report: ReuseReport, coded_tokens: int = 0
+) -> PromptResult:
     """Measure an answer against the plain one, up to and including the first token that differs.
 
     Up to there the contexts are the same, so that every difference is the arm's.
@@ -103,7 +105,7 @@ def answer_from_codes(
     live_quant: KVQuantConfig | None,
     ids: torch.Tensor,
     max_new_tokens: int,
-) -> tuple[Answer, ChunkReuseCache, int]:
+) -> tuple[AnswerLogits, ChunkReuseCache, int]:
     """Store a prompt, ids [1, n], and answer it with a new cache that reads it from the store.
 
     Args:
@@ -148,7 +150,7 @@ class WatchedCodec(Codec):
 
     lossless = False
 
-    def __init__(self, codec: Codec, name: str | None = None, decode: Decode | None = None) -> None:
+    def __init__(self, codec: Codec, name: str | None = None, decode: DecodePlanes | None = None) -> None:
         self._codec, self.name = codec, codec.name if name is None else name
         self.sink_tokens = codec.sink_tokens
         self._decode = codec.decode if decode is None else decode

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from kvboost_hf.config import ReusePolicy
-from kvboost_hf.verify.arms import Arm
+from kvboost_hf.verify.arms import ComparedArm
 
 _CONFIDENCE = 0.95  # one-sided
 
@@ -81,7 +81,7 @@ class ArmResult:
     prompts which had to be computed anyway do not make it look better. Costs are over all prompts.
     """
 
-    arm: Arm
+    arm: ComparedArm
     prompts: tuple[PromptResult, ...]
 
     @property

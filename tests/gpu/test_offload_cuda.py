@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
-from tests.internals.offload import CudaBackend, FlatLayout, HostMemory, HostSource, LayerFolder, Source, cuda_pinning
+from tests.internals.offload import CudaBackend, FlatLayout, HostSource, LayerFolder, LayerMemory, Source, cuda_pinning
 from tests.offload.at_once import HostRuntime
 
 UNIT = 1 << 20 if ON_GPU else 1 << 10
@@ -39,7 +39,7 @@ def backend() -> Iterator[CudaBackend]:
 
 
 def pinned(contents: list[torch.Tensor]) -> list[Source]:
-    memory = HostMemory(cuda_pinning(DEVICE) if ON_GPU else None)
+    memory = LayerMemory(cuda_pinning(DEVICE) if ON_GPU else None)
     sources: list[Source] = []
     for content in contents:
         flat = memory.allocate(NBYTES)
@@ -150,7 +150,7 @@ def test_a_copy_that_does_not_wait_is_noticed(backend: CudaBackend, contents: li
 @needs_gpu("CUDA pins")
 def test_host_memory_that_is_refused_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     pinning = cuda_pinning(DEVICE)
-    flat = HostMemory(pinning).allocate(NBYTES)
+    flat = LayerMemory(pinning).allocate(NBYTES)
     with pytest.raises(RuntimeError, match="cudaHostRegister returned"):
         pinning.register(flat.data_ptr(), NBYTES)  # for the second time
     assert (torch.ones(8, device=DEVICE) + 1).sum().item() == 16  # is not blamed for it
@@ -159,7 +159,7 @@ def test_host_memory_that_is_refused_does_no_harm(caplog: pytest.LogCaptureFixtu
     del flat
     assert view.is_pinned()
     del view
-    assert HostMemory(pinning).allocate(NBYTES).is_pinned()
+    assert LayerMemory(pinning).allocate(NBYTES).is_pinned()
     assert not caplog.records
 
 

@@ -20,7 +20,7 @@ from kvboost_hf import (
 from recipes.awq import write_random_awq
 from tests.conftest import as_inputs, random_ids
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
-from tests.internals.offload import CudaBackend, HostMemory, can_map, cuda_pinning, map_to_cuda, use_backend
+from tests.internals.offload import CudaBackend, LayerMemory, can_map, cuda_pinning, map_to_cuda, use_backend
 from tests.offload.at_once import HostRuntime
 
 LAYERS, SIZE, NEW = (8, 32, 12) if ON_GPU else (6, 4, 3)
@@ -130,7 +130,7 @@ def test_budget(checkpoint: str) -> None:
 @needs_gpu("it reads pinned memory")
 def test_mapped_memory() -> None:
     assert can_map(DEVICE)
-    flat = HostMemory(cuda_pinning(DEVICE)).allocate(1 << 20)
+    flat = LayerMemory(cuda_pinning(DEVICE)).allocate(1 << 20)
     flat.view(torch.float16).copy_(torch.arange(1 << 19) % 1000)
     mapped = map_to_cuda(flat, DEVICE)
     assert mapped.is_cuda

@@ -1,3 +1,3 @@
 """Names of `kvboost_hf.demo`."""
 
-from kvboost_hf.demo.workloads import CHAT_SHAPE, Prompt, linked_documents, shuffled_documents, workloads_for
+from kvboost_hf.demo.workloads import CHAT_SHAPE, AskedPrompt, linked_documents, shuffled_documents, workloads_for

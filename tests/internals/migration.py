@@ -1,3 +1,3 @@
 """Names of `kvboost_hf.migration`."""
 
-from kvboost_hf.migration import TABLE, Entry, missing, refuse
+from kvboost_hf.migration import TABLE, Replacement, missing, refuse

@@ -16,7 +16,7 @@ from kvboost_hf.offload.awq.int4pack import (
     int4pack_from_gemm,
     int4pack_matmul,
 )
-from kvboost_hf.offload.awq.layout import Packed, Stored, dequantize, layout_of, pack, to_gemm, unpack
+from kvboost_hf.offload.awq.layout import Packed, StoredWeight, dequantize, layout_of, pack, to_gemm, unpack
 from kvboost_hf.offload.awq.linear import AwqLinear
 from kvboost_hf.offload.awq.matmul import awq_matmul
 from kvboost_hf.offload.awq.swap import swap_linears
@@ -27,12 +27,12 @@ from kvboost_hf.offload.awq.tiling import (
     scratch_bytes,
     tile_weights,
 )
-from kvboost_hf.offload.backend import Backend, ThreadedBackend, use_backend
+from kvboost_hf.offload.backend import LayerBackend, ThreadedBackend, use_backend
 from kvboost_hf.offload.build import StreamBuilder, _make_portable, streaming_plan
 from kvboost_hf.offload.checkpoint import Checkpoint, any_of
 from kvboost_hf.offload.cuda import CudaBackend, CudaRuntime, Event, Stream, Timings, can_map, map_to_cuda
 from kvboost_hf.offload.disk import FileSource, LayerFolder, Origin
-from kvboost_hf.offload.host import HostMemory, HostSource, Pinning, cuda_pinning
+from kvboost_hf.offload.host import HostSource, LayerMemory, Pinning, cuda_pinning
 from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
 from kvboost_hf.offload.prune import former_files, prune_layers
 from kvboost_hf.offload.sizes import CUBLAS_BYTES, activation_bytes, estimate_sizes, sizes_of, what_fits

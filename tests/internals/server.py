@@ -6,7 +6,7 @@ from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.chats import encoding
 from kvboost_hf.server.chats.encoding import UNSURE_CHARS, Encoder, Reach, reach_of
-from kvboost_hf.server.chats.reasoning import AfterReasoning, Marks, ReasoningReader
+from kvboost_hf.server.chats.reasoning import AfterReasoning, ReasoningMarks, ReasoningReader
 from kvboost_hf.server.chats.template import Markers, Rendering
 from kvboost_hf.server.chats.token_cache import TokenCache
 from kvboost_hf.server.chats.tools import (
@@ -42,10 +42,10 @@ from kvboost_hf.server.http.traces import otlp_provider
 from kvboost_hf.server.http.turns import Turns
 from kvboost_hf.server.jobs import (
     Constraint,
-    Event,
     Finished,
     FinishReason,
     Job,
+    JobEvent,
     Keep,
     Listener,
     Progress,

@@ -13,7 +13,7 @@ from kvboost_hf.cache.kv.gather_kernel import launch as gather_launch
 from kvboost_hf.offload.awq import triton_kernels as halfwords
 from kvboost_hf.offload.awq import triton_launch as launch_module
 from kvboost_hf.offload.awq.tiling import MOST_ROWS, SCRATCH_BYTES, scratch_columns
-from kvboost_hf.offload.awq.tiling import Tiling as AwqTiling
+from kvboost_hf.offload.awq.tiling import ProductTiling as AwqTiling
 from kvboost_hf.offload.awq.tiling import plan_tiling as awq_plan_tiling
 from kvboost_hf.offload.awq.triton_launch import Planned, awq_matmul_triton, plan_dequantizing, planned, traits_of
-from kvboost_hf.triton_launch import Arguments, Launcher
+from kvboost_hf.triton_launch import LaunchArguments, Launcher

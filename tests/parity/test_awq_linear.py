@@ -14,7 +14,7 @@ from tests.awq import Weight, in_gemm, in_gemv, in_llm_awq, make_linear, random_
 from tests.internals.offload import (
     _TILE,
     AwqLinear,
-    Stored,
+    StoredWeight,
     awq_matmul_torch,
     awq_matmul_transposed_torch,
     dequantize,
@@ -142,7 +142,7 @@ def test_a_bias_may_be_trained() -> None:
 def test_other_layouts_become_gemm(version: str, group_size: int) -> None:
     weight = random_weight(192, 24, group_size)
     stored = in_gemv(weight) if version == "gemv" else in_llm_awq(weight)
-    linear = AwqLinear(192, 24, bias=False, group_size=group_size, stored=Stored(version, group_size))
+    linear = AwqLinear(192, 24, bias=False, group_size=group_size, stored=StoredWeight(version, group_size))
     linear.expect_()
     linear.load_state_dict(stored, assign=True)
     with pytest.raises(ValueError, match=f"must have the layout gemm, got {version}; call to_gemm_"):

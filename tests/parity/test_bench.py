@@ -25,6 +25,7 @@ from tests.internals.bench import (
     WORKLOADS,
     Arm,
     Contender,
+    MeasuredRow,
     Models,
     ModelSource,
     OurServer,
@@ -33,7 +34,6 @@ from tests.internals.bench import (
     PeerError,
     PeerProcess,
     Result,
-    Row,
     Settings,
     make_environment,
     peers_at_hand,
@@ -41,7 +41,7 @@ from tests.internals.bench import (
     summaries,
 )
 from tests.internals.cli import main
-from tests.internals.demo import Prompt
+from tests.internals.demo import AskedPrompt
 
 EMBEDDED = ModelSource()
 
@@ -62,12 +62,12 @@ def small(arms: Sequence[Arm], workloads: Sequence[str], peers: Sequence[Contend
     return run(EMBEDDED, arms, peers, [WORKLOADS[name] for name in workloads], settings)
 
 
-def counts(rows: Sequence[Row]) -> list[Row]:
+def counts(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
     """The rows without what a clock decides."""
     return [replace(row, served=replace(row.served, ttft_ms=0.0, total_ms=0.0)) for row in rows]
 
 
-def of(result: Result, arm: str, workload: str) -> list[Row]:
+def of(result: Result, arm: str, workload: str) -> list[MeasuredRow]:
     return [row for row in result.rows if (row.arm, row.workload) == (arm, workload)]
 
 
@@ -298,7 +298,7 @@ def test_a_random_model_is_the_same_again() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def prompts(name: str, count: int = 4) -> list[Prompt]:
+def prompts(name: str, count: int = 4) -> list[AskedPrompt]:
     asking = WORKLOADS[name].ask(EMBEDDED.tokenizer(), count, 0)
     asked = [next(asking)]
     while len(asked) < count:

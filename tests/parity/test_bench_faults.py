@@ -35,8 +35,8 @@ from tests.internals.bench import (
     PeerProcess,
     Result,
     Served,
+    ServerTurns,
     Settings,
-    Turns,
     remarks,
     run,
     served,
@@ -113,7 +113,7 @@ def test_a_server_that_cannot_be_closed_has_failed() -> None:
     Plain.left = 1000
     result = small([ARMS["exact"]], ["few-shot"], [replace(PEERS["hf-kept"], name="stuck", make=Stuck)])  # type: ignore[arg-type]
     assert result.refused == {"stuck": "OSError: no space left"}
-    with Turns("plain") as turns:
+    with ServerTurns("plain") as turns:
         turns.open("stuck", lambda: Stuck(Models(EMBEDDED, Path()).get()))
         turns.open("plain", lambda: Plain(Models(EMBEDDED, Path()).get()))
     assert turns.failed == {"stuck": "OSError: no space left"}

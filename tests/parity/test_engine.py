@@ -29,7 +29,7 @@ from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embed
 from kvboost_hf.config import Repair
 from kvboost_hf.errors import StoreFullError
 from tests.conftest import FULL_ATTENTION, STATEFUL, VOCAB, WINDOWED, counted, make_model, random_ids
-from tests.internals.assets import Turn, chat_messages, make_documents
+from tests.internals.assets import ChatTurn, chat_messages, make_documents
 from tests.internals.cache import REPAIRS
 from tests.internals.engine import EngineSettings, Watch
 from tests.internals.engine import kvboost as engine_module
@@ -260,7 +260,7 @@ def diverged(embedded: tuple[PreTrainedModel, Any], strategy: str) -> list[int]:
         asked = documents[rng.randrange(1, 4)].facts[0]
         engine.reset_cache()
         for ordered in (documents[::-1], documents):
-            messages = chat_messages([Turn(tuple(ordered), asked)])
+            messages = chat_messages([ChatTurn(tuple(ordered), asked)])
             prompt = engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             result = engine.generate(prompt, NEW)
         assert result.report.moved_tokens

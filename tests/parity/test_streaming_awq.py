@@ -32,7 +32,7 @@ from recipes.awq import quantize, quantize_awq
 from tests.conftest import as_inputs, random_ids
 from tests.internals.attention import kernel_calls
 from tests.internals.cache import ComputePace
-from tests.internals.offload import EXPERT_PARTS, AwqExperts, Stored, dequantize, estimate_sizes, use_backend
+from tests.internals.offload import EXPERT_PARTS, AwqExperts, StoredWeight, dequantize, estimate_sizes, use_backend
 from tests.offload.poisoning import PoisoningBackend
 from tests.streaming import FULL_STREAM
 
@@ -248,7 +248,7 @@ def test_experts_that_no_token_needs() -> None:
     weights = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
     with torch.device("meta"):
         stacked = qwen3_moe().model.layers[0].mlp.experts
-    ours = AwqExperts(stacked, dict.fromkeys(EXPERT_PARTS[0], Stored("gemm", 32)), quant_kernel="auto")
+    ours = AwqExperts(stacked, dict.fromkeys(EXPERT_PARTS[0], StoredWeight("gemm", 32)), quant_kernel="auto")
     ours.expect_()
     for number in range(6):
         gate, up = weights["gate_up_proj"][number].chunk(2)

@@ -16,7 +16,7 @@ from tests.internals.attention import AttentionCall, Visibility
 from tests.internals.cache import Role, make_codec
 from tests.internals.compat import LayerRotation
 from tests.internals.top import CodePlanes, PieceTable
-from tests.internals.triton import Arguments, Device, codes, empty_parts, gather_kernel, pieces
+from tests.internals.triton import Device, LaunchArguments, codes, empty_parts, gather_kernel, pieces
 from tests.parity.test_triton_compiles import SHARED
 from tests.parity.test_triton_compiles import launch as dense_launch
 from tests.triton_compile import Compiled, Kernels, Launch, compile_launches, in_groups, pointer
@@ -129,7 +129,7 @@ def test_columns_of_pinned_memory_are_read_by_16_bytes() -> None:
     opened, table = torch.zeros(1, KV_HEADS, 256, 128, dtype=torch.bfloat16), torch.zeros(4, 6, dtype=torch.int64)
     found: list[Launch] = []
 
-    def note(grid: object, device: object, arguments: Arguments, *, warps: int, stages: int) -> None:
+    def note(grid: object, device: object, arguments: LaunchArguments, *, warps: int, stages: int) -> None:
         given = dict(zip(gather_kernel.gather.arg_names, map(pointer, chain.from_iterable(arguments)), strict=True))
         name = "kvboost_hf.cache.kv.gather_kernel:gather"
         found.extend(Launch(name, given, capability, warps, stages) for capability in (80, 90, 120))

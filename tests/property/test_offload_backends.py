@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.internals.offload import Backend, CudaBackend, FlatLayout, HostSource, LayerFolder, Source, ThreadedBackend
+from tests.internals.offload import (
+    CudaBackend,
+    FlatLayout,
+    HostSource,
+    LayerBackend,
+    LayerFolder,
+    Source,
+    ThreadedBackend,
+)
 from tests.offload.poisoning import PoisoningBackend
 from tests.offload.simulated_cuda import SimulatedEvent, SimulatedGpu
 
@@ -56,7 +64,7 @@ def layers() -> Iterator[list[Layer]]:
 
 
 def perform(
-    backend: Backend, actions: Iterable[Action], layers: list[Layer], gpu: SimulatedGpu | None = None
+    backend: LayerBackend, actions: Iterable[Action], layers: list[Layer], gpu: SimulatedGpu | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Do what the contract allows of the actions; what computation saw, each with what it should have seen."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []

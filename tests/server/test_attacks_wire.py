@@ -20,9 +20,9 @@ from kvboost_hf.assets import load_embedded
 from tests.internals.server import (
     ConnectionLimits,
     DrainingError,
-    Event,
     Finished,
     Job,
+    JobEvent,
     ModelEngine,
     SamplingOptions,
     connections_that_fit,
@@ -351,7 +351,7 @@ def test_told_again_a_server_waits_no_longer(endless: Ending, tokenizer: Any) ->
 
 def test_an_engine_gives_up_what_is_left() -> None:
     engine = ModelEngine(*load_embedded(), max_batch_size=1)
-    events: queue.Queue[Event] = queue.Queue()
+    events: queue.Queue[JobEvent] = queue.Queue()
     options = SamplingOptions(max_tokens=7000, logit_bias={end: -100.0 for end in range(4)})
     for _ in range(3):
         engine.submit(Job(ids=[5, 6, 7], options=options), events.put)

@@ -16,8 +16,8 @@ from tests.internals.server import (
     EmbeddingJob,
     EmbeddingTurns,
     EngineLimits,
-    Event,
     Job,
+    JobEvent,
     ModelEngine,
     Progress,
     QueueFullError,
@@ -63,7 +63,7 @@ class Watched:
         counted: list[int] = []
         ended = threading.Event()
 
-        def hear(event: Event) -> None:
+        def hear(event: JobEvent) -> None:
             if not counted and isinstance(event, Progress):
                 counted.append(sum(self.pieces[piece - 1 :]) - tokens)
                 ended.set()
@@ -140,7 +140,7 @@ def test_a_known_prompt_passes_unknown_ones_of_its_key(watch: Watch) -> None:
     passed: list[int] = []
     heard = threading.Event()
 
-    def hear(event: Event) -> None:
+    def hear(event: JobEvent) -> None:
         passed.append(len(watched.pieces))
         heard.set()
 
@@ -155,7 +155,7 @@ def test_long_prompts_are_not_starved_by_short_ones(watch: Watch) -> None:
     watched = watch(max_batch_size=4)
     running = True
 
-    def again(event: Event) -> None:
+    def again(event: JobEvent) -> None:
         if not isinstance(event, Progress) and running:
             watched.submit(b"hog 0", random_ids(PIECE, len(watched.pieces)), 1, Told(again))
 

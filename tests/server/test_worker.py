@@ -24,9 +24,9 @@ from tests.internals.compat import kv_bytes_per_token
 from tests.internals.server import (
     BatchKV,
     DrainingError,
-    Event,
     Finished,
     Job,
+    JobEvent,
     ModelEngine,
     Progress,
     QueueFullError,
@@ -44,11 +44,11 @@ WAIT_S = 60
 class Told:
     """Listens, and waits for the end."""
 
-    def __init__(self, at: Callable[[Event], None] = lambda event: None) -> None:
-        self.events: list[Event] = []
+    def __init__(self, at: Callable[[JobEvent], None] = lambda event: None) -> None:
+        self.events: list[JobEvent] = []
         self._at, self._ended = at, threading.Event()
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: JobEvent) -> None:
         self.events.append(event)
         self._at(event)
         if isinstance(event, Finished):
@@ -422,7 +422,7 @@ def test_a_store_that_is_closed_meanwhile(name: str, engines: Any, caplog: pytes
     same = random_ids(40, 5)
     prompts = [torch.cat([same, random_ids(3 + 20 * (n % 3), n)], 1) for n in range(7)]
 
-    def close(event: Event) -> None:
+    def close(event: JobEvent) -> None:
         if len(told[0].events) == 3:
             store.close()
 

@@ -33,7 +33,7 @@ from recipes.train import (
     make_reading_batch,
 )
 from recipes.train_draft import build_draft, distill
-from tests.internals.assets import MAX_SUBJECTS, Document, Turn, chat_messages, make_chat, make_documents
+from tests.internals.assets import MAX_SUBJECTS, ChatTurn, Document, chat_messages, make_chat, make_documents
 
 MAX_BYTES = 12_000_000
 HELD_OUT_SEED = 77
@@ -355,7 +355,7 @@ class TestReading:
 
     def test_answer_counts_the_prompt(self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
         fact = make_documents(random.Random(0), 1)[0].facts[0]
-        messages = chat_messages([Turn((), fact)], system=None)
+        messages = chat_messages([ChatTurn((), fact)], system=None)
         _, num_prompt_tokens = answer(model, tokenizer, messages)
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert num_prompt_tokens == len(tokenizer.encode(prompt))

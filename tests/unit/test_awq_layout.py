@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.awq import SHIFTS, in_gemm, in_gemv, in_gptq, in_llm_awq, in_pack_quantized, random_weight
-from tests.internals.offload import Stored, dequantize, layout_of, pack, to_gemm, unpack
+from tests.internals.offload import StoredWeight, dequantize, layout_of, pack, to_gemm, unpack
 
 SEEDS = st.integers(0, 2**32)
 GROUP_SIZES = st.sampled_from([32, 64, 128])
@@ -52,14 +52,14 @@ def test_all_layouts_are_the_same_weight(group_size: int, groups: int, words: in
 
     stored = in_gemv(weight)
     assert {name: (tuple(t.shape), t.dtype) for name, t in stored.items()} == layout_of("gemv", *sizes)
-    for one, other in zip(to_gemm(Stored("gemv", group_size), stored).packed, expected, strict=True):
+    for one, other in zip(to_gemm(StoredWeight("gemv", group_size), stored).packed, expected, strict=True):
         assert torch.equal(one, other)
         assert one.is_contiguous()
 
     if len(weight.levels) % 64 == 0:
         stored = in_llm_awq(weight)
         assert {name: (tuple(t.shape), t.dtype) for name, t in stored.items()} == layout_of("llm-awq", *sizes)
-        for one, other in zip(to_gemm(Stored("llm-awq", group_size), stored).packed, expected, strict=True):
+        for one, other in zip(to_gemm(StoredWeight("llm-awq", group_size), stored).packed, expected, strict=True):
             assert torch.equal(one, other)
             assert one.is_contiguous()
 
@@ -84,7 +84,7 @@ def test_layouts_of_other_tools(
         stored = in_pack_quantized(weight, order)
     else:
         stored = in_gptq(weight, order, v2=version == "gptq_v2")
-    how = Stored(version, group_size, index=ordered or version != "pack-quantized", ordered=ordered)
+    how = StoredWeight(version, group_size, index=ordered or version != "pack-quantized", ordered=ordered)
     layout = layout_of(version, rows, 8 * words, group_size, index=how.index)
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()} == layout
     found = to_gemm(how, stored)
@@ -112,14 +112,16 @@ def test_words_of_gptq_by_hand() -> None:
     stored = in_gptq(weight)
     assert stored["qzeros"].tolist() == [[0x7777777F]]
     assert stored["qweight"][0, 0].item() == 0x07654321
-    assert torch.equal(dequantize(*to_gemm(Stored("gptq", 32, index=True), stored).packed).double(), weight.dense)
+    assert torch.equal(
+        dequantize(*to_gemm(StoredWeight("gptq", 32, index=True), stored).packed).double(), weight.dense
+    )
 
 
 def test_a_group_of_zeros_in_llm_awq() -> None:
     """A scale of zero has no level that zeros would be told by; the weights are zero whatever they are."""
     weight = random_weight(64, 8, 32)
     weight.scales[0] = 0
-    found = to_gemm(Stored("llm-awq", 32), in_llm_awq(weight)).packed
+    found = to_gemm(StoredWeight("llm-awq", 32), in_llm_awq(weight)).packed
     assert torch.equal(dequantize(*found).double(), weight.dense)
 
 

@@ -17,7 +17,7 @@ import kvboost_hf
 from kvboost_hf.config import DraftTreeConfig, StreamingConfig
 from tests.internals.cli import main
 from tests.internals.engine import EngineSettings
-from tests.internals.migration import TABLE, Entry, missing, refuse
+from tests.internals.migration import TABLE, Replacement, missing, refuse
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = [entry for entries in TABLE.values() for entry in entries]
@@ -228,4 +228,4 @@ def test_the_page_is_what_the_table_says() -> None:
     written = ROOT / "docs" / "migrating-from-kvboost.md"
     page = runpy.run_path(str(ROOT / "docs" / "migration.py"))["page"]()
     assert written.read_text(encoding="utf-8") == page, f"run python docs/migration.py > {written}"
-    assert Entry("a, b", "c.").names == ("a", "b")
+    assert Replacement("a, b", "c.").names == ("a", "b")

@@ -23,14 +23,14 @@ import pytest
 import torch
 
 from tests.internals.offload import (
-    Backend,
     CudaBackend,
     CudaRuntime,
     FileSource,
     FlatLayout,
-    HostMemory,
     HostSource,
+    LayerBackend,
     LayerFolder,
+    LayerMemory,
     Origin,
     Pinning,
     ThreadedBackend,
@@ -87,7 +87,7 @@ class Pins:
 
 def test_memory_is_pinned_to_the_byte_for_as_long_as_a_view_of_it_lives() -> None:
     pins = Pins()
-    memory = HostMemory(pins.pinning)
+    memory = LayerMemory(pins.pinning)
     first, second = memory.allocate(5000), memory.allocate(7000)
     assert pins.held == {first.data_ptr(): 5000, second.data_ptr(): 7000}
     assert memory.pinned_bytes == 12000
@@ -108,7 +108,7 @@ def test_where_pinning_fails_there_is_one_warning_and_memory_all_the_same(
 ) -> None:
     monkeypatch.setattr(platform, "release", lambda: "6.8.0-generic")
     pins = Pins(limit=6000)
-    memory = HostMemory(pins.pinning)
+    memory = LayerMemory(pins.pinning)
     flats = [memory.allocate(5000) for _ in range(4)]
     assert [flat.data_ptr() in pins.held for flat in flats] == [True, False, False, False]
     assert (memory.pinned_bytes, memory.pageable_bytes) == (5000, 15000)
@@ -130,7 +130,7 @@ def test_on_wsl_the_warning_names_its_settings(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
-    memory = HostMemory(Pins(limit=750_000_000).pinning)
+    memory = LayerMemory(Pins(limit=750_000_000).pinning)
     flats = [memory.allocate(250_000_000) for _ in range(5)]  # zeros, which take no memory
     memory.close()
     assert len(flats) == 5
@@ -141,7 +141,7 @@ def test_on_wsl_the_warning_names_its_settings(
 
 def test_what_is_smaller_than_what_was_refused_is_tried() -> None:
     pins = Pins(limit=6000)
-    memory = HostMemory(pins.pinning)
+    memory = LayerMemory(pins.pinning)
     with pytest.raises(RuntimeError, match=r"^9000 bytes .* cannot be pinned \(cudaHostRegister returned 1\)$"):
         memory.allocate(9000, must_pin=True)
     flats = [memory.allocate(nbytes) for nbytes in (4000, 4000, 3000, 2000)]
@@ -153,7 +153,7 @@ def test_what_is_smaller_than_what_was_refused_is_tried() -> None:
 
 def test_room_is_kept_for_the_buffers_of_copies() -> None:
     pins = Pins(limit=10000)
-    memory = HostMemory(pins.pinning, kept_bytes=3000)
+    memory = LayerMemory(pins.pinning, kept_bytes=3000)
     assert not pins.held  # as long as nothing is streamed
     flats = [memory.allocate(2000) for _ in range(5)]
     assert [flat.data_ptr() in pins.held for flat in flats] == [True, True, True, False, False]
@@ -176,7 +176,7 @@ def test_buffers_that_cannot_be_pinned_copy_all_the_same(monkeypatch: pytest.Mon
 
 
 def test_memory_that_is_not_to_be_pinned_is_not(caplog: pytest.LogCaptureFixture) -> None:
-    memory = HostMemory(None)
+    memory = LayerMemory(None)
     assert HostSource(memory.allocate(4096)).nbytes == 4096
     assert memory.pinned_bytes == 0
     assert not caplog.records
@@ -190,7 +190,7 @@ def test_what_is_unpinned_waits_for_the_device_that_it_was_pinned_for(monkeypatc
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "synchronize", told.append)
-    memory = HostMemory(cuda_pinning(torch.device("cuda")))
+    memory = LayerMemory(cuda_pinning(torch.device("cuda")))
     flat = memory.allocate(4096)
     current = 0
     del flat
@@ -550,17 +550,17 @@ def test_a_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.fixture(params=["cuda", "threaded", "poisoning"])
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+def backend(request: pytest.FixtureRequest) -> Iterator[LayerBackend]:
     """Each of them."""
     if request.param == "cuda":
-        made: Backend = CudaBackend(CPU, SimulatedGpu(0, pins=False), piece_bytes=2048)
+        made: LayerBackend = CudaBackend(CPU, SimulatedGpu(0, pins=False), piece_bytes=2048)
     else:
         made = ThreadedBackend(CPU) if request.param == "threaded" else PoisoningBackend()
     yield made
     made.close()
 
 
-def fetched(backend: Backend, slot: torch.Tensor) -> torch.Tensor:
+def fetched(backend: LayerBackend, slot: torch.Tensor) -> torch.Tensor:
     """What computation sees that is submitted now."""
     if not isinstance(backend, CudaBackend):
         return slot
@@ -572,7 +572,9 @@ def fetched(backend: Backend, slot: torch.Tensor) -> torch.Tensor:
     return seen[0]
 
 
-def test_an_error_of_the_reader_is_raised_by_wait_and_the_backend_goes_on(backend: Backend, tmp_path: Path) -> None:
+def test_an_error_of_the_reader_is_raised_by_wait_and_the_backend_goes_on(
+    backend: LayerBackend, tmp_path: Path
+) -> None:
     source = LayerFolder(tmp_path).write(0, content(), LAYOUT)
     slots = backend.allocate(NBYTES, 2)
     os.truncate(layer_file(tmp_path), 3000)
@@ -591,10 +593,10 @@ def test_an_error_of_the_reader_is_raised_by_wait_and_the_backend_goes_on(backen
     assert backend.bytes_copied == 3 * NBYTES
 
 
-def test_slots_that_were_made_in_inference_mode_can_be_used_outside(backend: Backend) -> None:
+def test_slots_that_were_made_in_inference_mode_can_be_used_outside(backend: LayerBackend) -> None:
     with torch.inference_mode():
         (slot,) = backend.allocate(NBYTES, 1)
-        host = HostMemory(None).allocate(NBYTES)
+        host = LayerMemory(None).allocate(NBYTES)
         backend.issue(0, HostSource(host))
         backend.wait(0)
         backend.release(0)
@@ -638,7 +640,7 @@ def no_earlier_threads() -> None:
 @pytest.mark.parametrize("kind", ["cuda", "threaded"])
 def test_later_bytes_win_while_earlier_ones_are_being_read(kind: str) -> None:
     gpu = SimulatedGpu(1)
-    made: Backend = CudaBackend(CPU, gpu, piece_bytes=2048) if kind == "cuda" else ThreadedBackend(CPU)
+    made: LayerBackend = CudaBackend(CPU, gpu, piece_bytes=2048) if kind == "cuda" else ThreadedBackend(CPU)
     slot, _ = made.allocate(NBYTES, 2)
     gate, never, behind = Gate(), Gate(), Gate()
     made.issue(0, gate)
@@ -659,7 +661,9 @@ def test_later_bytes_win_while_earlier_ones_are_being_read(kind: str) -> None:
 @pytest.mark.usefixtures("no_earlier_threads")
 @pytest.mark.parametrize("kind", ["cuda", "threaded"])
 def test_a_backend_that_was_forgotten_ends_its_thread(kind: str) -> None:
-    made: Backend = CudaBackend(CPU, SimulatedGpu(1), piece_bytes=2048) if kind == "cuda" else ThreadedBackend(CPU)
+    made: LayerBackend = (
+        CudaBackend(CPU, SimulatedGpu(1), piece_bytes=2048) if kind == "cuda" else ThreadedBackend(CPU)
+    )
     made.allocate(NBYTES, 1)
     gate = Gate()
     made.issue(0, gate)
@@ -676,10 +680,10 @@ def test_at_exit_threads_end_and_memory_is_unpinned() -> None:
     program = """
 import torch
 from kvboost_hf.offload.backend import ThreadedBackend
-from kvboost_hf.offload.host import HostMemory, HostSource, Pinning
+from kvboost_hf.offload.host import LayerMemory, HostSource, Pinning
 
 pinning = Pinning(lambda address, nbytes: print("register", nbytes), lambda address: print("unregister"))
-kept = HostMemory(pinning).allocate(4096)
+kept = LayerMemory(pinning).allocate(4096)
 backend = ThreadedBackend(torch.device("cpu"))
 backend.allocate(4096, 1)
 backend.issue(0, HostSource(kept))

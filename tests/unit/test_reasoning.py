@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.internals.server import AfterReasoning, Marks, Parsed, ReasoningReader, ToolCallStream, joined
+from tests.internals.server import AfterReasoning, Parsed, ReasoningMarks, ReasoningReader, ToolCallStream, joined
 from tests.unit.test_server_tools import ADD, TEMPLATES, TOOLS, cuts, tokenizer_for, told
 
-THINK = Marks("<think>", "</think>")
+THINK = ReasoningMarks("<think>", "</think>")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": true}}\n</tool_call>'
 
 

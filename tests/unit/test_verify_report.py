@@ -15,10 +15,10 @@ from tests.internals.verify import (
     EXACT,
     FULL,
     NAIVE,
-    Answer,
-    Arm,
+    AnswerLogits,
     ArmResult,
     Coding,
+    ComparedArm,
     PromptResult,
     compare,
     figure,
@@ -59,7 +59,7 @@ def blended(
         recomputed_tokens=again,
     )
     policy = ReusePolicy(mode="blend", repair=repair, recompute_ratio=ratio)
-    return ArmResult(Arm(policy), (PLAIN, *(replace(moved, prompt=1 + n) for n in range(moving))))
+    return ArmResult(ComparedArm(policy), (PLAIN, *(replace(moved, prompt=1 + n) for n in range(moving))))
 
 
 def report_of(*arms: ArmResult, exact: PromptResult = PLAIN, dtype: str = "float32") -> CorrectnessReport:
@@ -118,7 +118,7 @@ def test_how_many_answers_may_change() -> None:
 def coded(kl: float, agreeing: int = 2, tokens: int = 99, kept: Coding | None = None) -> ArmResult:
     prompt = replace(PLAIN, kl=(kl, kl), agreeing_steps=agreeing, forwarded_tokens=1, coded_tokens=tokens)
     kept = kept or Coding("int8", make_codec("int8"), None)
-    return ArmResult(Arm(ReusePolicy(), coding=kept), (prompt,))
+    return ArmResult(ComparedArm(ReusePolicy(), coding=kept), (prompt,))
 
 
 LIVE = Coding("live turboquant:4", None, KVQuantConfig())
@@ -213,7 +213,7 @@ def test_json_comes_back() -> None:
 @pytest.mark.parametrize("repair", ["none", "auto", "selective", "query"])
 def test_no_two_policies_of_an_arm_share_a_name(repair: Repair) -> None:
     """Two that differ in `progressive` alone are two arms, of two lines in the figure."""
-    arms = [Arm(ReusePolicy(mode="blend", repair=repair, progressive=value)) for value in (None, True, False)]
+    arms = [ComparedArm(ReusePolicy(mode="blend", repair=repair, progressive=value)) for value in (None, True, False)]
     names = [replace(arm, warmed=warmed).name for arm in arms for warmed in (False, True)]
     assert len(set(names)) == 6
     own = {"none": "none", "auto": "auto 15%", "selective": "selective 16", "query": "query 15%"}[repair]
@@ -225,7 +225,7 @@ def test_figure(tmp_path: Path) -> None:
     arms = [blended(ratio, 0.1 * (1 - ratio) ** 4, repair=repair) for ratio in (0.1, 0.5) for repair in REPAIRS]
     for number, value in enumerate((True, False)):
         policy = ReusePolicy(mode="blend", progressive=value)
-        arms.append(ArmResult(Arm(policy, warmed=value), blended(0.15, 0.01 + number).prompts))
+        arms.append(ArmResult(ComparedArm(policy, warmed=value), blended(0.15, 0.01 + number).prompts))
     figure(tmp_path / "verify.png", report_of(ArmResult(NAIVE, blended(0, 0.3, 1).prompts), *arms))
     assert (tmp_path / "verify.png").read_bytes().startswith(b"\x89PNG")
     figure(tmp_path / "nothing.png", report_of(coded(0.1)))
@@ -240,7 +240,7 @@ def test_compare_stops_at_the_first_token_that_differs() -> None:
     other = logits.clone()
     other[1] = torch.tensor([0.0, 1.0, 1.5])
     other[2] = 100 * torch.rand(3)
-    found = compare(0, Answer([0, 1, 0], logits), Answer([0, 2, 2], other), ReuseReport())
+    found = compare(0, AnswerLogits([0, 1, 0], logits), AnswerLogits([0, 2, 2], other), ReuseReport())
     assert (found.first_divergence, len(found.kl), found.agreeing_steps) == (1, 2, 1)
     assert found.kl[0] == 0
     p, q = logits[1].softmax(0), other[1].softmax(0)

@@ -49,7 +49,7 @@ from kvboost_hf.attention.triton.tiling import (
     power_of_2,
 )
 from kvboost_hf.handles import CodePlanes
-from kvboost_hf.triton_launch import Arguments, Launcher, dot
+from kvboost_hf.triton_launch import LaunchArguments, Launcher, dot
 
 _BITS = (1, 2, 3, 4, 8)
 _RUN = 32  # columns: with two bytes, 64 rows of a product, which four warps share
@@ -166,7 +166,7 @@ def launch_arguments(
     out: torch.Tensor,
     lse: torch.Tensor,
     tiling: Tiling,
-) -> Arguments:
+) -> LaunchArguments:
     """Return the arguments of `fwd_codes`."""
     query, softcap = call.query, call.softcap
     assert call.scale > 0

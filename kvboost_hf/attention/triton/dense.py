@@ -25,7 +25,7 @@ from kvboost_hf.attention.triton.tiling import (
     plan_tiling,
     round_columns,
 )
-from kvboost_hf.triton_launch import Arguments, Launcher, dot
+from kvboost_hf.triton_launch import LaunchArguments, Launcher, dot
 
 _MAX_GRID = 65_535  # in any dimension of a grid but the first
 
@@ -99,7 +99,7 @@ def launch_arguments(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     tiling: Tiling,
-) -> Arguments:
+) -> LaunchArguments:
     """Return the arguments of `fwd`."""
     query, visibility, softcap = call.query, call.visibility, call.softcap
     assert call.scale > 0

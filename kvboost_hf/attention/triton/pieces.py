@@ -28,7 +28,7 @@ from kvboost_hf.attention.triton.tiling import (
     round_columns,
 )
 from kvboost_hf.handles import PieceTable
-from kvboost_hf.triton_launch import Arguments, Launcher
+from kvboost_hf.triton_launch import LaunchArguments, Launcher
 
 _MANY = 128  # pieces, up to which the kernel is compiled once
 _MAX_TURNED = 64 * 128  # sums of a program that keeps its queries as they are and as they are turned
@@ -86,7 +86,7 @@ def launch(
 
 def launch_arguments(
     call: AttentionCall, table: PieceTable, total: int, out: torch.Tensor, lse: torch.Tensor, tiling: Tiling
-) -> Arguments:
+) -> LaunchArguments:
     """Return the arguments of `fwd_pieces`."""
     query, visibility, softcap = call.query, call.visibility, call.softcap
     assert call.scale > 0

@@ -8,7 +8,7 @@ from torch import nn
 
 from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq.int4pack import order_name
-from kvboost_hf.offload.awq.layout import Stored
+from kvboost_hf.offload.awq.layout import StoredWeight
 from kvboost_hf.offload.awq.linear import WEIGHT, AwqLinear, keeping_dtypes
 from kvboost_hf.offload.awq.matmul import awq_matmul, wants_int4pack
 
@@ -36,7 +36,7 @@ class AwqExperts(nn.Module):
     code_order: str | None = None  # as in `AwqLinear`
     _kvboost_hf_saves_converted = True  # as in `AwqLinear`
 
-    def __init__(self, stacked: Any, stored: Mapping[str, Stored], *, quant_kernel: QuantKernel) -> None:
+    def __init__(self, stacked: Any, stored: Mapping[str, StoredWeight], *, quant_kernel: QuantKernel) -> None:
         super().__init__()
         hidden, _, inner = expert_rows(stacked)
         self.count = len(stacked.down_proj)

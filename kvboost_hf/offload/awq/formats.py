@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvboost_hf.offload.awq.layout import Stored
+from kvboost_hf.offload.awq.layout import StoredWeight
 
 _AWQ_VERSIONS = ("gemm", "gemv", "llm-awq")
 _ELSE = "Load it with from_pretrained() as it is, without streaming."
@@ -76,7 +76,7 @@ class PackedFormat:
         """Whether config.json says that the weight of a module is packed; where there are tensors, they decide."""
         return re.match(self.taken, name) is not None and re.match(self.left_out, name) is None
 
-    def stored(self, in_features: int, shapes: Shapes) -> Stored:
+    def stored(self, in_features: int, shapes: Shapes) -> StoredWeight:
         """How a weight is stored.
 
         Args:
@@ -84,17 +84,17 @@ class PackedFormat:
             shapes: The shapes of the tensors of each weight; empty where only the configuration is known.
         """
         if self.is_awq:
-            return Stored(self.version, self.group_sizes[0])
+            return StoredWeight(self.version, self.group_sizes[0])
         if not shapes:
             sizes = self.group_sizes or (in_features,)
             size = next((size for size in sizes if in_features % size == 0), sizes[0])
-            return Stored(self.version, size, index=self.ordered, ordered=self.ordered)
+            return StoredWeight(self.version, size, index=self.ordered, ordered=self.ordered)
         gptq = self.version != "pack-quantized"
         groups = shapes.get("scales", (1, 1))[0] if gptq else shapes.get("weight_scale", (1, 1))[-1]
         size = next((size for size in self.group_sizes if -(-in_features // size) == groups), in_features // groups)
         index = ("g_idx" if gptq else "weight_g_idx") in shapes
         zeros = gptq or "weight_zero_point" in shapes
-        return Stored(self.version, size, zeros=zeros, index=index, ordered=index and (self.ordered or not gptq))
+        return StoredWeight(self.version, size, zeros=zeros, index=index, ordered=index and (self.ordered or not gptq))
 
 
 def _awq(config: dict[str, Any]) -> PackedFormat:

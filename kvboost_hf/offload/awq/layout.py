@@ -42,7 +42,7 @@ Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredWeight:
     """How a checkpoint holds one weight.
 
     Args:
@@ -108,8 +108,8 @@ def layout_of(
         in_features: A multiple of the group size.
         out_features: A multiple of 8.
         group_size: Rows that share a scale and a zero point.
-        zeros: As `Stored` has it.
-        index: As `Stored` has it.
+        zeros: As `StoredWeight` has it.
+        index: As `StoredWeight` has it.
 
     Raises:
         ValueError: an unknown layout, or sizes that do not fit it.
@@ -188,7 +188,7 @@ def dequantize(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor
     return ((levels - unpack(qzeros).float()[:, None]) * scales.float()[:, None]).flatten(0, 1)
 
 
-def to_gemm(stored: Stored, tensors: Mapping[str, torch.Tensor]) -> Converted:
+def to_gemm(stored: StoredWeight, tensors: Mapping[str, torch.Tensor]) -> Converted:
     """Convert a weight.
 
     Args:
@@ -208,14 +208,14 @@ def to_gemm(stored: Stored, tensors: Mapping[str, torch.Tensor]) -> Converted:
     return convert[stored.version](stored, **tensors)
 
 
-def _from_gemv(stored: Stored, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> Converted:
+def _from_gemv(stored: StoredWeight, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> Converted:
     levels, zeros = _nibbles(qweight), _nibbles(qzeros)
     groups = levels.shape[1] // stored.group_size
     return Converted(Packed(pack(levels.T), pack(zeros.T[:groups]), scales.T[:groups].contiguous()), None)
 
 
 def _from_llm_awq(
-    stored: Stored, qweight: torch.Tensor, scales: torch.Tensor, scaled_zeros: torch.Tensor
+    stored: StoredWeight, qweight: torch.Tensor, scales: torch.Tensor, scaled_zeros: torch.Tensor
 ) -> Converted:
     """Zero points are rounded back from `scaled_zeros`."""
     blocks = _nibbles(qweight).view(len(qweight), -1, 4, 2, 4, 2, 4)  # out / 4, in / 64, 4 of out, then 64 of in
@@ -227,7 +227,7 @@ def _from_llm_awq(
 
 
 def _from_pack_quantized(
-    stored: Stored,
+    stored: StoredWeight,
     weight_packed: torch.Tensor,
     weight_scale: torch.Tensor,
     weight_zero_point: torch.Tensor | None = None,
@@ -242,7 +242,7 @@ def _from_pack_quantized(
 
 
 def _from_gptq(
-    stored: Stored,
+    stored: StoredWeight,
     qweight: torch.Tensor,
     qzeros: torch.Tensor,
     scales: torch.Tensor,
@@ -254,7 +254,7 @@ def _from_gptq(
 
 
 def _regrouped(
-    stored: Stored, levels: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, index: torch.Tensor | None
+    stored: StoredWeight, levels: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, index: torch.Tensor | None
 ) -> Converted:
     """Put rows of a group together, and cut groups to those of `gemm`.
 
@@ -275,7 +275,7 @@ def _regrouped(
     return Converted(packed, order if stored.ordered else None, rounded)
 
 
-def _order(stored: Stored, index: torch.Tensor, groups: int) -> torch.Tensor:
+def _order(stored: StoredWeight, index: torch.Tensor, groups: int) -> torch.Tensor:
     """The rows, group by group, int32 [in_features]."""
     if index.is_meta:
         return index

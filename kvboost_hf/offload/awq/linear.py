@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq.int4pack import gemm_qweight, int4pack_from_gemm, order_name
-from kvboost_hf.offload.awq.layout import Buffers, Packed, Stored, layout_of, to_gemm
+from kvboost_hf.offload.awq.layout import Buffers, Packed, StoredWeight, layout_of, to_gemm
 from kvboost_hf.offload.awq.matmul import awq_matmul, wants_int4pack
 from kvboost_hf.offload.awq.tiling import awq_matmul_transposed_torch
 
@@ -57,14 +57,14 @@ class AwqLinear(nn.Module):
         bias: bool,
         group_size: int,
         quant_kernel: QuantKernel = "auto",
-        stored: Stored | None = None,
+        stored: StoredWeight | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
         self.group_size = group_size
         self.quant_kernel = quant_kernel
-        self.stored = stored or Stored("gemm", group_size)
+        self.stored = stored or StoredWeight("gemm", group_size)
         self.version = "gemm"
         for name, (shape, dtype) in layout_of("gemm", in_features, out_features, group_size).items():
             self.register_buffer(name, torch.zeros(shape, dtype=dtype))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts, expert_rows
 from kvboost_hf.offload.awq.formats import PackedFormat, Shapes
-from kvboost_hf.offload.awq.layout import Stored
+from kvboost_hf.offload.awq.layout import StoredWeight
 from kvboost_hf.offload.awq.linear import AwqLinear
 
 
@@ -116,7 +116,7 @@ def awq_config(model: nn.Module, packed: PackedFormat) -> tuple[dict[str, Any], 
     """
     if packed.is_awq:
         return {**{k: v for k, v in packed.config.items() if k not in ("format", "backend")}, "version": "gemm"}, None
-    stored: list[Stored] = []
+    stored: list[StoredWeight] = []
     kept: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, AwqLinear):
@@ -140,7 +140,7 @@ def awq_config(model: nn.Module, packed: PackedFormat) -> tuple[dict[str, Any], 
     }, None
 
 
-def _swapped(linear: nn.Linear, stored: Stored, kernel: QuantKernel) -> AwqLinear:
+def _swapped(linear: nn.Linear, stored: StoredWeight, kernel: QuantKernel) -> AwqLinear:
     with torch.device("meta"):
         swapped = AwqLinear(
             linear.in_features,
@@ -155,7 +155,7 @@ def _swapped(linear: nn.Linear, stored: Stored, kernel: QuantKernel) -> AwqLinea
     return swapped.eval()
 
 
-def _alike(name: str, packed: PackedFormat, rows: int, shapes: Sequence[Shapes]) -> Stored:
+def _alike(name: str, packed: PackedFormat, rows: int, shapes: Sequence[Shapes]) -> StoredWeight:
     """How a part of all experts of a layer is stored."""
     found = {packed.stored(rows, each) for each in shapes} or {packed.stored(rows, {})}
     if len(found) > 1:

@@ -115,7 +115,7 @@ def _whole(halves: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling:
+class ProductTiling:
     """The tiling of one call."""
 
     block_m: int  # rows of a program; 1 selects the gemv kernel
@@ -131,7 +131,7 @@ class Tiling:
 
 def plan_tiling(
     rows: int, in_features: int, out_features: int, group_size: int, *, processors: int, tile_rows: int
-) -> Tiling:
+) -> ProductTiling:
     """Tiles that fit into registers and shared memory, and parts that keep all processors busy.
 
     Args:
@@ -147,7 +147,7 @@ def plan_tiling(
         # Of a row of words one line of the cache, or half of one where this leaves processors without work.
         block_n, block_k = (256, 16) if -(-out_features // 256) * steps >= processors else (128, 32)
         parts = _split_into(-(-out_features // block_n), steps, 12 * processors)
-        return Tiling(block_m=1, block_n=block_n, block_k=block_k, warps=4, stages=1, parts=parts)
+        return ProductTiling(block_m=1, block_n=block_n, block_k=block_k, warps=4, stages=1, parts=parts)
     groups = in_features // group_size
     for tile in _tilings(rows, group_size, tile_rows):
         tiles = -(-rows // tile.block_m) * -(-out_features // tile.block_n)
@@ -158,7 +158,7 @@ def plan_tiling(
     return replace(tile, parts=_split_into(tiles, groups, min(at_a_time * processors, _MOST_PARTS * tiles)))
 
 
-def _tilings(rows: int, group_size: int, tile_rows: int) -> list[Tiling]:
+def _tilings(rows: int, group_size: int, tile_rows: int) -> list[ProductTiling]:
     """The tilings for several rows, those first that take the fewest instructions; the last has the most programs.
 
     A warp has 64 columns: 16 halfwords of each row of words. Of other tiles Triton has each warp make weights that
@@ -166,17 +166,17 @@ def _tilings(rows: int, group_size: int, tile_rows: int) -> list[Tiling]:
     """
     block_m = max(16, 1 << (rows - 1).bit_length())
     if not tile_rows:
-        return [Tiling(block_m=min(block_m, 32), block_n=64, block_k=32, warps=4, stages=3, parts=1)]
+        return [ProductTiling(block_m=min(block_m, 32), block_n=64, block_k=32, warps=4, stages=3, parts=1)]
     block_m, block_k, scaled = min(block_m, tile_rows), min(64, group_size), block_m > 16
     found = []
     if block_m > 32 and tile_rows == 128:  # weights go through shared memory
         given = {"block_n": 256, "block_k": 32, "warps": block_m // 16, "stages": 3}
-        found = [Tiling(block_m=block_m, **given, parts=1, scaled=True)]
+        found = [ProductTiling(block_m=block_m, **given, parts=1, scaled=True)]
     elif block_m > 32:
-        found = [Tiling(block_m=64, block_n=512, block_k=block_k, warps=8, stages=3, parts=1, scaled=True)]
+        found = [ProductTiling(block_m=64, block_n=512, block_k=block_k, warps=8, stages=3, parts=1, scaled=True)]
     for warps in (4, 2):
         given = {"block_n": 64 * warps, "block_k": block_k, "warps": warps, "stages": 3}
-        found.append(Tiling(block_m=min(block_m, 32), **given, parts=1, scaled=scaled))
+        found.append(ProductTiling(block_m=min(block_m, 32), **given, parts=1, scaled=scaled))
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from kvboost_hf.offload.awq.tiling import MOST_ROWS, Tiling, plan_tiling, scratch_columns
+from kvboost_hf.offload.awq.tiling import MOST_ROWS, ProductTiling, plan_tiling, scratch_columns
 from kvboost_hf.offload.awq.triton_kernels import dequantize, gemm, gemv, instructions
 from kvboost_hf.triton_launch import Launcher
 
@@ -42,7 +42,7 @@ def awq_matmul_triton(
     qweight: torch.Tensor,
     qzeros: torch.Tensor,
     scales: torch.Tensor,
-    tiling: Tiling | None = None,
+    tiling: ProductTiling | None = None,
 ) -> torch.Tensor:
     """As `matmul.awq_matmul`, by default with the tiling of `plan_tiling`. Deterministic."""
     (rows, in_features), (groups, out_features) = x.shape, scales.shape
@@ -101,7 +101,7 @@ def planned(
     out_features: int,
     dtype: torch.dtype,
     device: torch.device,
-    tiling: Tiling | None,
+    tiling: ProductTiling | None,
 ) -> Planned:
     """The launch for `x` [rows, in_features] with this stride, and a weight."""
     group_size, traits = in_features // groups, _traits(device)

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from kvboost_hf.server.apis.request_jobs import RequestJobs
 from kvboost_hf.server.chats.reasoning import AnswerReader
 from kvboost_hf.server.chats.tools import Parsed, ToolCall
-from kvboost_hf.server.jobs import Event, Finished, TokenLogprob
+from kvboost_hf.server.jobs import Finished, JobEvent, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class CallReaders:
     shows_reasoning: bool = True
     thought: Counter[int] = field(default_factory=Counter)
 
-    def read(self, choice: int, event: Event) -> Parsed:
+    def read(self, choice: int, event: JobEvent) -> Parsed:
         """The part of an answer that an event adds."""
         if not self.streams:
             return Parsed("" if isinstance(event, Finished) else event.text)

@@ -14,7 +14,7 @@ from fastapi import Request
 from kvboost_hf.server.apis.answers import CallReaders
 from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.apis.request_jobs import RequestJobs
-from kvboost_hf.server.chats.reasoning import AfterReasoning, AnswerReader, Marks, ReasoningReader, marks_of
+from kvboost_hf.server.chats.reasoning import AfterReasoning, AnswerReader, ReasoningMarks, ReasoningReader, marks_of
 from kvboost_hf.server.chats.tools import ToolCallStream
 from kvboost_hf.server.grammars.structured import choice, json_schema, regex, tool_calls, written
 from kvboost_hf.server.http.errors import refused
@@ -85,7 +85,7 @@ class Reading:
     context: RouteContext
     asked: ChatRequest
     prefix: str | None
-    marks: Marks | None
+    marks: ReasoningMarks | None
     opened: bool
     close: int | None
 
@@ -136,7 +136,7 @@ def reading_of(context: RouteContext, asked: ChatRequest, ids: Sequence[int]) ->
     return Reading(context, asked, None, marks, opened, close)
 
 
-def _opened(asked: ChatRequest, tail: str, marks: Marks) -> bool:
+def _opened(asked: ChatRequest, tail: str, marks: ReasoningMarks) -> bool:
     match asked.rendering.continues:
         case None:
             return tail.rstrip().endswith(marks.open)

@@ -20,8 +20,8 @@ from kvboost_hf.server.jobs import Constraint, Job, Keep, Reuse, SamplingDefault
 from kvboost_hf.server.protocol import Engine, QueueFullError, TooLongError
 from kvboost_hf.server.requests.chat import ChatRequest, Message, Tool
 from kvboost_hf.server.requests.fields import LargeJsonError, require_few_parts
-from kvboost_hf.server.requests.sampled import Request as Asked
 from kvboost_hf.server.requests.sampled import Sampled
+from kvboost_hf.server.requests.sampled import TextRequest as Asked
 from kvboost_hf.server.settings import ServerSettings, prompt_salt
 
 T = TypeVar("T")

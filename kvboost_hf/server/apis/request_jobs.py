@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.http.metrics import Meter
-from kvboost_hf.server.jobs import Event, Finished, Job
+from kvboost_hf.server.jobs import Finished, Job, JobEvent
 from kvboost_hf.server.protocol import Engine, Ticket
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class RequestJobs:
 
     def __init__(self, engine: Engine, jobs: Sequence[Job], meter: Meter, figures: dict[str, Any]) -> None:
         self._loop, self._meter = asyncio.get_running_loop(), meter
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, JobEvent]] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         self._last: dict[int, float] = {}  # by job, when tokens came
         self.first, self.finished = jobs[0], dict[int, Finished]()
@@ -53,14 +53,14 @@ class RequestJobs:
             meter.refused(error)
             raise
 
-    def _listener(self, n: int) -> Callable[[Event], None]:
-        def listen(event: Event) -> None:
+    def _listener(self, n: int) -> Callable[[JobEvent], None]:
+        def listen(event: JobEvent) -> None:
             with suppress(RuntimeError):  # the loop has ended, and with it whoever would have listened
                 self._loop.call_soon_threadsafe(self._put, n, event)
 
         return listen
 
-    def _put(self, n: int, event: Event) -> None:
+    def _put(self, n: int, event: JobEvent) -> None:
         # Counted here and not in `events`, which nobody may read any more.
         if isinstance(event, Finished):
             self._meter.finished(event)
@@ -80,7 +80,7 @@ class RequestJobs:
             self._last[n] = now
         self._events.put_nowait((n, event))
 
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+    async def events(self) -> AsyncIterator[tuple[int, JobEvent]]:
         """Events with the index of their job, until all jobs have finished.
 
         Raises:

@@ -10,17 +10,21 @@ from kvboost_hf.server.chats.tools import Parsed, joined
 from kvboost_hf.server.jobs import Constraint
 
 
-class Marks(NamedTuple):
+class ReasoningMarks(NamedTuple):
     """The texts around the reasoning of an answer."""
 
     open: str
     close: str
 
 
-_KNOWN = (Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"), Marks("<seed:think>", "</seed:think>"))
+_KNOWN = (
+    ReasoningMarks("<think>", "</think>"),
+    ReasoningMarks("[THINK]", "[/THINK]"),
+    ReasoningMarks("<seed:think>", "</seed:think>"),
+)
 
 
-def marks_of(tokenizer: Any) -> Marks | None:
+def marks_of(tokenizer: Any) -> ReasoningMarks | None:
     """The marks that a model writes, by its chat template; None for none that are known."""
     template = str(tokenizer.chat_template or "")
     return next((marks for marks in _KNOWN if marks.open in template or marks.close in template), None)
@@ -57,7 +61,7 @@ class ReasoningReader:
         [('', 'So'), ('', ' it is.'), ('', ''), ('', ''), ('Yes.', '')]
     """
 
-    def __init__(self, marks: Marks, *, opened: bool, rest: AnswerReader | None = None) -> None:
+    def __init__(self, marks: ReasoningMarks, *, opened: bool, rest: AnswerReader | None = None) -> None:
         self._marks, self._rest = marks, rest
         self._opens = not opened  # the opening mark may still come
         self.thinking = opened

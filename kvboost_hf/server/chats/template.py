@@ -32,7 +32,7 @@ RESERVED = frozenset(
         *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES,
     }
 )
-Span = tuple[int, int]  # from, up to
+TextSpan = tuple[int, int]  # from, up to
 _NUMBER = 10**16
 _START_CHARS = 3
 _NAMES = ("role", "type")  # of a few words, which templates compare
@@ -101,7 +101,7 @@ class Markers:
             self._normalizer = None
         self._unknown = getattr(tokenizer, "unk_token_id", None)
 
-    def find(self, text: str) -> list[Span]:
+    def find(self, text: str) -> list[TextSpan]:
         """Where special tokens are in a text, as tokenizers find them. The text is read without Python's lock."""
         if not any(start in text for start in self._starts):
             return []
@@ -136,7 +136,7 @@ class Markers:
         assert self._backend is not None
         return _Apart(self._backend, self._tokens)
 
-    def encode(self, text: str, markers: Sequence[Span]) -> list[int]:
+    def encode(self, text: str, markers: Sequence[TextSpan]) -> list[int]:
         """Tokens of a text in which nothing else than `markers` is a special token.
 
         Raises:
@@ -181,7 +181,7 @@ class CutText:
                 return [self.each(one) for one in given]
         return given
 
-    def markers(self, rendered: str) -> tuple[str, list[Span]]:
+    def markers(self, rendered: str) -> tuple[str, list[TextSpan]]:
         """The output of a template without the cuts, and the places of the template's special tokens in it."""
         cuts = [found.start() for found in re.finditer(self._number, rendered)]
         size = len(self._number)
@@ -272,7 +272,7 @@ class _Apart:
             assert taken is not None
             self._ids[taken] = number
 
-    def encode(self, text: str, markers: Sequence[Span]) -> list[int]:
+    def encode(self, text: str, markers: Sequence[TextSpan]) -> list[int]:
         pieces, end = list[str](), 0
         for start, stop in markers:
             pieces += [text[end:start], self._names[text[start:stop]]]

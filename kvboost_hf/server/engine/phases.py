@@ -1,6 +1,6 @@
 """The phases of a task: `Prefill` computes prompts piece by piece, `Decoding` the answers, one token in a forward.
 
-An answer that runs alone may get several tokens in one forward, which `Ahead` chooses.
+An answer that runs alone may get several tokens in one forward, which `Speculation` chooses.
 """
 
 import time
@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from kvboost_hf.assisted.branch_probe import branch_reason
+from kvboost_hf.assisted.branches import branch_reason
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.task import Task
 from kvboost_hf.server.generation.batch import BatchKV
@@ -203,7 +203,7 @@ class Decoding:
         self._batch.leave(0)
 
 
-class Ahead:
+class Speculation:
     """Chooses how an answer that runs alone gets several tokens in one forward.
 
     Args:

@@ -16,7 +16,7 @@ from kvboost_hf.cache.store.removal import Belongings, Heads
 from kvboost_hf.server.generation.sampling import Sampler, score
 from kvboost_hf.server.generation.speculation import DraftedText, PredictedText
 from kvboost_hf.server.generation.text import TextStream
-from kvboost_hf.server.jobs import Event, Finished, FinishReason, Job, Keep, Listener, Progress, TokenLogprob
+from kvboost_hf.server.jobs import Finished, FinishReason, Job, JobEvent, Keep, Listener, Progress, TokenLogprob
 
 _log = logging.getLogger("kvboost_hf.server")
 _MOST_PIECES = 256  # whose keys are remembered
@@ -216,7 +216,7 @@ class Task:
             )
         )
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: JobEvent) -> None:
         try:
             self.listener(event)
         except Exception:  # nobody listens any more

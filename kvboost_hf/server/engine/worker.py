@@ -28,7 +28,7 @@ from kvboost_hf.offload.build import streaming_stats
 from kvboost_hf.server.engine.embedding import EmbeddingJob
 from kvboost_hf.server.engine.intake import EngineLimits, Intake
 from kvboost_hf.server.engine.model_runner import ModelRunner
-from kvboost_hf.server.engine.phases import Ahead, Decoding, Prefill, Round
+from kvboost_hf.server.engine.phases import Decoding, Prefill, Round, Speculation
 from kvboost_hf.server.engine.sessions import SessionTable
 from kvboost_hf.server.engine.task import SessionRecord, Task
 from kvboost_hf.server.generation.sampling import choose_rows
@@ -85,7 +85,7 @@ class ModelEngine:
         self._runner = ModelRunner(model, store, policy, live_quant, self._max_model_len)
         reason = self._runner.lending_reason
         drafts = Drafts.of(model, reason, draft, draft_trees) if draft is not None else None
-        self._ahead = Ahead(self._runner, drafts)
+        self._ahead = Speculation(self._runner, drafts)
         self._intake, self._sessions = Intake(self._limits), SessionTable(self._runner, clock)
         self._prefill, self._decoding = Prefill(self._runner), Decoding(self._runner)
         self._counts: Counter[str] = Counter()

@@ -27,7 +27,7 @@ from kvboost_hf.compat import PrivateCache, run_model
 from kvboost_hf.handles import KVHandle, PiecedKV, PieceTable
 from kvboost_hf.ngrams import common_prefix
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, num_kv_heads, tokens, head_dim]
+KeysValues = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, num_kv_heads, tokens, head_dim]
 _ROOM = 128  # columns to spare, at least, in a buffer that had to be made anew
 _LEAST = 64  # tokens that are worth a call of attention of their own
 Held = TypeVar("Held")
@@ -47,7 +47,7 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
         """Columns of the buffers and of the table."""
         return self.stop + (self.table.columns if self.table is not None else 0)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeysValues:
         """Append [rows, num_kv_heads, 1, head_dim]; returns views of all columns, or a `KVHandle` each."""
         start, self.stop = self.stop, self.stop + key_states.shape[2]
         if self.stop > self.buffers[0].shape[2]:
@@ -60,7 +60,7 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
         kv, columns = PiecedKV(self.table, keys, values, self.keep), self.get_seq_length()
         return KVHandle(kv, _not_dense, keys, columns), KVHandle(kv, _not_dense, values, columns)
 
-    def add(self, pair: Pair, stop: int) -> None:
+    def add(self, pair: KeysValues, stop: int) -> None:
         """Add a row whose last columns are `pair`; all rows end at `stop` then. If it fails, nothing has changed."""
         if not self.buffers:
             shapes = [(1, new.shape[1], stop + _room(stop), new.shape[3]) for new in pair]
@@ -127,7 +127,7 @@ class BatchKV:
         self._lengths: list[int] = []  # of each row
         self._own: list[int] = []  # those of its tokens that are in columns
         self._stop = 0
-        self._tree: PrefixTree[list[Pair]] | None = PrefixTree(least) if in_place else None
+        self._tree: PrefixTree[list[KeysValues]] | None = PrefixTree(least) if in_place else None
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -143,7 +143,7 @@ class BatchKV:
         return sum(buffer.untyped_storage().nbytes() for buffer in held)
 
     @torch.no_grad()
-    def join(self, kv: Sequence[Pair | None], tokens: Sequence[int], owner: Hashable = None) -> None:
+    def join(self, kv: Sequence[KeysValues | None], tokens: Sequence[int], owner: Hashable = None) -> None:
         """Add a row behind the others. If it fails, the others do not change.
 
         Args:
@@ -238,7 +238,7 @@ class BatchKV:
             )
             layer.table = PieceTable(keys, values, placed, columns) if keys else None
 
-    def read(self, row: int, tokens: int) -> list[Pair | None]:
+    def read(self, row: int, tokens: int) -> list[KeysValues | None]:
         """For each layer, views of keys and values [1, num_kv_heads, tokens, head_dim] of a row's last `tokens`.
 
         Where K/V stays in place, these may only be tokens that were appended since the row joined.
@@ -289,18 +289,18 @@ class _Nothing(_BatchLayer):  # type: ignore[no-untyped-call]
 class _Text(Generic[Held]):
     owner: Hashable
     held: Held
-    last: "Part[Held] | None" = None
+    last: "SharedPart[Held] | None" = None
 
 
 @dataclass(slots=True, eq=False)
-class Part(Generic[Held]):
+class SharedPart(Generic[Held]):
     """Tokens that one or more texts have at the same place."""
 
     start: int
     tokens: list[int]
     texts: list[_Text[Held]]  # that go through it
-    above: "Part[Held] | None"
-    below: "list[Part[Held]]" = field(default_factory=list)
+    above: "SharedPart[Held] | None"
+    below: "list[SharedPart[Held]]" = field(default_factory=list)
 
     @property
     def stop(self) -> int:
@@ -322,7 +322,7 @@ class PrefixTree(Generic[Held]):
 
     def __init__(self, least: int) -> None:
         self._least = least
-        self._roots: dict[Hashable, list[Part[Held]]] = {}  # by owner
+        self._roots: dict[Hashable, list[SharedPart[Held]]] = {}  # by owner
         self._texts: list[_Text[Held]] = []
 
     def __len__(self) -> int:
@@ -344,7 +344,7 @@ class PrefixTree(Generic[Held]):
             found.texts.append(text)
             beside, text.last, stop = found.below, found, found.stop
         if len(tokens) - stop >= self._least:
-            text.last = Part(stop, [*tokens[stop:]], [text], text.last)
+            text.last = SharedPart(stop, [*tokens[stop:]], [text], text.last)
             beside.append(text.last)
             stop = len(tokens)
         self._texts.append(text)
@@ -371,7 +371,7 @@ class PrefixTree(Generic[Held]):
         while self._texts:
             self.remove(0)
 
-    def path(self, text: int) -> list[Part[Held]]:
+    def path(self, text: int) -> list[SharedPart[Held]]:
         """The parts of a text, in order."""
         part, found = self._texts[text].last, []
         while part is not None:
@@ -379,7 +379,7 @@ class PrefixTree(Generic[Held]):
             part = part.above
         return found[::-1]
 
-    def _shared(self, beside: list[Part[Held]], tokens: list[int]) -> Part[Held] | None:
+    def _shared(self, beside: list[SharedPart[Held]], tokens: list[int]) -> SharedPart[Held] | None:
         """The part of `beside` that the tokens begin with, split off from its rest if need be."""
         shared = [common_prefix(part.tokens, tokens) for part in beside]
         most = max(shared, default=0)
@@ -388,13 +388,13 @@ class PrefixTree(Generic[Held]):
             return part
         if most < self._least:
             return None
-        upper = Part(part.start, part.tokens[:most], [*part.texts], part.above, [part])
+        upper = SharedPart(part.start, part.tokens[:most], [*part.texts], part.above, [part])
         beside[beside.index(part)] = upper
         part.start, part.tokens, part.above = upper.stop, part.tokens[most:], upper
         return upper
 
 
-def _join(part: Part[Held], lower: Part[Held]) -> None:
+def _join(part: SharedPart[Held], lower: SharedPart[Held]) -> None:
     """Make one part of two that all of their texts go through."""
     part.tokens, part.below = part.tokens + lower.tokens, lower.below
     for each in lower.below:

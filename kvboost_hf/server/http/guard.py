@@ -1,7 +1,7 @@
-"""`Guard`: checks the host name, API key and size of every request, gives it an id, and logs it without its text.
+"""`RequestGuard`: checks host name, API key and size of every request, gives it an id, and logs it without its text.
 
-`Hosts` checks the header `Host`, so that a foreign web page cannot reach the server by a name of its own. `Body` reads
-request bodies within limits of size and time, and to their end even if the answer comes before.
+`Hosts` checks the header `Host`, so that a foreign web page cannot reach the server by a name of its own.
+`RequestBody` reads bodies within limits of size and time, and to their end even if the answer comes before.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class HeldBytes:
             del self._by_client[client]
 
 
-class Body:
+class RequestBody:
     """Stands between an app and its server for one request.
 
     A client that sends its body to the end before it reads would miss an answer that comes earlier: the connection
@@ -153,7 +153,7 @@ class Body:
                 await self._next()
 
 
-class Guard:
+class RequestGuard:
     """Middleware around all routes. A request for `HEAD` is answered as `GET`, without the body.
 
     Sets `scope["api_key"]` to the key that a request was let in with, and `scope["operator"]` to whether it may read
@@ -183,7 +183,7 @@ class Guard:
         line = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:_PATH]}
         scope = {**scope, "method": "GET" if bare else scope["method"], "request_id": request_id}
         limits = self._settings
-        body = Body(headers, receive, send, limits.max_body_bytes, limits.body_timeout_s, self._held)
+        body = RequestBody(headers, receive, send, limits.max_body_bytes, limits.body_timeout_s, self._held)
         answered = False
 
         async def tell(message: Message) -> None:
@@ -221,7 +221,7 @@ class Guard:
                 fields["ignored"] = scope["ignored"]
             _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})
 
-    def _refusal(self, scope: Scope, headers: Headers, body: Body) -> ApiError | None:
+    def _refusal(self, scope: Scope, headers: Headers, body: RequestBody) -> ApiError | None:
         """Why a request goes no further, or None."""
         path, host = scope["path"], headers.get("host")
         if path not in _PROBES and not self._hosts.takes(host, (scope.get("server") or (None,))[0]):

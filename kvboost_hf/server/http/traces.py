@@ -21,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost_hf import __version__
-from kvboost_hf.server.jobs import Event, Finished, Job, Listener
+from kvboost_hf.server.jobs import Finished, Job, JobEvent, Listener
 from kvboost_hf.server.protocol import Engine, Ticket
 
 _OPERATIONS = {
@@ -133,7 +133,7 @@ class TracedEngine:
             return self._engine.submit(job, listener)
         traced.asked(job)
 
-        def listen(event: Event) -> None:
+        def listen(event: JobEvent) -> None:
             if isinstance(event, Finished):
                 traced.ended(job, event, start)
             listener(event)

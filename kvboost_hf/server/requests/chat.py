@@ -49,7 +49,7 @@ class TextPart(Body):
     """Of an answer that is sent back; not part of the prompt."""
 
 
-Content = str | Many[Annotated[TextPart, BeforeValidator(_as_text_part)]]
+MessageContent = str | Many[Annotated[TextPart, BeforeValidator(_as_text_part)]]
 
 
 class Prediction(Body):
@@ -57,7 +57,7 @@ class Prediction(Body):
 
     place: ClassVar = "prediction"
     type: Literal["content"]
-    content: Content
+    content: MessageContent
 
     @property
     def text(self) -> str:
@@ -155,7 +155,7 @@ class Message(Body):
 
     place: ClassVar = "messages"
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Content | None = None
+    content: MessageContent | None = None
     name: str | None = None
     tool_calls: Many[MadeCall] | None = None
     function_call: CalledFunction | None = None
@@ -387,7 +387,7 @@ def _thought(given: Any) -> Any:
     return given
 
 
-def text_of(content: Content) -> str:
+def text_of(content: MessageContent) -> str:
     """A content in one piece, without reasoning."""
     return _joined(content, thinking=False) if isinstance(content, list) else content
 

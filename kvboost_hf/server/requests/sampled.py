@@ -19,7 +19,7 @@ _Token = Annotated[int, Field(ge=0)]
 _Added = Annotated[float, Field(ge=-100, le=100)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Length = Annotated[Annotated[int, Field(ge=1)] | None, absent(-1)]
-Kind = Literal["json", "regex", "choice", "grammar"]
+FormKind = Literal["json", "regex", "choice", "grammar"]
 _ANY_OBJECT = {"type": "object"}
 _Schema = Annotated[
     dict[str, Any], BeforeValidator(lambda given: read_json(given.encode()) if isinstance(given, str) else given)
@@ -44,7 +44,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class Request(Body):
+class TextRequest(Body):
     """The fields that all requests for text have."""
 
     model: str | None = None
@@ -81,7 +81,7 @@ class AnswerForm:
     """
 
     field: str
-    kind: Kind
+    kind: FormKind
     value: Any
 
 
@@ -183,7 +183,7 @@ class FormFields(Body):
             AnswerForm("structured_outputs.json", "json", inner.json_),
             AnswerForm("structured_outputs.json_object", "json", _ANY_OBJECT if inner.json_object else None),
         ]
-        kinds: list[Kind] = ["regex", "choice", "grammar"]
+        kinds: list[FormKind] = ["regex", "choice", "grammar"]
         for kind in kinds:
             found += [
                 AnswerForm(kind, kind, getattr(self, kind)),
@@ -193,7 +193,7 @@ class FormFields(Body):
         return [form for form in found if form.value is not None]
 
 
-class Sampled(FormFields, Request):
+class Sampled(FormFields, TextRequest):
     """The fields of both kinds of completions."""
 
     n: Annotated[int, Field(ge=1)] | None = None

@@ -15,7 +15,7 @@ _Id = Annotated[int, Field(strict=True)]
 
 
 def _kind_of_texts(given: Any) -> str:
-    """Which kind of `Texts` this is; the first item of a list decides, so that others are errors of that kind."""
+    """Which kind of `TextList` this is; the first item of a list decides, so that others are errors of that kind."""
     if not isinstance(given, list):
         return "text"
     match given[:1]:
@@ -27,7 +27,7 @@ def _kind_of_texts(given: Any) -> str:
             return "texts"
 
 
-Texts = Annotated[
+TextList = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[Many[str], Tag("texts")]
     | Annotated[Many[_Id], Tag("tokens")]
@@ -36,7 +36,7 @@ Texts = Annotated[
 ]
 
 
-def _as_list(texts: Texts) -> list[str | list[int]]:
+def _as_list(texts: TextList) -> list[str | list[int]]:
     if isinstance(texts, str):
         return [texts]
     tokens = [one for one in texts if isinstance(one, int)]
@@ -46,7 +46,7 @@ def _as_list(texts: Texts) -> list[str | list[int]]:
 class CompletionRequest(Sampled):
     """A request to `/v1/completions`."""
 
-    prompt: Texts
+    prompt: TextList
     """Texts, or lists of token ids."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, absent(-1)] = None
@@ -95,7 +95,7 @@ class EmbeddingRequest(Body):
     """A request to `/v1/embeddings`."""
 
     model: str | None = None
-    input: Annotated[Texts, Field(min_length=1)]
+    input: Annotated[TextList, Field(min_length=1)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[Any, Refusal("all numbers of an embedding are returned; leave dimensions out")] = None
 

@@ -11,14 +11,14 @@ from kvboost_hf.server.requests.chat import (
     MAX_TOP_LOGPROBS,
     CalledFunction,
     ChatRequest,
-    Content,
     Function,
     MadeCall,
     Message,
+    MessageContent,
     ReasoningFields,
 )
 from kvboost_hf.server.requests.fields import Body, Many, Named, Refusal, note_ignored
-from kvboost_hf.server.requests.sampled import Length, Request
+from kvboost_hf.server.requests.sampled import Length, TextRequest
 
 
 class SaidItem(Body):
@@ -27,7 +27,7 @@ class SaidItem(Body):
     place: ClassVar = "input"
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    content: MessageContent
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -52,7 +52,7 @@ class ResultItem(Body):
     place: ClassVar = "input"
     type: Literal["function_call_output"]
     call_id: str
-    output: Content
+    output: MessageContent
     id: str | None = None
     status: str | None = None
 
@@ -179,7 +179,7 @@ def _with_one_head(messages: list[Message]) -> list[Message]:
     return [Message(role="system", content="\n\n".join(head.text for head in heads)), *messages[len(heads) :]]
 
 
-class ResponseRequest(ReasoningFields, Request):
+class ResponseRequest(ReasoningFields, TextRequest):
     """A request to `/v1/responses`."""
 
     input: str | Annotated[Many[Item], Field(min_length=1)]
@@ -227,7 +227,7 @@ class ResponseRequest(ReasoningFields, Request):
             choice = {"type": "function", "function": {"name": choice.name}}
         functions = [tool.model_dump(exclude={"type"}) for tool in self.functions]
         fields = {
-            **self.model_dump(include=set(Request.model_fields) | set(ReasoningFields.model_fields)),
+            **self.model_dump(include=set(TextRequest.model_fields) | set(ReasoningFields.model_fields)),
             "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
             "messages": [message.model_dump() for message in _with_one_head(self._messages())],
             "max_completion_tokens": self.max_output_tokens,
