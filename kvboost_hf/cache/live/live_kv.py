@@ -82,7 +82,8 @@ class LiveKV:
         self._bumps = ModelState.of(model).fingerprint.bumps
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
         self._made_of: list[ReuseLayer] | None = None
-        self._made: list[tuple[Any, type | None]] = []  # what transformers is to see, and its class if it is ours
+        # Ids of what transformers is to see, with its classes if ours: references would count in `has_layers_elsewhere`.
+        self._made: list[tuple[int, type | None]] = []
         text_config = model.config.get_text_config(decoder=True)
         self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())  # they hold no tokens
         self._make_layers(model)
@@ -175,10 +176,10 @@ class LiveKV:
         if self._made_of is not self.layers:
             natives = [layer.native for layer in kv_layers(self.layers)]
             self._made_of = self.layers
-            self._made = [(each, type(each) if is_own(type(each)) else None) for each in natives]
+            self._made = [(id(each), type(each) if is_own(type(each)) else None) for each in natives]
         return len(self.visible) == len(self._made) and all(
             [
-                theirs is ours and type(theirs) is made and "update" not in theirs.__dict__
+                id(theirs) == ours and type(theirs) is made and "update" not in theirs.__dict__
                 for theirs, (ours, made) in zip(self.visible, self._made, strict=True)
             ]
         )
