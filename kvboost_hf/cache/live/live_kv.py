@@ -82,7 +82,7 @@ class LiveKV:
         self._bumps = ModelState.of(model).fingerprint.bumps
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
         self._made_of: list[ReuseLayer] | None = None
-        # Ids of what transformers is to see, with its classes if ours: references would count in `has_layers_elsewhere`.
+        # Ids of what transformers is to see, with its classes if ours: `has_layers_elsewhere` counts references.
         self._made: list[tuple[int, type | None]] = []
         text_config = model.config.get_text_config(decoder=True)
         self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())  # they hold no tokens
