@@ -106,7 +106,7 @@ def read_inputs(
     if kwargs.get("use_cache") is False:
         return "use_cache is False"
     for name, value in kwargs.items():
-        if name in _HARMLESS or (name in OF_MEDIA and takes_media(model)) or _says_nothing(model, name, value):
+        if name in _HARMLESS or _says_nothing(model, name, value) or (name in OF_MEDIA and takes_media(model)):
             continue
         return f"`{name}` was passed, which K/V may depend on"
     if (weights := kwargs.get("output_attentions")) and (attention := attn_implementation(model)) != "eager":
@@ -138,8 +138,9 @@ def wants_all_logits(kwargs: dict[str, Any]) -> bool:
 
 def _are_positions_of(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> bool:
     batch, columns = ids.shape
-    of_model = positions.ndim == 2 or (positions.ndim == 3 and takes_media(model))
-    return of_model and positions.shape[-1] == columns and positions.shape[-2] in (1, batch)
+    if positions.ndim != 2 and not (positions.ndim == 3 and takes_media(model)):
+        return False
+    return positions.shape[-1] == columns and positions.shape[-2] in (1, batch)
 
 
 def _says_nothing(model: PreTrainedModel, name: str, value: Any) -> bool:
