@@ -40,11 +40,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvboost_hf.attention import active_tier, kernel_calls, ops
 from kvboost_hf.attention.call import AttentionCall
-from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.cache.codecs import Planes, Role, make_codec
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
 from kvboost_hf.handles import CodePlanes, PieceTable
+from kvboost_hf.visibility import Visibility
 
 Inputs = tuple[Any, ...]
 Way = Callable[..., object]

@@ -7,7 +7,7 @@ import kvboost_hf.cache.warm  # noqa: F401  # registers itself with ChunkStore
 from kvboost_hf import attention
 from kvboost_hf.assisted.load import load_assistant, speculation_stats
 from kvboost_hf.assisted.lookup import lookup_assistant
-from kvboost_hf.assisted.stats import SpeculationStats
+from kvboost_hf.assisted.rounds import SpeculationStats
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
 from kvboost_hf.cache.attach import attach, detach, last_cache
 from kvboost_hf.cache.layers.quantized import live_bytes

@@ -1,4 +1,4 @@
-"""Handles of keys and values, so that an attention reads them where a cache holds them, and compact masks.
+"""Handles of keys and values, so that an attention reads them where a cache holds them.
 
 `Cache.update` may return two `KVHandle` in place of keys and values. `kvboost_fa2` reads the pieces or codes that they
 refer to; for any other operation they turn into the tensors that they stand for.
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 ATTENTION = "kvboost_fa2"  # as transformers knows the attention that can read them
@@ -146,73 +145,6 @@ class PiecedKV:
 
 
 MixedKV = CodedKV | PiecedKV  # some columns are pieces or codes, and the others tensors
-
-
-# A matrix of queries and columns is as large as their product. Instead, each column has a reach: how far behind it
-# a query may be, its own included, to see it. Padding has none. In four dimensions, as models expect of masks.
-
-
-def make_reach(
-    keep: torch.Tensor | None, window: int, device: torch.device | str, columns: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """Make the compact mask of causal layers that `kvboost_fa2` takes.
-
-    Args:
-        keep: [batch, columns], bool: False for padding. None where there is none.
-        window: Columns that a query sees, its own included; 0 for all.
-        device: The device of the mask.
-        columns: [batch, queries]: the column of each query, where they are not the last ones; without `keep`, of one
-            query.
-
-    Returns:
-        None where nothing but the causal order hides a column. Else int32: [batch, 1, 1, columns], 0 for padding and 1
-        for all others; with a window, its size in place of 1, and that twice, [batch, 2, 1, columns]. Where all
-        columns are alike, there is one in place of all, and without `columns` one row. With `columns` it is followed,
-        in the last but one dimension, by a row that begins with them.
-    """
-    if keep is None and columns is None:
-        return torch.full((1, 2, 1, 1), window, dtype=torch.int32, device=device) if window else None
-    if keep is None:
-        assert columns is not None
-        assert columns.shape[1] == 1
-        rows = [torch.full(columns.shape, window or 1, dtype=torch.int32, device=device), columns.int()]
-    else:
-        rows = [keep.int() * (window or 1)]
-        if columns is not None:
-            rows.append(F.pad(columns.int(), (0, keep.shape[1] - columns.shape[1])))
-    return torch.stack(rows, dim=1)[:, None].expand(-1, 2 if window else 1, -1, -1)
-
-
-def read_reach(
-    mask: torch.Tensor, queries: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Read a mask of `make_reach`: `keep`, `columns`, and with a window the reach [batch or 1, columns or 1]."""
-    reach = mask[:, 0, 0]
-    keep = reach > 0 if mask.shape[3] > 1 else None
-    # Contiguous here, where a graph does it once for all layers, and not in each kernel's launch.
-    columns = mask[:, 0, 1, :queries].contiguous() if mask.shape[2] == 2 else None
-    return keep, columns, reach if mask.shape[1] == 2 else None
-
-
-def make_tree(bits: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
-    """Make the compact mask of causal layers whose queries are the nodes of a tree, for `kvboost_fa2`.
-
-    Args:
-        bits: [batch, queries], int64, of 64 queries at most, which are the last columns: bit t says whether the query
-            sees the t-th of them, as it sees itself, and all columns before them, which are no padding.
-        columns: [batch, queries]: where each query would be if only its ancestors were behind those columns, counted
-            from the first column that the layer holds. A layer with a window needs them to ask which of the columns
-            before the tree are inside it; `bits` leave out the ancestors that are not.
-
-    Returns:
-        [batch, 1, 1, queries], int64; with `columns`, [batch, 1, 2, queries], of which these are the second row.
-    """
-    return torch.stack([bits] if columns is None else [bits, columns.long()], dim=1)[:, None]
-
-
-def read_tree(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Read a mask of `make_tree`: `bits`, and `columns` in int32."""
-    return mask[:, 0, 0], mask[:, 0, 1].int() if mask.shape[2] == 2 else None
 
 
 class KVHandle(torch.Tensor):

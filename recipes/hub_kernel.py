@@ -21,13 +21,13 @@ BACKENDS = ("cpu", "cuda")
 
 _PACKAGE = ROOT / "kvboost_hf"
 _WITH_TRANSFORMERS = {"__init__.py", "masks.py", "register.py"}  # of attention/: transformers makes masks itself here
-_BESIDE = ("forks.py", "handles.py", "kernels.py", "triton_launch.py")
+_BESIDE = ("forks.py", "handles.py", "kernels.py", "triton_launch.py", "visibility.py")
 
 _INIT = '''"""The attention of kvboost_hf, as transformers calls it for `attn_implementation="ORG/{name}"`."""
 
 from .attention.backends import active_tier, use_tier
 from .attention.layer import attention as flash_attn_forward
-from .kernel_calls import kernel_calls
+from .kernels import kernel_calls
 
 supports_flash_attn = True  # by which transformers knows that `flash_attn_forward` takes what its layers pass
 

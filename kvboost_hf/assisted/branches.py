@@ -4,8 +4,7 @@
     forward     [ text | a b c d e ]           children b, c of a, d of b, …, by mask and positions
     keep        [ text | a b d ]
 
-transformers gives all layers of a type one mask without branches. Hooks on the decoder layers replace it during such a
-forward.
+Hooks on the decoder layers give each its own mask during such a forward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,17 +12,38 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.assisted.tree import as_bits, depths, lineage
-from kvboost_hf.compat import PrivateCache, attn_implementation, hook_layers, kv_sources, mask_form, run_model
-from kvboost_hf.handles import ATTENTION, make_tree
+from kvboost_hf.compat import (
+    LayerMasks,
+    PrivateCache,
+    attempt,
+    attn_implementation,
+    cache_layers,
+    decoder_layers,
+    difference,
+    forward_arguments,
+    frequencies_vary,
+    hook_layers,
+    kv_sources,
+    probe_ids,
+    probe_logits,
+    remember,
+    run_model,
+    tolerance,
+)
+from kvboost_hf.handles import ATTENTION
+from kvboost_hf.visibility import Visibility
 
 _BITS = 64  # queries of a tree mask of bits, at most
-_STAND_IN = (1, 1, 1, 1)  # shape of the mask that the model is given, which the hooks replace
+_ATTENTION_KINDS = ("sdpa", "eager", ATTENTION)
+_TEXT = 3  # tokens of the probe before the branches
+_LAYERS = frozenset(("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"))
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, num_kv_heads, tokens, head_dim]
 
@@ -64,15 +84,12 @@ class Branches:
     def __init__(
         self, model: PreTrainedModel, cache: Cache, position: torch.Tensor, keep: torch.Tensor | None = None
     ) -> None:
-        self._model, self._position, self._keep = model, position, keep
+        self.model, self._position, self._keep = model, position, keep
         self._lender = lender_of(cache)
         self._held = cache.get_seq_length()
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._kv: list[Pair | None] = []  # of each layer, of all tokens so far
-        form = mask_form(model.config.get_text_config(decoder=True))
-        self._takes_bits = attn_implementation(model) == ATTENTION and form == "compact" and keep is None
-        self._mask_dtype = model.dtype if attn_implementation(model) == "eager" else torch.bool
 
     # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -92,15 +109,14 @@ class Branches:
         layers, handles = self._lender.lend(), list[RemovableHandle]()
         try:
             running = _Running(self, layers, len(tokens))
-            handles = hook_layers(self._model, running)
+            handles = hook_layers(self.model, running)
             found = run_model(
-                self._model,
+                self.model,
                 torch.tensor([tokens], device=self._position.device),
                 running.cache,
                 logits=0,
                 position_ids=self._positions()[..., -len(tokens) :],
-                # Models pass a 4-D mask on as it is; the hooks give each layer its own.
-                attention_mask=torch.zeros(_STAND_IN, device=self._position.device, dtype=self._mask_dtype),
+                attention_mask=running.masks.stand_in(1, self._position.device),
             )
         except BaseException:
             del self._tokens[-len(tokens) :], self._parents[-len(tokens) :]
@@ -130,31 +146,28 @@ class Branches:
         """Of all tokens, [1, tokens] or [planes, 1, tokens]."""
         return self._position + torch.from_numpy(depths(self._parents)).to(self._position.device)
 
-    def mask(self, window: int | None, before: int, queries: int, device: torch.device) -> torch.Tensor:
-        """The mask of the last `queries` tokens, in the form that the attention takes.
+    def see(self, window: int, columns: int, queries: int, device: torch.device) -> Visibility:
+        """What the last `queries` tokens see of the columns of a layer, the last of which are the tree's.
 
         Args:
-            window: Columns that a token sees, itself included; None for all.
-            before: How many of the last columns held the layer has.
+            window: Columns that a token sees, itself included; 0 for all.
+            columns: The number of columns.
             queries: Tokens of this forward.
-            device: Of the mask.
+            device: Of the layer.
         """
         depth, seen = depths(self._parents), lineage(self._parents)
-        if window is not None:
+        before = columns - len(depth)
+        own = None
+        if window:
             seen &= depth[:, None] - depth < window
-        own = torch.from_numpy(depth).to(device)[-queries:]
-        if self._takes_bits and queries == len(depth) <= _BITS:
-            columns = (own + before)[None] if window is not None else None
-            return make_tree(torch.from_numpy(as_bits(seen)).to(device)[None], columns)
-        there = torch.ones(1, before, dtype=torch.bool, device=device)
-        if self._keep is not None:
-            there = self._keep[:, self._held - before :].to(device)
-        if window is not None:
-            there = there & (own[:, None] + before - torch.arange(before, device=device) < window)
-        mask = torch.cat([there.expand(queries, -1), torch.from_numpy(seen).to(device)[-queries:]], dim=1)[None, None]
-        if self._mask_dtype is torch.bool:
-            return mask
-        return torch.where(mask, 0.0, torch.finfo(self._mask_dtype).min).to(self._mask_dtype)
+            own = (torch.from_numpy(depth).to(device)[None, -queries:] + before).int()
+        keep = self._keep[:, self._held - before :].to(device) if self._keep is not None else None
+        if keep is not None:
+            keep = F.pad(keep, (0, len(depth)), value=True)
+        if queries == len(depth) <= _BITS:
+            return Visibility(True, window, keep, own, tree=torch.from_numpy(as_bits(seen)).to(device)[None])
+        mask = F.pad(torch.from_numpy(seen).to(device)[-queries:], (before, 0), value=True)
+        return Visibility(False, window, keep, own, mask=mask[None, None])
 
     def with_new(self, idx: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Keys and values of a layer for all tokens, those of the earlier forwards before the new ones."""
@@ -168,7 +181,7 @@ class Branches:
 
 
 class _Running:
-    """One forward: its cache, and the mask of each layer."""
+    """One forward: its cache, and the masks of its layers."""
 
     def __init__(self, branches: Branches, layers: list[Any], queries: int) -> None:
         self.cache = PrivateCache(layers)
@@ -177,24 +190,16 @@ class _Running:
         self._queries = queries
         self._branches = branches
         # Before anything is appended.
-        sizes = [layer.get_mask_sizes(branches.count)[0] - branches.count if _has_kv(layer) else 0 for layer in layers]
-        windows = [getattr(layer, "sliding_window", None) for layer in layers]
-        self._kinds = [(windows[i], sizes[i]) for i in kv_sources(branches._model, list(map(_has_kv, layers)))]
-        self._masks: dict[tuple[int | None, int, torch.device], torch.Tensor] = {}
+        columns = [layer.get_mask_sizes(branches.count)[0] if _has_kv(layer) else branches.count for layer in layers]
+        windows = [getattr(layer, "sliding_window", None) or 0 for layer in layers]
+        sources = kv_sources(branches.model, list(map(_has_kv, layers)))
+        self.masks = LayerMasks(branches.model, self.cache, [(windows[at], columns[at]) for at in sources])
 
     def before_layer(self, idx: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook of a decoder layer."""
-        if not any(value is self.cache for value in (*args, *kwargs.values())):
-            return None  # another thread's
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        key = (*self._kinds[idx], hidden.device)
-        if key not in self._masks:
-            self._masks[key] = self._branches.mask(key[0], key[1], self._queries, hidden.device)
-        if "attention_mask" in kwargs:
-            return args, {**kwargs, "attention_mask": self._masks[key]}
-        if not any(map(_is_stand_in, args)):
-            raise ValueError("its decoder layers are given no attention_mask")
-        return tuple(self._masks[key] if _is_stand_in(value) else value for value in args), kwargs
+        if not self.masks.concern(args, kwargs):
+            return None
+        return self.masks.put(idx, args, kwargs, self._queries, self._branches.see)
 
 
 def _append_behind(
@@ -236,7 +241,7 @@ class StockLender:
 
     def require_branches(self) -> None:
         """See `Lender.require_branches`."""
-        types = {type(layer).__name__ for layer in self._layers} - BRANCHING_LAYERS
+        types = {type(layer).__name__ for layer in self._layers} - _LAYERS
         if types or self._cache.offloading:
             found = "offloaded layers" if not types else f"layers of the kind {', '.join(sorted(types))}"
             raise ValueError(
@@ -274,16 +279,65 @@ def recording(cache: Any) -> Iterator[None]:
             layer.record_past = False
 
 
-BRANCHING_LAYERS = frozenset(("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"))
-
-
-def _is_stand_in(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == _STAND_IN
-
-
 def _has_kv(layer: Any) -> bool:
     return type(layer).__name__ != "DummyLayer"
 
 
 def _columns(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return tensor.index_select(2, at.to(tensor.device))
+
+
+def branch_reason(model: PreTrainedModel) -> str | None:
+    """Why tokens that branch cannot be computed in one forward; None if they can.
+
+    Once per model, dtype and attention: three forwards of a few tokens.
+    """
+    return remember(model, (branch_reason, model.dtype, attn_implementation(model)), lambda: _reason(model))
+
+
+def _reason(model: PreTrainedModel) -> str | None:
+    config: Any = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder"
+    if attn_implementation(model) not in _ATTENTION_KINDS:
+        return (
+            f"its attention ({attn_implementation(model)}) takes no mask of its own for each token; "
+            f"use sdpa, eager or {ATTENTION}"
+        )
+    if "position_ids" not in forward_arguments(model):
+        return "its forward takes no position_ids"
+    if any(map(frequencies_vary, model.modules())):
+        return "its rotary frequencies depend on the length"
+    if getattr(config, "cross_attention_layers", None):
+        return "it has layers that attend to images only"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "its attention is chunked"
+    return attempt(model, lambda: _layers_reason(model) or _probe(model), "it fails on tokens that branch")
+
+
+def _layers_reason(model: PreTrainedModel) -> str | None:
+    layers = cache_layers(model)
+    if unknown := {type(layer).__name__ for layer in layers} - _LAYERS:
+        return f"its cache has layers that cannot hold branches ({', '.join(sorted(unknown))})"
+    if len(decoder_layers(model)) != len(layers):
+        return "its decoder layers cannot be told apart"
+    return None
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> str | None:
+    """Interleave two continuations token by token: the logits must be those of each continuation alone."""
+    ids = probe_ids(model)
+    text, first = ids[:, :_TEXT], ids[:, _TEXT:]
+    ways = torch.cat([first, first.flip(1)])
+    plain = probe_logits(model, torch.cat([text.expand(2, -1), ways], dim=1))[:, _TEXT:]
+    cache = PrivateCache(cache_layers(model))
+    probe_logits(model, text, cache)
+    cache.activate_past_recording()  # type: ignore[no-untyped-call]
+    branches = Branches(model, cache, torch.tensor([[_TEXT]], device=ids.device))
+    tokens = ways.T.flatten().tolist()  # a b a b …
+    found = branches.forward(tokens, [node - 2 if node > 1 else -1 for node in range(len(tokens))])
+    off = max(difference(found[way::2].float(), plain[way]) for way in range(2))
+    if not off <= tolerance(model.dtype):
+        return f"tokens that branch have other logits than alone (by {off:.2g} standard deviations)"
+    return None

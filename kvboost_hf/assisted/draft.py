@@ -1,4 +1,7 @@
-"""`Drafting` replaces `generate()` of a draft model: it drafts candidates, and decides how many."""
+"""`Drafting` replaces `generate()` of a draft model: it drafts candidates, and decides how many.
+
+`HostReads` decides when their tokens are read from the device, and `Outcome` observes how many the target accepts.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,17 +12,18 @@ import torch
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from kvboost_hf.assisted.host_reads import HostReads
-from kvboost_hf.assisted.outcome import Outcome
-from kvboost_hf.assisted.pauses import Pauses, before_end, harmless_token, learned_positions
+from kvboost_hf.assisted.limits import Pauses, before_end, end_tokens, harmless_token, learned_positions
+from kvboost_hf.assisted.rounds import SpeculationStats
 from kvboost_hf.assisted.schedule import ConfidentLength, DraftLength
-from kvboost_hf.assisted.stats import SpeculationStats
-from kvboost_hf.assisted.vocabulary import end_tokens
-from kvboost_hf.compat import CACHE, cache_in, run_model
+from kvboost_hf.compat import CACHE, cache_in, own_hook, run_model
 from kvboost_hf.ngrams import common_prefix
 
 # Arguments that transformers passes to an assistant and that a forward over token ids does not need.
 _PLAIN = frozenset(("attention_mask", "cache_position", "logits_to_keep", CACHE, "position_ids", "use_cache"))
+_SELDOM = 4  # passes between two reads that are expensive
+# Of a pass: a usual draft wastes as much on tokens that an earlier read would have avoided.
+_EXPENSIVE = 0.25
+_FADE = 0.9  # weight of earlier times after each read
 
 
 @dataclass(slots=True)
@@ -34,7 +38,7 @@ class _Round:
     ended: float  # on the clock
     first: bool  # of its answer: the draft took the prompt in, too
     ends: bool  # the text, with its last token
-    outcome: Outcome | None
+    outcome: "Outcome | None"
 
 
 class Drafting:
@@ -111,7 +115,7 @@ class Drafting:
         )
         return found
 
-    def _await_outcome(self, length: int) -> Outcome | None:
+    def _await_outcome(self, length: int) -> "Outcome | None":
         if self._awaited is not None:
             self._awaited.give_up()
         target = self._target() if self._target is not None else None
@@ -243,3 +247,75 @@ def _end(tokens: list[int], sure: list[float], config: Any) -> int | None:
     ends, threshold = end_tokens(config), config.assistant_confidence_threshold or 0.0
     pairs = enumerate(zip(tokens, sure, strict=True), 1)
     return next((count for count, (token, each) in pairs if token in ends or each < threshold), None)
+
+
+class HostReads:
+    """Reads each token where that is cheap compared to a pass, else only every few.
+
+    A device that the host has waited for is idle until the next pass is launched: for a launch at most, and for the
+    wait at most, by which the device was behind. Where there is nothing to wait for, as on a CPU, a read costs
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        self._idle_s, self._pass_s = 0.0, 0.0
+
+    @property
+    def every(self) -> int:
+        """Passes from one read to the next."""
+        return _SELDOM if self._idle_s > _EXPENSIVE * self._pass_s else 1
+
+    def learn(self, *, passes: int, launch_s: float, wait_s: float) -> None:
+        """Learn from a read.
+
+        Args:
+            passes: Since the last read.
+            launch_s: Seconds until all of them were launched.
+            wait_s: Seconds from then until their tokens were on the host.
+        """
+        self._idle_s = _FADE * self._idle_s + min(launch_s / passes, wait_s)
+        self._pass_s = _FADE * self._pass_s + (launch_s + wait_s) / passes
+
+
+class Outcome:
+    """Waits for the forward of a target that verifies a draft, and for the crop after it.
+
+    `generate()` crops the K/V of rejected tokens as soon as the host knows them. Afterwards neither the model nor its
+    cache refers to this object.
+
+    Args:
+        target: The model that verifies the draft.
+        length: Tokens up to the end of the draft; the forward that reaches it is the one.
+        clock: Seconds.
+    """
+
+    leaves_kv_alone = True  # read by the fingerprint of models
+
+    def __init__(self, target: PreTrainedModel, length: int, clock: Callable[[], float]) -> None:
+        self.known: float | None = None  # when the rejected tokens were known
+        self.rollback_s = 0.0  # of the crop
+        self.held = 0  # tokens in the cache after it
+        self._length, self._clock = length, clock
+        self._cache: Callable[[], Any] = lambda: None
+        self._handle = own_hook(target.register_forward_hook(self._after))
+
+    def give_up(self) -> None:
+        """Stop waiting."""
+        self._handle.remove()
+        if (cache := self._cache()) is not None:
+            vars(cache).pop("crop", None)
+
+    def _after(self, _: torch.nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        cache = getattr(output, CACHE)
+        if cache is not None and cache.get_seq_length() == self._length:
+            self._handle.remove()
+            self._cache = ref(cache)
+            cache.crop = self._crop
+
+    def _crop(self, tokens_to_remove: int) -> None:
+        cache = self._cache()
+        del cache.crop  # on the instance
+        self.known = self._clock()
+        cache.crop(tokens_to_remove)
+        self.rollback_s = self._clock() - self.known
+        self.held = cache.get_seq_length()

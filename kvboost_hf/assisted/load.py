@@ -9,10 +9,10 @@ from typing import Any, Literal
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.assisted.draft import Drafting
+from kvboost_hf.assisted.limits import fitted
+from kvboost_hf.assisted.rounds import SpeculationStats
 from kvboost_hf.assisted.schedule import Adaptive, Constant, DraftLength, Heuristic, most_tokens
-from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
-from kvboost_hf.assisted.vocabulary import fitted
 from kvboost_hf.compat import cache_argument, forward_arguments, loader_of, loader_of_pair, require_generates
 
 Schedule = Literal["adaptive", "constant", "heuristic"]
@@ -84,7 +84,8 @@ def load_assistant(
         raise ValueError(f"`confidence_threshold` must be from 0 to less than 1, got {confidence_threshold}.")
     draft = _load(name_or_model, target, kwargs)
     _require_kind(draft, target)
-    draft = fitted(draft, target)
+    other = ", or pass `tokenizer` and `assistant_tokenizer` to generate() with the draft as it is"
+    draft = fitted(draft, target, or_else=other)
     _warn_of_costs(draft, target)
     lengths = _schedule(schedule, num_assistant_tokens or _FIRST)
     config = draft.generation_config

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from kvboost_hf.assisted.pauses import Pauses, before_end, harmless_token
+from kvboost_hf.assisted.limits import Pauses, before_end, end_tokens, harmless_token
 from kvboost_hf.assisted.schedule import most_tokens
-from kvboost_hf.assisted.vocabulary import end_tokens
 from kvboost_hf.compat import require_generates
 from kvboost_hf.ngrams import MAX_NGRAM, check_ngrams, longest_match
 

@@ -1,17 +1,19 @@
-"""A round: grow a tree of drafts, verify it in one pass of the target, and learn from both."""
+"""A round: a draft model grows a tree, the target verifies it in one pass, and both are counted and learned from."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
 from kvboost_hf.assisted.branches import Branches
-from kvboost_hf.assisted.growth import Growth
-from kvboost_hf.assisted.stats import SpeculationStats
-from kvboost_hf.assisted.tree import ROOT, Tree
-from kvboost_hf.assisted.tree_draft import TreeDraft
+from kvboost_hf.assisted.limits import Pauses, learned_positions
+from kvboost_hf.assisted.tree import ROOT, Growth, Tree
+from kvboost_hf.compat import CACHE, input_device, run_model
 from kvboost_hf.config import DraftTreeConfig
 
 
@@ -66,7 +68,7 @@ class Rounds:
     def run(
         self,
         branches: Branches,
-        drafting: TreeDraft,
+        drafting: "TreeDraft",
         ids: torch.Tensor,
         room: int,
         take: Callable[[Tree, torch.Tensor], Taken],
@@ -128,4 +130,155 @@ class Rounds:
             draft_s=draft_s,
             target_s=verify_s + rollback_s,
             first=first,
+        )
+
+
+class TreeDraft:
+    """Drafts trees for one answer, with the draft model's K/V of it.
+
+    Args:
+        draft: The draft model.
+        config: The largest tree.
+        growth: Decides how far trees grow.
+        processors: Logits processors of the target.
+        ends: Tokens that end a text.
+    """
+
+    def __init__(
+        self,
+        draft: PreTrainedModel,
+        config: DraftTreeConfig,
+        growth: Growth,
+        processors: LogitsProcessorList,
+        ends: frozenset[int],
+    ) -> None:
+        self.passes = 0  # of the draft, for the last tree
+        self._draft, self._growth, self._ends = draft, growth, ends
+        self._processors: Any = processors
+        self._pauses = Pauses(learned_positions(draft))
+        self._width, self._branching = (1, 1) if config.policy == "chain" else (config.width, config.branching)
+        self._cache: Any = DynamicCache(config=draft.config.get_text_config(decoder=True))
+        self._branches: Branches | None = None
+        self._computed: dict[int, int] = {}  # by index in the tree, the index in branches of tokens with K/V
+
+    @torch.no_grad()
+    def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
+        """Grow a tree, or a `chain`, behind `ids` [1, tokens], of at most `room` levels.
+
+        Behind more tokens than the draft has positions it stays empty.
+        """
+        model = self._draft
+        room = self._pauses.room(ids.shape[1], room)
+        if room < 1:
+            self.passes = 0
+            return Tree()
+        ids = ids.to(input_device(model))
+        held = self._cache.get_seq_length()
+        output = run_model(model, ids[:, held:], self._cache)
+        if getattr(output, CACHE) is not self._cache or not held:  # a model with attach() brings its own
+            self._cache = getattr(output, CACHE)
+            self._cache.activate_past_recording()
+        self._cache.crop(0)  # layers with a window let go of what has left it
+        position = torch.tensor([[ids.shape[1]]], device=ids.device)
+        self._branches, self._computed, self.passes = Branches(model, self._cache, position), {}, 1
+        tree, logits, behind = Tree(), output.logits[0, -1:], [ROOT]
+        level = 0
+        while True:
+            level += 1
+            children = self._add_children(tree, ids, behind, logits, 1 if chain else self._branching)
+            order = sorted(children, key=lambda node: -tree.chances[node])[: self._width]
+            behind = sorted(node for node in order if tree.tokens[node] not in self._ends)
+            if level >= room or not self._growth.goes_on([tree.chances[node] for node in behind], level, chain=chain):
+                return tree
+            parents = [self._computed.get(tree.parents[node], ROOT) for node in behind]
+            first = len(self._computed)
+            logits = self._branches.forward([tree.tokens[node] for node in behind], parents)
+            self._computed |= {node: first + place for place, node in enumerate(behind)}
+            self.passes += 1
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Keep the K/V of accepted tokens of the last tree, as far as it was computed."""
+        assert self._branches is not None
+        self._branches.keep([self._computed[node] for node in path if node in self._computed])
+
+    def _add_children(
+        self, tree: Tree, ids: torch.Tensor, behind: Sequence[int], logits: torch.Tensor, branching: int
+    ) -> list[int]:
+        """Add the likeliest children of each token, by its `logits` [tokens, vocab_size]; returns their indices."""
+        scores = logits.float()
+        if len(self._processors):
+            paths = [[tree.tokens[node] for node in tree.path(at)] for at in behind]
+            texts = [torch.cat([ids, ids.new_tensor([path])], dim=1) if path else ids for path in paths]
+            rows = [self._processors(text, score[None]) for text, score in zip(texts, scores, strict=True)]
+            scores = torch.cat(rows)
+        found = scores.softmax(-1).topk(min(branching, scores.shape[-1]))
+        children: list[int] = []
+        for parent, tokens, odds in zip(behind, found.indices.tolist(), found.values.tolist(), strict=True):
+            chance = tree.chances[parent] if parent != ROOT else 1.0
+            for token, probability in zip(tokens, odds, strict=True):
+                rate = self._growth.calibration.rate(probability)
+                if probability > 0:
+                    children.append(tree.add(token, parent, chance * rate, probability))
+        return children
+
+
+@dataclass(slots=True, kw_only=True)
+class SpeculationStats:
+    """Counts and times of rounds: a draft, and the target's pass that verifies it.
+
+    The last round of an answer is counted when the answer is complete, if `generate()` ran on the target that the
+    draft was prepared for; otherwise its outcome is unknown and it is left out. A round that ends its answer with a
+    drafted token has no token of the target's own.
+
+    Args:
+        rounds: Number of rounds.
+        drafted: Tokens drafted.
+        accepted: Drafted tokens that the target accepted.
+        committed: Tokens appended to answers, those of the target included.
+        histogram: By number of accepted tokens, the number of rounds.
+        draft_s: Seconds of drafting.
+        verify_s: Seconds of verifying on the host: the target's pass and its sampling.
+        rollback_s: Seconds of removing K/V of rejected tokens from the target's cache.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    committed: int = 0
+    histogram: Counter[int] = field(default_factory=Counter)
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    rollback_s: float = 0.0
+
+    @property
+    def target_s(self) -> float:
+        """Seconds of verifying and rolling back."""
+        return self.verify_s + self.rollback_s
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted tokens per drafted one; 0.0 if there was none."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def committed_per_round(self) -> float:
+        """Committed tokens per round; 0.0 if there was none."""
+        return self.committed / self.rounds if self.rounds else 0.0
+
+    def add_round(self, drafted: int, accepted: int, committed: int, seconds: tuple[float, float, float]) -> None:
+        """Count a round, with its `seconds` of drafting, verifying and rolling back."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.committed += committed
+        self.histogram[accepted] += 1
+        self.draft_s += seconds[0]
+        self.verify_s += seconds[1]
+        self.rollback_s += seconds[2]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rounds} rounds, {self.acceptance:.0%} of {self.drafted} drafted tokens accepted, "
+            f"{self.committed_per_round:.2f} tokens a round, {self.draft_s:.2f} s drafting, {self.verify_s:.2f} s "
+            f"verifying, {self.rollback_s:.2f} s rolling back"
         )

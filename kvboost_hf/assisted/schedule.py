@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedModel
 
-from kvboost_hf.assisted.pauses import Pauses
+from kvboost_hf.assisted.limits import Pauses
 from kvboost_hf.compat import weights_come_and_go
 
 _FADE = 0.85  # what the times of a round still count after the next one

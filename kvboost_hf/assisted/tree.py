@@ -1,12 +1,20 @@
-"""A tree of drafted tokens."""
+"""A tree of drafted tokens: how far it grows, and which of its tokens are verified."""
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvboost_hf.config import DraftTreeConfig
+
 ROOT = -1  # the parent of a token that follows the text itself
+_FADE = 0.95  # weight of earlier rounds after each round
+_FADE_TOKEN = 0.99  # weight of earlier comparisons of a bin after each one
+_PRIOR = 4.0  # comparisons that the draft's own probability counts as
+_EDGES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)  # of the bins of probabilities
+_FIRST = 5  # levels, before anything is known
 
 
 @dataclass(slots=True)
@@ -89,3 +97,159 @@ def as_bits(seen: NDArray[np.bool_]) -> NDArray[np.int64]:
     padded = np.zeros((len(seen), 64), dtype=np.uint8)
     padded[:, : seen.shape[1]] = seen
     return np.packbits(padded, axis=1, bitorder="little").view("<i8")[:, 0].astype(np.int64)
+
+
+class Calibration:
+    """Estimates how often the target accepts a token, by the probability that the draft gave it."""
+
+    def __init__(self) -> None:
+        self._counts = [0.0] * (len(_EDGES) + 1)
+        self._hits = [0.0] * (len(_EDGES) + 1)
+
+    def rate(self, probability: float) -> float:
+        """The share of tokens of about this probability that the target accepts."""
+        at = bisect_right(_EDGES, probability)
+        return (self._hits[at] + _PRIOR * probability) / (self._counts[at] + _PRIOR)
+
+    def learn(self, probability: float, *, hit: bool) -> None:
+        """Learn whether a token of this probability was accepted."""
+        at = bisect_right(_EDGES, probability)
+        self._counts[at] = _FADE_TOKEN * self._counts[at] + 1
+        self._hits[at] = _FADE_TOKEN * self._hits[at] + hit
+
+
+class Growth:
+    """Grows a tree as long as another level saves time, and selects the tokens that are worth verifying.
+
+    A level is worth a pass of the draft if the tokens it is expected to add would take longer than that at the speed
+    so far. A token is worth verifying by the same rule, with the time that each token adds to a pass of the target.
+
+    Args:
+        config: The policy, and the largest tree.
+    """
+
+    def __init__(self, config: DraftTreeConfig) -> None:
+        self.calibration = Calibration()
+        self._config = config
+        # The share of accepted tokens whose next token was among their children: the likeliest child, or any.
+        self._right = {any_of: _Mean(_FADE_TOKEN) for any_of in (False, True)}
+        self._rough = True
+        self._forget_times()
+
+    def goes_on(self, chances: Sequence[float], level: int, *, chain: bool = False) -> bool:
+        """Whether to run the draft for another level.
+
+        Args:
+            chances: Of the tokens that it would continue, that they are accepted.
+            level: Levels so far.
+            chain: Whether each token gets only one child.
+        """
+        if not chances or level >= self._config.depth:
+            return False
+        if self._config.policy == "tree":
+            return True
+        if not self._rounds.weight:
+            return level < _FIRST
+        right = self._right[not chain and self._config.policy != "chain"]
+        gain = sum(chances) * (right.value if right.weight else 1.0)
+        return gain * self._seconds_per_token > self._draft_s.value / max(self._passes.value, 1.0)
+
+    def chosen(self, tree: Tree) -> list[int]:
+        """The indices of the tokens to verify: one at least, or nothing more would be learned."""
+        least = 0.0
+        if self._config.policy != "tree" and self._rounds.weight:
+            least = self._slope.value / self._seconds_per_token if self._seconds_per_token else 0.0
+        return tree.likeliest(self._config.max_nodes, least) or tree.likeliest(1)
+
+    def learn(
+        self,
+        tree: Tree,
+        children: Mapping[int, Mapping[int, int]],
+        path: Sequence[int],
+        *,
+        committed: int,
+        passes: int,
+        draft_s: float,
+        target_s: float,
+        first: bool,
+    ) -> None:
+        """Learn from a round.
+
+        Args:
+            tree: The tree that was verified.
+            children: As `Tree.children` returns them.
+            path: Indices of the accepted tokens.
+            committed: Tokens by which the text grew.
+            passes: Of the draft.
+            draft_s: Seconds that they took.
+            target_s: Seconds of the target's pass.
+            first: Whether that pass included the prompt. Its time counts until there are others.
+        """
+        for node, taken in zip((ROOT, *path), (*path, None), strict=True):
+            behind = children.get(node)
+            if behind is None:
+                continue
+            self._right[False].learn(taken == next(iter(behind.values())))
+            if len(behind) > 1:
+                self._right[True].learn(taken is not None)
+            for child in behind.values():
+                self.calibration.learn(tree.probabilities[child], hit=child == taken)
+        if first and not self._rough:
+            return
+        if self._rough and not first:
+            self._rough = False
+            self._forget_times()
+        for mean, new in (
+            (self._rounds, 1.0),
+            (self._committed, committed),
+            (self._passes, passes),
+            (self._draft_s, draft_s),
+            (self._target_s, target_s),
+        ):
+            mean.learn(new)
+        if not first:
+            self._slope.learn(len(tree) + 1, target_s)
+
+    def _forget_times(self) -> None:
+        self._rounds, self._slope = _Mean(), _Slope()
+        self._committed, self._draft_s, self._passes, self._target_s = _Mean(), _Mean(), _Mean(), _Mean()
+
+    @property
+    def _seconds_per_token(self) -> float:
+        """At the speed so far, or without drafts if that is faster."""
+        drafted = (self._draft_s.value + self._target_s.value) / max(self._committed.value, 1.0)
+        return min(drafted, self._target_s.value)
+
+
+class _Mean:
+    """An exponentially weighted mean."""
+
+    def __init__(self, fade: float = _FADE) -> None:
+        self.weight, self._sum, self._fade = 0.0, 0.0, fade
+
+    def learn(self, new: float) -> None:
+        self.weight = self._fade * self.weight + 1
+        self._sum = self._fade * self._sum + new
+
+    @property
+    def value(self) -> float:
+        return self._sum / self.weight if self.weight else 0.0
+
+
+class _Slope:
+    """The slope of an exponentially weighted line fit, at least zero."""
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def learn(self, x: float, y: float) -> None:
+        self._n = _FADE * self._n + 1
+        self._x = _FADE * self._x + x
+        self._y = _FADE * self._y + y
+        self._xx = _FADE * self._xx + x * x
+        self._xy = _FADE * self._xy + x * y
+
+    @property
+    def value(self) -> float:
+        spread = self._n * self._xx - self._x**2
+        return max((self._n * self._xy - self._x * self._y) / spread, 0.0) if spread > 1e-9 * self._n**2 else 0.0

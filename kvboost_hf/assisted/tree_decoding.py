@@ -12,14 +12,10 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from kvboost_hf.assisted.branch_probe import branch_reason
-from kvboost_hf.assisted.branches import Branches, lender_of, recording
-from kvboost_hf.assisted.pauses import may_keep_state
-from kvboost_hf.assisted.rounds import Rounds, Taken, follow
-from kvboost_hf.assisted.stats import SpeculationStats
+from kvboost_hf.assisted.branches import Branches, branch_reason, lender_of, recording
+from kvboost_hf.assisted.limits import fitted, may_keep_state, vocab_size
+from kvboost_hf.assisted.rounds import Rounds, SpeculationStats, Taken, TreeDraft, follow
 from kvboost_hf.assisted.tree import Tree
-from kvboost_hf.assisted.tree_draft import TreeDraft
-from kvboost_hf.assisted.vocabulary import differ_by_padding, fitted, vocab_size
 from kvboost_hf.compat import (
     CACHE,
     give_back_tokenizer,
@@ -164,14 +160,8 @@ class TreeDecoding:
 
     def _draft_for(self, model: PreTrainedModel) -> PreTrainedModel:
         """The draft with the vocabulary of a target."""
-        mine, theirs = vocab_size(self.draft), vocab_size(model)
-        if not differ_by_padding(mine, theirs):
-            raise ValueError(
-                f"The draft must have the vocabulary of the model that generates, of {theirs} tokens, got {mine}. "
-                "Choose one of the same family."
-            )
-        if vocab_size(self._fitted) != theirs:
-            self._fitted = fitted(self.draft, model)
+        if vocab_size(self._fitted) != vocab_size(model):
+            self._fitted = fitted(self.draft, model, name="the model that generates")
         return self._fitted
 
     def _require_fits(

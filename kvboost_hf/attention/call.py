@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.visibility import Visibility
 
 # Attention [batch, queries, heads, value_dim], and the log of the sum of the exponentiated logits,
 # [batch, heads, queries], float32: -inf for queries that see nothing, empty where nobody asked for it.

@@ -8,9 +8,9 @@ from torch import nn
 
 from kvboost_hf.attention import dispatch, ops, reference, sdpa
 from kvboost_hf.attention.call import AttentionCall
-from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.handles import KVHandle, MixedKV, PiecedKV, read_reach, read_tree
+from kvboost_hf.handles import KVHandle, MixedKV, PiecedKV
 from kvboost_hf.kernels import count
+from kvboost_hf.visibility import Visibility, read_reach, read_tree
 
 # Weights, which no kernel has; keys chosen by an index of the model's own; sinks that differ between queries.
 _NOT_TAKEN = {"output_attentions", "indices", "block_indices", "sinks"}
@@ -36,7 +36,7 @@ def attention(
         key: [batch, num_kv_heads, columns, head_dim]; may be a `KVHandle`, as `value`.
         value: [batch, num_kv_heads, columns, value_dim].
         attention_mask: None, [batch, 1 or heads, queries, columns] bool or numbers to add, or what
-            `handles.make_reach` or `handles.make_tree` makes.
+            `visibility.make_reach` or `visibility.make_tree` makes.
         dropout: Must be 0 where there is a softcap or a sink.
         scaling: Factor of the logits; by default 1 / sqrt(head_dim).
         is_causal: Overrides what the module says.

@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 
 from kvboost_hf.attention.backends import backend_of
 from kvboost_hf.compat import mask_form
-from kvboost_hf.handles import make_reach
+from kvboost_hf.visibility import make_reach
 
 # Masks of a window are closures: `and_masks(sliding_window_overlay(window), causal_mask_function)`.
 _WINDOWED: Any = sliding_window_causal_mask_function(1)
@@ -50,7 +50,7 @@ def make_mask(
 
     Returns:
         None where queries are the last columns, and see all before them, or, if the layer is not causal, all; what
-        `handles.make_reach` makes where there is padding, or a window that hides something, or columns behind the
+        `visibility.make_reach` makes where there is padding, or a window that hides something, or columns behind the
         queries of a causal layer, as in a cache of a fixed size; [batch, 1, q_length, kv_length] for everything else:
         bool, or, for models that may compute attention themselves, numbers to add.
     """

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kvboost_hf.attention import dispatch
 from kvboost_hf.attention.call import AttentionCall, Part
-from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import CodePlanes, PieceTable
+from kvboost_hf.visibility import Visibility
 
 _MaybeTensors = Sequence[torch.Tensor | None]
 

@@ -3,8 +3,8 @@
 import torch
 
 from kvboost_hf.attention.call import AttentionCall, Part
-from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import CodePlanes, PieceTable
+from kvboost_hf.visibility import Visibility
 
 
 def attend(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvboost_hf.attention.call import AttentionCall
-from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.visibility import Visibility
 
 _LONG = 32_768  # tokens: cuDNN plans for each length anew, for about as long as it then saves on all layers
 _FASTEST_FIRST = [

@@ -1,12 +1,10 @@
 """`attach` and `detach`: reuse for calls that bring no cache of their own, such as pipelines."""
 
-import contextlib
-import sys
 import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +20,12 @@ from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.identity.versions import PREPARE_CACHE
 from kvboost_hf.cache.live.compiled import static_reason
 from kvboost_hf.cache.live.decoding_form import AUTO, GROWS, NOT_ON_GPU, MaxCacheLen, compiles_on
-from kvboost_hf.cache.prompt.generate_call import calling, is_inside_of_us
+from kvboost_hf.cache.prompt.generate_call import at_end, calling
 from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS, GRADIENTS, gradients_enabled, logits_kept, wants_all_logits
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.compat import CACHE, cache_in, input_device, known_reason, require_model, running_streamer, unwrapped
+from kvboost_hf.compat import CACHE, cache_in, input_device, known_reason, require_model, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 Salt = str | bytes | None
@@ -162,10 +160,7 @@ class _Attachment:
         if (config := call.config) is None:
             cache.stores_prompts_whole = True
         else:  # generate() makes it for one call, and lets go of it when it returns
-            store = partial(self._call_has_ended, weakref.ref(cache))
-            weakref.finalize(config, store).atexit = False
-            if (streamer := running_streamer()) is not None:  # whose reader may begin the next call before that
-                weakref.finalize(config, _before_end(streamer, store)).atexit = False
+            at_end(config, partial(self._store_tails_of, weakref.ref(cache)), streamer=call.streamer)
         return cache
 
     def _of_any_size(self, model: PreTrainedModel, max_cache_len: MaxCacheLen = None) -> ChunkReuseCache:
@@ -239,49 +234,13 @@ class _Attachment:
     def _note(self, cache: ChunkReuseCache) -> None:
         self._of_thread.last = self._latest = cache
 
-    def _call_has_ended(self, ended: "weakref.ref[ChunkReuseCache]", frame: FrameType | None = None) -> None:
-        """Called when nobody refers to a call's configuration any more: as a rule, by the return of generate().
-
-        Args:
-            ended: The cache of the call.
-            frame: Of whoever has let go of it.
-        """
-        cache = ended()
-        if cache is None or is_inside_of_us(frame if frame is not None else sys._getframe(1)):
-            return  # a collection of garbage in the middle of our work: the thread's next call will do it
-        with contextlib.suppress(Exception):  # a finalizer could only print it
+    def _store_tails_of(self, ended: "weakref.ref[ChunkReuseCache]") -> None:
+        if (cache := ended()) is not None:
             self._store_tails(cache)
 
     def _store_tails(self, cache: ChunkReuseCache) -> None:
         with self._storing:
             cache.store_tails()
-
-
-def _before_end(streamer: Any, store: Callable[[FrameType], None]) -> Callable[[], None]:
-    """Have a call's last tokens stored before the streamer says that it has ended; returns what undoes that.
-
-    Args:
-        streamer: Of the call. One that takes no attributes is left as it is.
-        store: Called with the frame in which the call ends.
-    """
-    own = getattr(streamer, "__dict__", {}).get("end")
-
-    def stored_end(*args: Any, **kwargs: Any) -> Any:
-        undo()
-        store(sys._getframe(1))
-        return end(*args, **kwargs)
-
-    def undo() -> None:
-        if vars(streamer).get("end") is stored_end:
-            del streamer.end
-            if own is not None:
-                streamer.end = own
-
-    try:
-        end, streamer.end = streamer.end, stored_end
-    except AttributeError:
-        return lambda: None
-    return undo
 
 
 def _begins_text(model: PreTrainedModel, theirs: Any, kwargs: Kwargs, *, keeps_logprobs: bool) -> bool:

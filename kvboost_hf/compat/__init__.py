@@ -49,7 +49,7 @@ from kvboost_hf.compat.models import (
     unwrapped,
     weights_come_and_go,
 )
-from kvboost_hf.compat.private import PrivateCache, run_model
+from kvboost_hf.compat.private import LayerMasks, PrivateCache, run_model
 from kvboost_hf.compat.probes import (
     checkpointing_reason,
     difference,
@@ -76,6 +76,7 @@ __all__ = [
     "AssistedCall",
     "KeptOnModel",
     "KeyRotation",
+    "LayerMasks",
     "LayerRotation",
     "PrivateCache",
     "Shifts",

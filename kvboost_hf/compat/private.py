@@ -1,6 +1,6 @@
-"""Forwards that this package runs for itself: `run_model`, and the cache that no hook takes for a user's."""
+"""Forwards that this package runs for itself: the function, their cache, and masks for each of their layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -8,8 +8,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.compat.forwards import cache_argument, forward_arguments
-from kvboost_hf.compat.models import keeps_positions
+from kvboost_hf.compat.models import attn_implementation, keeps_positions, mask_form
+from kvboost_hf.handles import ATTENTION
+from kvboost_hf.visibility import Visibility
 
+See = Callable[[int, int, int, torch.device], Visibility | None]
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values [batch, num_kv_heads, columns, head_dim]
 
 # What a configuration may turn on for each token, and nobody reads of a forward of ours. Router logits also fail it:
@@ -94,3 +97,81 @@ class PrivateCache(Cache):
             return self.take(layer_idx, key_states, value_states)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
+
+
+class LayerMasks:
+    """Gives each decoder layer of one forward a mask of its own, in the form that its attention takes.
+
+    transformers gives one mask to all layers of a kind, cut for a prompt without holes and without branches. The model
+    is given a `stand_in` instead, and a hook on its layers (`hook_layers`) puts the right one in its place.
+
+    Args:
+        model: The model.
+        cache: The cache that the forward is given, which tells its layers' calls from those of other threads.
+        kinds: For each layer, the window, or 0, and the columns that it attends to.
+        compact: Whether an attention that can be told the columns of its queries is given no matrix of both.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: Cache, kinds: Sequence[tuple[int, int]], *, compact: bool = True
+    ) -> None:
+        self._cache, self._kinds = cache, kinds
+        attention, form = attn_implementation(model), mask_form(model.config.get_text_config(decoder=True))
+        self._dtype = None if attention in ("sdpa", ATTENTION) else model.dtype
+        self._compact = compact and attention == ATTENTION and form == "compact"
+        self._masks: dict[Hashable, torch.Tensor | None] = {}
+
+    def stand_in(self, batch: int, device: torch.device) -> torch.Tensor:
+        """The mask to run the model with: models pass one of four dimensions on as it is."""
+        return torch.zeros(batch, 1, 1, 1, device=device, dtype=self._dtype or torch.bool)
+
+    def concern(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether a layer that is called with these arguments runs in this forward."""
+        return any(value is self._cache for value in (*args, *kwargs.values()))
+
+    def put(self, idx: int, args: Any, kwargs: dict[str, Any], queries: int, see: See) -> tuple[Any, dict[str, Any]]:
+        """Put the mask of layer `idx` for its last `queries` tokens in place of the stand-in.
+
+        Args:
+            idx: The layer.
+            args: Its arguments by position.
+            kwargs: Its arguments by name.
+            queries: How many tokens it computes.
+            see: Called with the window, the columns, the queries and the device, once for all layers where these are
+                the same; returns what the queries see, or None where the layer needs no mask.
+
+        Raises:
+            ValueError: the layer is given no mask at all.
+        """
+        hidden: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        (window, columns), device = self._kinds[idx], hidden.device
+        key = window, columns, queries, device
+        if key not in self._masks:
+            seen = see(window, columns, queries, device)
+            self._masks[key] = self._make(seen, queries, columns, device) if seen is not None else None
+        mask = self._masks[key]
+        if "attention_mask" in kwargs:
+            return args, {**kwargs, "attention_mask": mask}
+        if not any(map(_is_stand_in, args)):
+            raise ValueError("its decoder layers are given no attention_mask")
+        return tuple(mask if _is_stand_in(value) else value for value in args), kwargs
+
+    def forget(self) -> None:
+        """Make the masks anew: other tokens go on."""
+        self._masks.clear()
+
+    def _make(self, seen: Visibility, queries: int, columns: int, device: torch.device) -> torch.Tensor | None:
+        if self._compact and seen.is_compact:
+            return seen.compact(device)
+        found = seen.dense(queries, columns, device)
+        if seen.tree is None and seen.mask is None:
+            # Padding sees itself: the attention of a row that sees nothing is not a number.
+            own = seen.columns_of(queries, columns, device)[:, None, :, None]
+            found = found | (torch.arange(columns, device=device) == own)
+        if self._dtype is None:
+            return found
+        return torch.where(found, 0.0, torch.finfo(self._dtype).min).to(self._dtype)
+
+
+def _is_stand_in(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 4 and value.shape[1:] == (1, 1, 1)

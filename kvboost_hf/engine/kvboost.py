@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.load import load_assistant, speculation_stats
-from kvboost_hf.assisted.stats import SpeculationStats
+from kvboost_hf.assisted.rounds import SpeculationStats
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
 from kvboost_hf.cache.prompt.chats import Message
 from kvboost_hf.cache.store.chunk_store import ChunkStore

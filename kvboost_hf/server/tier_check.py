@@ -1,6 +1,7 @@
 """Checks whether a server finds the K/V in its tiers; if not, says which flag differs and what to type."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 
@@ -12,6 +13,7 @@ from kvboost_hf.cache.identity.fingerprint import ModelState, model_name
 from kvboost_hf.cache.layers.quantized import mark
 from kvboost_hf.cache.planning.chunks import Chunker, root_key
 from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.cache.store.lower import versions
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.compat import attn_implementation
 from kvboost_hf.config import KVQuantConfig
@@ -24,6 +26,7 @@ _NOT_KNOWN = (
     "transformers, and then `kvboost-hf warm` is to be run again, with its flags."
 )
 LOOKED_AT = 10_000  # blobs
+_COMPARED = 16  # roots, of each of which a blob is read
 _ATTENTIONS = ("sdpa", "eager", ATTENTION)
 _LOSSY = ("int8", "int8:4", "int4", "int2", "turboquant", "turboquant:3.5", "turboquant:3", "turboquant:2")
 
@@ -84,12 +87,8 @@ def unfound(
             f"The tiers hold {len(kept.held)} chunks, but none of this model: they are of others, of this one with "
             "another `--dtype`, or of an earlier release of kvboost_hf."
         )
-    others = {entry.root for entry in own} - kept.roots
-    told = (
-        _difference(model, store.codec.name, _live(live_quant), salts, others, attentions=not found)
-        if others
-        else None
-    )
+    others = {entry.root: entry.key for entry in own if entry.root not in kept.roots}
+    told = _compared(model, store, _live(live_quant), salts, others, attentions=not found)
     reasons = [_cut_elsewhere(store.chunker, found)]
     if told is not None or not found:
         root, stored_with = told or (None, _NOT_KNOWN)
@@ -106,21 +105,71 @@ def _live(live_quant: KVQuantConfig | None) -> bytes:
     return mark(live_quant) if live_quant is not None else b""
 
 
-def _difference(
-    model: PreTrainedModel, codec: str, live: bytes, salts: Sequence[bytes], roots: set[bytes], *, attentions: bool
+def _compared(
+    model: PreTrainedModel,
+    store: ChunkStore,
+    live: bytes,
+    salts: Sequence[bytes],
+    keys: Mapping[bytes, bytes],
+    *,
+    attentions: bool,
 ) -> tuple[bytes, str] | None:
-    """One of `roots`, with which flags it was stored, and what to do; None where that is not known.
+    """A root that this server does not find, with which flags it was stored, and what to do; None where nobody knows.
 
-    With `attentions`, others are tried, too: all weights are read again for each of them.
+    Args:
+        model: The model, with the attention that it is served with.
+        store: The store of the server.
+        live: Names the codes of its caches.
+        salts: Those of its clients.
+        keys: By root, the key of a chunk.
+        attentions: Try other attentions for chunks that do not tell theirs: all weights are read again for each.
     """
+    untold: set[bytes] = set()  # roots of chunks that earlier releases have stored
+    newer: tuple[bytes, str] | None = None
+    for root, key in islice(keys.items(), _COMPARED):
+        made = store.made_with(key)
+        if made is None:
+            untold.add(root)
+            continue
+        if made.versions != versions() and newer is None:
+            told = re.sub(r"[^\w.+, -]", "?", made.versions[:100])  # anybody may have written it
+            newer = root, f"{told}; this server has {versions()}. Run `kvboost-hf warm` again, with its flags."
+        kept = [made.codec], [made.regime.encode("latin-1", "replace")]
+        tried = [made.attention] if made.attention in {attn_implementation(model), *_ATTENTIONS} else []
+        if (found := _difference(model, store.codec.name, live, salts, {root}, tried, *kept)) is not None:
+            return found
     own = attn_implementation(model)
-    codecs = {make_codec(spec).name: f"--codec {spec}" for spec in ("raw", *_LOSSY)}
-    lives = {b"": "no --live-quant"}
-    lives |= {mark(config): f"--live-quant {spec}" for spec in _LOSSY if (config := config_of(spec)) is not None}
+    tried = [own, *(name for name in _ATTENTIONS if attentions and name != own)]
+    codecs, lives = [store.codec.name, *_codec_flags()], [live, *_live_flags()]
+    guessed = _difference(model, store.codec.name, live, salts, untold, tried, codecs, lives) if untold else None
+    return guessed or newer
+
+
+def _codec_flags() -> dict[str, str]:
+    return {make_codec(spec).name: f"--codec {spec}" for spec in ("raw", *_LOSSY)}
+
+
+def _live_flags() -> dict[bytes, str]:
+    known = {mark(config): f"--live-quant {spec}" for spec in _LOSSY if (config := config_of(spec)) is not None}
+    return {b"": "no --live-quant"} | known
+
+
+def _difference(
+    model: PreTrainedModel,
+    codec: str,
+    live: bytes,
+    salts: Sequence[bytes],
+    roots: Collection[bytes],
+    tried_attentions: Sequence[str],
+    tried_codecs: Sequence[str],
+    tried_lives: Sequence[bytes],
+) -> tuple[bytes, str] | None:
+    """One of `roots` that these attentions, codecs and live codes make, with which flags, and what to do; or None."""
+    own, codecs, lives = attn_implementation(model), _codec_flags(), _live_flags()
     tenants = dict.fromkeys([b"", *salts], "the --api-key and --salt of this server") | {b"": "no --api-key or --salt"}
-    for attention in [own, *(name for name in _ATTENTIONS if attentions and name != own)]:
+    for attention in tried_attentions:
         fingerprint = _fingerprint_with(model, attention)
-        for tried in product([codec, *codecs], [live, *lives], [*salts, b""]):
+        for tried in product(tried_codecs, tried_lives, [*salts, b""]):
             if fingerprint is None:
                 continue
             root = root_key(fingerprint, tried[2], tried[1] + tried[0].encode())

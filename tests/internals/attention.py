@@ -10,4 +10,4 @@ from kvboost_hf.attention.cuda.launch import Arguments
 from kvboost_hf.attention.layer import attention
 from kvboost_hf.attention.merge import merge, no_log
 from kvboost_hf.attention.ops import attend as ops_attend
-from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.visibility import Visibility

@@ -20,6 +20,7 @@ from kvboost_hf.cache.forward.fill import StemReader
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.forward.reused import Reused
+from kvboost_hf.cache.identity import fingerprint
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, model_name
 from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache, only_looks
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
@@ -37,7 +38,7 @@ from kvboost_hf.cache.identity.weights import (
 from kvboost_hf.cache.kv import blocks, transfer
 from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV
-from kvboost_hf.cache.kv.model_form import ColumnForm, ModelForm, read_kv, read_states
+from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv.records import StoredStates
 from kvboost_hf.cache.kv.transfer import Staging
 from kvboost_hf.cache.layers import pieced
@@ -104,7 +105,7 @@ from kvboost_hf.cache.store.settings import chunk_bytes
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import below, record
 from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, TierSpec, open_tier, parse_tier
-from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
+from kvboost_hf.cache.tiers.base import Entry, Kind, MadeWith, Tier
 from kvboost_hf.cache.tiers.below import MeasuredTier
 from kvboost_hf.cache.tiers.disk import DiskTier, files
 from kvboost_hf.cache.tiers.disk.rows import charge

@@ -21,6 +21,7 @@ from tests.conftest import random_ids
 from tests.forged import Forged, change_all, tokens_of, with_tokens
 from tests.internals.cache import (
     Blob,
+    ChunkForms,
     ColumnFormat,
     DamagedBlobError,
     DiskTier,
@@ -354,7 +355,7 @@ def read(blob: Blob, form: ModelForm) -> None:
     if blob.entry.kind is Kind.STATES:
         read_states(blob, form)
     else:
-        read_kv(blob, ColumnFormat(), form).check()
+        read_kv(blob, ChunkForms(ColumnFormat(), form)).check()
     blob.check_all()
 
 
@@ -406,7 +407,7 @@ def restart_knowing(name: str, disk: str, **settings: Any) -> tuple[PreTrainedMo
     model, store, cache = restart(name, disk, **settings)
     root = store.root(b"")
     assert root is not None
-    assert list(store._reader.forms(root))
+    assert store._reader.form_of(root)
     return model, store, cache
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
-from tests.internals.cache import ChatTemplate, ComputePace
+from tests.forged import Forged, change_all
+from tests.internals.cache import ChatTemplate, ComputePace, fingerprint, lower
 from tests.internals.cli import _chats, add_secrets, command_line, engine_settings, main, server_settings
 from tests.internals.engine import EngineSettings
 from tests.internals.server import (
@@ -76,6 +77,13 @@ def start(flags: list[str]) -> tuple[Finished, str | None]:
         return told.end, said
 
 
+def without_made_with(data: bytes) -> bytes:
+    """A blob as earlier releases have written it."""
+    blob = Forged(data)
+    del blob.entry["made_with"]
+    return blob.joined()
+
+
 def warm(file: str, flags: list[str]) -> None:
     assert main(["warm", file, "--device", "cpu", "--dtype", "float32", *flags]) == 0
 
@@ -108,6 +116,7 @@ def test_a_model_is_found_under_another_path(file: str, tmp_path: Path) -> None:
     assert said is None
 
 
+@pytest.mark.parametrize("earlier", [False, True], ids=["told", "guessed"])
 @pytest.mark.parametrize(
     ("warmed", "served", "says"),
     [
@@ -120,13 +129,29 @@ def test_a_model_is_found_under_another_path(file: str, tmp_path: Path) -> None:
         ("--dtype float16", "", ["another `--dtype`"]),
     ],
 )
-def test_what_cannot_be_found_is_told(warmed: str, served: str, says: list[str], file: str, tmp_path: Path) -> None:
+def test_what_cannot_be_found_is_told(
+    warmed: str, served: str, says: list[str], earlier: bool, file: str, tmp_path: Path
+) -> None:
+    """Chunks that an earlier release has stored do not tell what they were made with."""
     tier = ["--disk-cache-dir", str(tmp_path / "tier")]
     warm(file, [*warmed.split(), *tier])
+    if earlier:
+        change_all(tmp_path / "tier", without_made_with)
     end, said = start([*served.split(), *tier])
     assert end.cached_tokens < 0.5 * end.prompt_tokens
     assert said is not None
     assert all(part in said for part in says), said
+
+
+def test_other_versions_are_told(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = ["--disk-cache-dir", str(tmp_path / "tier")]
+    with monkeypatch.context() as patch:
+        patch.setattr(lower, "library_versions", lambda: ("1.0\n`rm`", "2.0"))
+        patch.setattr(fingerprint, "library_versions", lambda: ("1.0", "2.0"))
+        warm(file, tier)
+    _, said = start(tier)
+    assert said is not None
+    assert "they were stored with torch 1.0??rm?, transformers 2.0; this server has torch " in said
 
 
 def test_what_several_have_stored_is_told_apart(file: str, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The format of blobs: others can read it, nothing that was damaged is taken for what was written."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from tests.internals.cache import Blob, DamagedBlobError, Entry, Kind, dump, read_entry, record
+from tests.forged import Forged
+from tests.internals.cache import Blob, DamagedBlobError, Entry, Kind, MadeWith, dump, read_entry, record
 
 DTYPES = sorted(record._NAMES, key=str)
 ENTRY = Entry(b"k" * 20, Kind.CHUNK, b"model", b"root", b"parent", b"head", 7, np.arange(-2, 30), 0)
@@ -159,6 +162,32 @@ def test_damage_is_found_where_it_is() -> None:
     _, data = joined(ENTRY, {"codes": torch.zeros(4, 8)})
     blob = Blob(memoryview(data[:-40] + b"\1" + data[-39:]))
     for index in (0, 1, 3):
-        blob.check("codes", index)
+        blob.check("codes", [index])
     with pytest.raises(DamagedBlobError, match="Entry 2 of tensor 'codes'"):
-        blob.check("codes", 2)
+        blob.check("codes", [2])
+
+
+MADE_WITH = MadeWith("int8", "", "sdpa", "torch 2, transformers 5")
+
+
+def test_an_entry_tells_what_it_was_made_with() -> None:
+    _, data = joined(replace(ENTRY, made_with=MADE_WITH), {"codes": torch.zeros(1, 8)}, {})
+    assert read_entry(memoryview(data)).made_with == MADE_WITH
+    earlier = Forged(data)
+    del earlier.entry["made_with"]
+    assert read_entry(memoryview(earlier.joined())).made_with is None
+
+
+TOLD = {"codec": "int8", "regime": "", "attention": "sdpa", "versions": ""}
+
+
+@pytest.mark.parametrize(
+    "made_with",
+    [None, 1, [], {}, {"codec": "raw"}, TOLD | {"attention": 1}, TOLD | {"x": ""}, TOLD | {"regime": "a" * 5000}],
+)
+def test_what_it_was_made_with_is_text(made_with: Any) -> None:
+    _, data = joined(replace(ENTRY, made_with=MADE_WITH), {"codes": torch.zeros(1, 8)}, {})
+    forged = Forged(data)
+    forged.entry["made_with"] = made_with
+    with pytest.raises(DamagedBlobError):
+        Blob(memoryview(forged.joined()))

@@ -1,6 +1,7 @@
 """Tiers on servers and file systems, as long as they work, and when they do not."""
 
 import logging
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -126,7 +127,7 @@ def test_what_failed_is_left_alone_and_then_tried_once(caplog):
 
 def test_is_left_alone_for_longer_each_time_up_to_a_limit(monkeypatch):
     now = 100.0
-    monkeypatch.setattr("kvboost_hf.cache.tiers.guard.monotonic", lambda: now)
+    monkeypatch.setattr("kvboost_hf.cache.tiers.failures.monotonic", lambda: now)
     guard, pauses = Guard("The test"), list[float]()
     for _ in range(7):
         guard.call(None, fail)
@@ -174,6 +175,17 @@ def test_refuses_a_cooldown_that_is_none(cooldown_s):
 def test_entries_survive_as_bytes():
     entry = make_entry(1, start=2**40, nbytes=2**40)
     assert_same(unpack_entry(pack_entry(entry)), entry)
+
+
+def test_entries_of_earlier_releases_are_read():
+    entry = make_entry(1, start=2**40, nbytes=2**40)
+    tokens = entry.tokens.astype("<i8").tobytes()
+    fields = (entry.key, entry.kind.value.encode(), entry.model, entry.root, entry.parent, entry.head, tokens)
+    packed = struct.pack("<4sqq7I", b"KVE1", entry.start, entry.nbytes, *map(len, fields)) + b"".join(fields)
+    assert_same(unpack_entry(packed), entry)
+    for damaged in (packed[:-1], packed[:20], packed + b"x", packed.replace(b"chunk", b"shelf")):
+        with pytest.raises(ValueError, match=r"."):
+            unpack_entry(damaged)
 
 
 def test_a_part_of_an_entry_is_none():

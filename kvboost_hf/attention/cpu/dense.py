@@ -10,7 +10,7 @@ from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.cpu.blocks import attend_capped, join
 from kvboost_hf.attention.cpu.tiles import Tile, is_irregular, is_plain, masked, square, staircase, tree
 from kvboost_hf.attention.merge import no_log
-from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.visibility import Visibility
 
 _FEW = 16  # queries: the rows of a batch are computed at once, and the heads of a group, with a mask of their own
 

@@ -8,8 +8,8 @@ import torch
 from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.cpu.blocks import attend_capped, join
 from kvboost_hf.attention.cpu.dense import attend_all
-from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import PieceTable
+from kvboost_hf.visibility import Visibility
 
 
 def can_attend_pieces(table: PieceTable, visibility: Visibility) -> bool:

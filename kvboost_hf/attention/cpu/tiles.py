@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.visibility import Visibility
 
 _ROWS = 128  # queries that share a mask: with more of them, more of the work is hidden; with fewer, more calls
 

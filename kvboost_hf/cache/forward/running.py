@@ -7,11 +7,9 @@ A cache has one forward under way at most. `begin` puts K/V in place and gives t
 with; `record` and `settle` follow when the model has returned; `abandon` follows where it did not.
 """
 
-import _thread
 import contextlib
 import logging
 import os
-import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -32,7 +30,7 @@ from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.live.store_writer import StoreWriter
 from kvboost_hf.cache.planning.chunks import Tokens, whole_pieces
-from kvboost_hf.cache.prompt.generate_call import is_inside_of_us
+from kvboost_hf.cache.prompt.generate_call import at_end
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.token_log import MaskShape
@@ -41,7 +39,7 @@ from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.handles import ATTENTION
 
 _log = logging.getLogger("kvboost_hf")
-_MOMENT_S = 0.05  # in which a finalizer ends, and a thread takes a token and goes on
+_MOMENT_S = 0.05  # in which a thread takes a token and goes on
 _ALIKE = 16  # columns in which two prompts agree that may share more
 LayerPair = tuple[torch.Tensor, torch.Tensor]  # keys and values [1, num_kv_heads, tokens, head_dim]
 
@@ -164,13 +162,13 @@ class SettledLater:
 
     def __init__(self, forward: Forward, config: Any) -> None:
         self._forward: Forward | None = forward
-        self._thread, self._ended, self._pid = threading.get_ident(), False, os.getpid()
+        self._thread, self._config, self._pid = threading.get_ident(), weakref.ref(config), os.getpid()
         self._lock = forks.rlock()  # whoever comes second waits until it is settled
         self._begun = threading.Event()
         ledger, beginning = forward.parts.live.ledger, forward.beginning
         self._root = ledger.root if ledger is not None else None
         self._beginnings = _beginnings(beginning) if beginning is not None else frozenset()
-        weakref.finalize(config, self._call_has_ended).atexit = False
+        at_end(config, self.settle)
         forward.parts.binding.store.settles_first(self)
 
     def settle(self) -> None:
@@ -184,7 +182,7 @@ class SettledLater:
 
     def settle_here(self) -> None:
         """Settle it, unless another thread may still be running the call."""
-        if self._ended or self._is_own:
+        if self._config() is None or self._is_own:
             self.settle()
 
     @property
@@ -206,17 +204,6 @@ class SettledLater:
             return
         with self._lock:  # until it is settled
             pass
-
-    def _call_has_ended(self) -> None:
-        self._ended = True
-        if is_inside_of_us(sys._getframe(1)):
-            return  # a collection of garbage, at any time: the next use of the cache or of the store will do it
-        try:
-            self.settle()
-        except KeyboardInterrupt:  # a finalizer could only print it: it is raised a moment later
-            threading.Timer(_MOMENT_S, _thread.interrupt_main).start()
-        except Exception:
-            _log.exception("K/V of a prompt could not be stored. It is computed again when the prompt comes again.")
 
 
 def _beginnings(ids: Tokens) -> frozenset[bytes]:

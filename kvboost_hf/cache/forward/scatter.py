@@ -4,9 +4,9 @@
     model       only the chosen columns, at their true positions
     update()    their keys and values are put in place, and everything is handed to the attention
 
-transformers gives one mask to all layers of a kind, cut for a prompt without holes. Hooks on the decoder layers put
-the right one in its place: a token attends to every column at or before its own, and in a layer with a window to
-those inside it. Where tokens are chosen by what an early layer shows, the same hooks narrow what goes on.
+Hooks on the decoder layers give each its own mask: a token attends to every column at or before its own, and in a
+layer with a window to those inside it. Where tokens are chosen by what an early layer shows, the same hooks narrow
+what goes on.
 """
 
 import weakref
@@ -28,8 +28,8 @@ from kvboost_hf.cache.layers.base import Piece, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.windows import SlidingLayer
 from kvboost_hf.cache.planning.moved import BlendPlan
-from kvboost_hf.compat import PrivateCache, attn_implementation, hook_layers, kv_sources, mask_form, run_model
-from kvboost_hf.handles import ATTENTION, make_reach
+from kvboost_hf.compat import LayerMasks, PrivateCache, hook_layers, kv_sources, run_model
+from kvboost_hf.visibility import Visibility
 
 Columns = NDArray[np.int64]  # [batch, m], ascending in each row
 _MAX_QUERIES = 32
@@ -89,16 +89,14 @@ class ScatterPass:
         self.columns = self._all = columns
         self.layer_tokens = [0] * len(layers)  # that went through each layer, padding left out
         self.current = 0  # the layer that has asked for its keys and values last
-        self._cache, self._layers, self._narrowing = cache, layers, narrowing
+        self._layers, self._narrowing = layers, narrowing
         self._sources = kv_sources(model, [isinstance(layer, GrowingLayer) for layer in layers])
         self._pads = np.asarray(pads)
         self._length = max(layer.length or 0 for layer in layers)
         self._present, self._unmasked = present, unmasked
-        kind = attn_implementation(model)
-        self._mask_dtype = None if kind in ("sdpa", ATTENTION) else model.dtype
-        form = mask_form(model.config.get_text_config(decoder=True))
-        self._compact = compact and kind == ATTENTION and form == "compact"
-        self._masks: dict[tuple[int | None, int, int, torch.device], torch.Tensor] = {}
+        windows = [layer.sliding_window or 0 if isinstance(layer, SlidingLayer) else 0 for layer in layers]
+        kinds = [(windows[source], self._length - layers[source].first) for source in self._sources]
+        self._masks = LayerMasks(model, cache, kinds, compact=compact)
         self._at: dict[torch.device, torch.Tensor] = {}
         self._rows: torch.Tensor | None = None  # where the present columns are among all of them, once it was narrowed
         self._taken: dict[int, tuple[Any, Any]] = {}  # by id: what the model gives each layer, and what is left of it
@@ -125,8 +123,7 @@ class ScatterPass:
         return {
             "input_ids": ids.gather(1, at - first),
             "position_ids": positions,
-            # Models pass a 4-D mask on as it is; the hooks give each layer its own.
-            "attention_mask": torch.zeros(len(ids), 1, 1, 1, device=ids.device, dtype=self._mask_dtype or torch.bool),
+            "attention_mask": self._masks.stand_in(len(ids), ids.device),
         }
 
     # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
@@ -146,44 +143,22 @@ class ScatterPass:
             self._count(idx)
         return found
 
-    def _layer_mask(self, layer: ReuseLayer, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The mask for a layer that is given these hidden states; None where it has its own."""
-        window = layer.sliding_window if isinstance(layer, SlidingLayer) else None
-        whole = self.columns.shape[1] == hidden.shape[-2] == self._length and not self._pads.any()
-        if self._unmasked and whole and window is None:
+    def _see(self, window: int, columns: int, queries: int, device: torch.device) -> Visibility | None:
+        """What the last `queries` tokens of each row see of the last `columns`; None if the layer has its own mask."""
+        whole = self.columns.shape[1] == queries == self._length and not self._pads.any()
+        if self._unmasked and whole and not window:
             return None
-        # Layers without K/V of their own may be shown only those of the last tokens whose logits are wanted.
-        key = (window, layer.first, hidden.shape[-2], hidden.device)
-        if key not in self._masks:
-            self._masks[key] = self._make_mask(*key)
-        return self._masks[key]
-
-    def _make_mask(self, window: int | None, first: int, m: int, device: torch.device) -> torch.Tensor:
-        """Which of the columns from `first` on each row's last `m` tokens attend to."""
-        queries = self._columns_on(device)[:, -m:, None]
-        columns = torch.arange(first, self._length, device=device)[None, None]
-        there = columns >= torch.from_numpy(self._pads).to(device)[:, None, None]
+        first = self._length - columns
+        keep = torch.arange(first, self._length, device=device) >= torch.from_numpy(self._pads).to(device)[:, None]
         if self._present is not None:
-            there &= torch.from_numpy(self._present[:, first:]).to(device)[:, None]
-        if self._compact:
-            found = make_reach(there[:, 0], window or 0, device, queries[..., 0] - first)
-            assert found is not None
-            return found
-        seen = there & (columns <= queries)
-        if window is not None:
-            seen &= queries - columns < window
-        seen |= columns == queries  # padding, too: a row that sees nothing is not a number
-        if self._mask_dtype is None:
-            return seen[:, None]
-        lowest = torch.finfo(self._mask_dtype).min
-        return torch.where(seen, 0.0, lowest).to(self._mask_dtype)[:, None]
+            keep &= torch.from_numpy(self._present[:, first:]).to(device)
+        own = self._columns_on(device)[:, -queries:] - first
+        return Visibility(window=window, keep=keep, columns=own.int())
 
     def before_layer(self, idx: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook of a decoder layer."""
-        if not any(value is self._cache for value in (*args, *kwargs.values())):
-            return None  # another thread's
-        if "attention_mask" not in kwargs:
-            raise ValueError("its decoder layers are not given an attention_mask by name")
+        if not self._masks.concern(args, kwargs):
+            return None
         kwargs = dict(kwargs)
         if self._narrowing is not None and idx == self._narrowing.first:
             self._measuring = True
@@ -198,15 +173,14 @@ class ScatterPass:
         if self._scores is not None and self._narrowing is not None:
             hidden = self._narrow(self._narrowing, self._scores, hidden)
         if self.columns.shape != self._all.shape:  # the model goes on giving each layer what belongs to all columns
-            del kwargs["attention_mask"]
             rest = tuple(map(self._own, rest))
-            kwargs = {name: self._own(value) for name, value in kwargs.items()}
+            kwargs = {name: value if name == "attention_mask" else self._own(value) for name, value in kwargs.items()}
         source = self._sources[idx]
         if source != idx:  # update() will not be called
             self.current = source
             self._count(idx)
-        kwargs["attention_mask"] = self._layer_mask(self._layers[source], hidden)
-        return (hidden, *rest), kwargs
+        # Layers without K/V of their own may be shown only those of the last tokens whose logits are wanted.
+        return self._masks.put(idx, (hidden, *rest), kwargs, hidden.shape[-2], self._see)
 
     def _own(self, given: Any) -> Any:
         """The part for the present columns of an argument that every layer is given for all; taken once."""
@@ -229,7 +203,8 @@ class ScatterPass:
         rows = _places(self.columns, chosen)
         self._scores, self._steps = None, self._steps + 1
         taken: torch.Tensor = _take(hidden, rows, self.columns.shape[1])
-        self.columns, self._masks, self._at, self._taken = chosen, {}, {}, {}
+        self._masks.forget()
+        self.columns, self._at, self._taken = chosen, {}, {}
         self._rows = _places(self._all, chosen).to(hidden.device)
         return taken
 

@@ -132,18 +132,21 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Bytes of all planes."""
-        return sum(plane.nbytes for plane in self.planes.values())
+        total = 0
+        for plane in self.planes.values():
+            total += plane.nbytes
+        return total
 
     def wait(self) -> None:
         """Return once the planes can be read: by the host, or by what is queued on their device from now on."""
         if self.ready is not None:
             self.ready.result()
 
-    def check(self, index: int) -> None:
-        """Raise DamagedBlobError if a tensor was read from somewhere, and is not what was written there."""
+    def check(self, run: range | None = None) -> None:
+        """Raise DamagedBlobError if tensors were read from somewhere, and are not what was written there."""
         if self.blob is not None:
             for name in self.planes:
-                self.blob.check(f"{self.number}.{name}", index)
+                self.blob.check(f"{self.number}.{name}", run if run is not None else range(len(self.rotations)))
 
     @property
     def is_elsewhere(self) -> bool:
@@ -186,8 +189,7 @@ class Block:
         """
         self.wait()
         if self.blob is not None and not self.is_viewed:
-            for index in run:
-                self.check(index)
+            self.check(run)
         send, device = transfer.link.send, self.device
         return self._decode(
             {name: send(plane[run.start : run.stop], device) for name, plane in self.planes.items()}, run

@@ -44,7 +44,10 @@ class LayerKV:
     @property
     def nbytes(self) -> int:
         """Bytes of all planes."""
-        return sum(block.nbytes for block in self.blocks)
+        total = 0
+        for block in self.blocks:
+            total += block.nbytes
+        return total
 
     def is_like(self, other: "LayerKV") -> bool:
         """Whether neither is encoded, and they differ in nothing but their tokens."""
@@ -62,6 +65,14 @@ class LayerKV:
     def is_read_in_place(self) -> bool:
         """Whether the tensors of all layers are where the model computes, and need neither be decoded nor checked."""
         return all(block.is_viewed and block.blob is None for block in self.blocks)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the tensors of all layers are in memory where the model computes, and need not be decoded."""
+        for block in self.blocks:
+            if not block.is_viewed or (block.blob is not None and not block.blob.was_checked):
+                return False
+        return True
 
     @property
     def nbytes_elsewhere(self) -> int:
@@ -93,8 +104,7 @@ class LayerKV:
     def check(self) -> None:
         """Raise DamagedBlobError if something of it was read from somewhere, and is not what was written there."""
         for block in self.blocks:
-            for at in range(len(block.rotations)):
-                block.check(at)
+            block.check()
 
     def owned(self) -> "LayerKV":
         """The same in host memory of its own, checked."""
@@ -124,9 +134,11 @@ class LayerKVReader:
         self.kv, self._groups = kv, groups
         self._decoded: dict[int, tuple[range, Sequence[torch.Tensor]]] = {}
         self._last: tuple[int, Piece | None] | None = None  # pieces of one chunk are read one after the other
+        self._at_once: bool | None = None  # whether all layers are read at once, when the first one is
         self._views: list[Piece | None] | None = None  # of all layers
 
     def _all_views(self) -> list[Piece | None]:
+        self.kv.check()
         decoded = [block.move(range(len(block.rotations))).unbind(0) for block in self.kv.blocks]
         return [
             tuple([decoded[number][at] for number, at in places]) if places is not None else None
@@ -139,7 +151,9 @@ class LayerKVReader:
         Raises:
             DamagedBlobError: if they are not what was stored.
         """
-        if self._views is None and self.kv.is_read_in_place:
+        if self._at_once is None:
+            self._at_once = self.kv.is_here
+        if self._views is None and self._at_once:
             self._views = self._all_views()
         if self._views is not None:
             return self._views[index]
@@ -168,7 +182,7 @@ class LayerKVReader:
             self._decoded[number] = run, decoded
         block = self.kv.blocks[number]
         if block.is_viewed:  # from a file, the others need not be there yet
-            block.check(at)
+            block.check(range(at, at + 1))
         return decoded[at - run.start]
 
 

@@ -9,20 +9,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.codecs.base import Codec, Role
+from kvboost_hf.cache.codecs.base import Codec, Planes, Role
 from kvboost_hf.cache.kv.blocks import Block, ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, Place
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers, private_cache
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
-from kvboost_hf.compat import probe_ids, probe_logits
+from kvboost_hf.compat import LayerRotation, probe_ids, probe_logits
 
 _log = logging.getLogger("kvboost_hf")
+_REMEMBERED_FORMS, _REMEMBERED_CHARACTERS = 64, 2**16  # of layouts, which anybody may have written
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,24 +102,75 @@ def _column_forms(layer: ReuseLayer, tokens: int) -> tuple[ColumnForm, ...] | No
     return tuple(ColumnForm(x.shape[0], x.shape[2], x.dtype, x.device) for x in columns)
 
 
-def read_kv(blob: Blob, columns: ColumnFormat, form: ModelForm) -> LayerKV:
+class _BlockForm(NamedTuple):
+    """A block of tensors as the model would keep it: what `Block` has, with a dtype and a shape for each plane."""
+
+    planes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    role: Role
+    codec: Codec
+    rotations: tuple[LayerRotation | None, ...]
+    device: torch.device
+
+
+class ChunkForm(NamedTuple):
+    """The form of K/V of one length: which tensors a blob of it has, and how they belong together."""
+
+    places: tuple[tuple[Place, ...] | None, ...]
+    blocks: tuple[_BlockForm, ...]
+    names: frozenset[str]  # of all tensors
+
+
+class ChunkForms:
+    """The forms of chunks that were read before: most blobs are laid out as the one before them.
+
+    Args:
+        columns: How the store keeps columns.
+        form: Of the model.
+    """
+
+    def __init__(self, columns: ColumnFormat, form: ModelForm) -> None:
+        self.columns, self.form = columns, form
+        self._known: dict[tuple[str, int, bool], ChunkForm] = {}  # by layout, tokens, and `at_start`
+
+    def of(self, blob: Blob) -> ChunkForm:
+        """The form of a chunk.
+
+        Raises:
+            DamagedBlobError: if its layout is not one that this store makes.
+        """
+        key = blob.layout_text, len(blob.entry.tokens), blob.entry.start == 0
+        known = self._known.get(key)
+        if known is None:
+            known = _chunk_form(blob, self.columns, self.form)
+            if len(blob.layout_text) <= _REMEMBERED_CHARACTERS:
+                if len(self._known) >= _REMEMBERED_FORMS:
+                    self._known.clear()
+                self._known[key] = known
+        return known
+
+
+def read_kv(blob: Blob, forms: ChunkForms) -> LayerKV:
     """K/V of a chunk, as views of a blob that are compared with their checksums when they are read.
 
     Args:
         blob: Of the chunk; its `entry` tells how many tokens it has.
-        columns: How the store keeps columns.
-        form: Of the model.
+        forms: Of the chunks of the model, in the format of the store.
 
     Raises:
         DamagedBlobError: if it holds anything but K/V of this model in this format.
     """
-    with _as_damage():
-        places = tuple(_place_of(own) for own in blob.layout["places"])
-        owners = _owners(places, form)
-        blocks = tuple(_block(blob, number, own, columns, form) for number, own in enumerate(owners))
-    kept = {f"{number}.{name}" for number, block in enumerate(blocks) for name in block.planes}
-    _require(blob.names == kept, "has more tensors")
-    return LayerKV(blocks, places)
+    form = forms.of(blob)
+    if blob.names != form.names:
+        raise _damage("has more tensors")
+    blocks: list[Block] = []
+    for number, (expected, shape, dtype, role, codec, rotations, device) in enumerate(form.blocks):
+        planes: Planes = {}
+        for name, (kind, size) in expected.items():
+            planes[name] = blob.require(f"{number}.{name}", kind, size)
+        blocks.append(Block(planes, shape, dtype, role, codec, rotations, device, blob, number))
+    return LayerKV(tuple(blocks), form.places)
 
 
 def read_states(blob: Blob, form: ModelForm) -> LayerStates:
@@ -152,9 +204,22 @@ def _as_damage() -> Iterator[None]:
         raise DamagedBlobError(f"The layout of a blob cannot be read ({type(error).__name__}).") from error
 
 
+def _damage(otherwise: str) -> DamagedBlobError:
+    return DamagedBlobError(f"A blob {otherwise} than the model would keep.")
+
+
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise DamagedBlobError(f"A blob {otherwise} than the model would keep.")
+        raise _damage(otherwise)
+
+
+def _chunk_form(blob: Blob, columns: ColumnFormat, form: ModelForm) -> ChunkForm:
+    with _as_damage():
+        places = tuple(_place_of(own) for own in blob.layout["places"])
+        owners = _owners(places, form)
+        blocks = tuple(_block_form(blob, number, own, columns, form) for number, own in enumerate(owners))
+    names = frozenset(f"{number}.{name}" for number, block in enumerate(blocks) for name in block.planes)
+    return ChunkForm(places, blocks, names)
 
 
 def _place_of(places_json: Any) -> tuple[Place, ...] | None:
@@ -183,9 +248,9 @@ def _owners(places: Sequence[tuple[Place, ...] | None], form: ModelForm) -> list
     return owners
 
 
-def _block(
+def _block_form(
     blob: Blob, number: int, owners: Sequence[tuple[int, int]], columns: ColumnFormat, form: ModelForm
-) -> Block:
+) -> _BlockForm:
     forms = {_form_of(form, *owner) for owner in owners}
     _require(len(forms) == 1, "has tensors of other kinds in a block")
     (own,) = forms
@@ -196,11 +261,8 @@ def _block(
     layout = blob.layout["blocks"][number]
     expected = _plane_forms(codec, role, shape, own.dtype)  # type: ignore[arg-type]  # codecs hash by identity
     _require(layout["shape"] == list(shape) and layout["planes"] == list(expected), "has blocks of another shape")
-    planes = {
-        name: blob.require(f"{number}.{name}", dtype, (len(owners), *rest)) for name, (rest, dtype) in expected.items()
-    }
-    rotations = tuple(each.rotation for each in formats)
-    return Block(planes, shape, own.dtype, role, codec, rotations, own.device, blob, number)
+    planes = {name: (dtype, (len(owners), *rest)) for name, (rest, dtype) in expected.items()}
+    return _BlockForm(planes, shape, own.dtype, role, codec, tuple(each.rotation for each in formats), own.device)
 
 
 def _form_of(form: ModelForm, layer_idx: int, tensor: int) -> ColumnForm:

@@ -9,13 +9,12 @@ ones. The first steps of each graph are computed twice, and the second result, w
 counts: a graph that gives something else is used no more.
 """
 
-import contextlib
 import logging
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any, Final, Literal
 
@@ -33,7 +32,7 @@ from kvboost_hf.cache.live.binding import Binding
 from kvboost_hf.cache.live.compiled import StaticDecoding, static_reason
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.live.store_writer import StoreWriter
-from kvboost_hf.cache.prompt.generate_call import GenerateCall, is_inside_of_us, running_config
+from kvboost_hf.cache.prompt.generate_call import GenerateCall, at_end, running_config
 from kvboost_hf.cache.prompt.hook import Kwargs, has_other_hooks
 from kvboost_hf.compat import bytes_per_token, cache_in, input_device, tolerance, weights_come_and_go
 
@@ -114,7 +113,7 @@ class DecodingForm:
             guard(model)
         config = running_config()
         self._chosen = weakref.ref(config)
-        weakref.finalize(config, _call_has_ended, weakref.ref(self._writer)).atexit = False
+        at_end(config, partial(_confirm_steps, weakref.ref(self._writer)))
         return None
 
     def leave(self, settle: Settle) -> None:
@@ -148,15 +147,10 @@ class DecodingForm:
         return output
 
 
-def _call_has_ended(writer: "weakref.ref[StoreWriter]") -> None:
-    """Have the store get what graphs have decoded.
-
-    Called when nobody refers to a call's configuration any more, as a rule by the return of generate().
-    """
-    found = writer()
-    if found is not None and not is_inside_of_us(sys._getframe(1)):  # else the next use of the cache does it
-        with contextlib.suppress(Exception):  # a finalizer could only print it
-            found.confirm_steps()
+def _confirm_steps(writer: "weakref.ref[StoreWriter]") -> None:
+    """Have the store get what graphs have decoded."""
+    if (found := writer()) is not None:
+        found.confirm_steps()
 
 
 def columns_for(tokens: int) -> int:

@@ -11,11 +11,13 @@ made for itself is gone then. Where somebody still refers to that, as the traceb
 all threads tell.
 """
 
+import _thread
 import gc
+import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any
 
@@ -25,8 +27,10 @@ from transformers import GenerationMixin, PreTrainedModel
 from kvboost_hf import forks
 from kvboost_hf.cache.prompt.positions import positions_from_start
 from kvboost_hf.compat import MAX_DEPTH, generate_frame, is_generate
-from kvboost_hf.errors import CacheInUseError
+from kvboost_hf.errors import CacheInUseError, StoreClosedError
 
+_log = logging.getLogger("kvboost_hf")
+_MOMENT_S = 0.05  # in which a finalizer ends
 # What generate() may call to decode, and the code that runs forwards then.
 _LAST_LOGITS = (GenerationMixin._sample, GenerationMixin._beam_search)  # they read no others
 _LOOPS = (*_LAST_LOGITS, GenerationMixin._assisted_decoding)
@@ -56,6 +60,7 @@ class GenerateCall:
         self.compile_config: Any = getattr(variables.get("generation_config"), "compile_config", None)
         self.disables_compile = bool(getattr(variables.get("generation_config"), "disable_compile", False))
         self.samples = _samples(variables)
+        self.streamer: Any = variables.get("streamer")
         self._arguments = _arguments(variables)
         self._prepared: dict[str, Any] = variables.get("model_kwargs", {})
         self.mask: torch.Tensor | None = self._prepared.get("attention_mask")
@@ -203,13 +208,65 @@ def reads_last_logits(ids: torch.Tensor) -> bool:
     return decoding in _LAST_LOGITS and outputs_read(ids) is not None
 
 
-def is_inside_of_us(frame: FrameType | None) -> bool:
-    """Whether a function of this package that may hold locks, or layers, is under way in this thread."""
+def at_end(config: Any, act: Callable[[], object], *, streamer: Any = None) -> None:
+    """Call `act` when a generate() call has ended: by its return, or before its streamer is told, whichever is first.
+
+    As a rule, nobody refers to the call's configuration any more when it returns. `act` is not called where that shows
+    in a collection of garbage in the middle of our work, nor at the end of the process, and it may be called twice:
+    what uses the cache next has to do the same. What it raises is logged.
+
+    Args:
+        config: The configuration that the call has made for itself.
+        act: It must not refer to the call's cache, which would live as long as the call.
+        streamer: The streamer of the call, whose reader may begin the next one. One that takes no attributes stays as
+            it is.
+    """
+    weakref.finalize(config, _has_returned, act).atexit = False
+    if streamer is not None:
+        weakref.finalize(config, _before_end(streamer, act)).atexit = False
+
+
+def _has_returned(act: Callable[[], object]) -> None:
+    try:
+        _act(act, sys._getframe(1))
+    except KeyboardInterrupt:  # a finalizer could only print it: it is raised a moment later
+        threading.Timer(_MOMENT_S, _thread.interrupt_main).start()
+
+
+def _before_end(streamer: Any, act: Callable[[], object]) -> Callable[[], None]:
+    """Call `act` before a streamer is told that its call has ended; returns what undoes that."""
+    own = getattr(streamer, "__dict__", {}).get("end")
+
+    def end_after(*args: Any, **kwargs: Any) -> Any:
+        undo()
+        _act(act, sys._getframe(1))
+        return end(*args, **kwargs)
+
+    def undo() -> None:
+        if vars(streamer).get("end") is end_after:
+            del streamer.end
+            if own is not None:
+                streamer.end = own
+
+    try:
+        end, streamer.end = streamer.end, end_after
+    except AttributeError:
+        return lambda: None
+    return undo
+
+
+def _act(act: Callable[[], object], frame: FrameType | None) -> None:
+    """Call `act`, unless a function of this package that may hold locks, or layers, is under way around `frame`."""
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(_HOLDING):
-            return True
+            return
         frame = frame.f_back
-    return False
+    try:
+        act()
+    except StoreClosedError:  # then there is nothing to store it in
+        pass
+    except Exception:
+        _log.exception("K/V of a prompt could not be stored. It is computed again when the prompt comes again.")
 
 
 def _arguments(variables: Mapping[str, Any]) -> dict[str, Any]:

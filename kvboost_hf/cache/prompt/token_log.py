@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvboost_hf.cache.planning.chunks import Tokens, shifted_ids
 from kvboost_hf.cache.prompt.positions import common_shift, position_shifts, text_positions
-from kvboost_hf.handles import read_reach
+from kvboost_hf.visibility import read_reach
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,7 @@ class ChunkStore:
         self.view, self.moved_index, self.chain = records.view, records.moved_index, records.chain
         self.fetch, self.lose = records.fetch, records.lose
         self.held, self.entries, self.places = records.held, records.entries, records.places
+        self.made_with = records.made_with
         history = records.history
         self.was_evicted, self.known_under_other_root = history.was_evicted, history.known_under_other_root
         self.record_use, self.promote, self.expects = records.record_use, records.promote, records.expects
@@ -157,8 +158,7 @@ class ChunkStore:
             return None
         model = self._require_model()
         with self._lock:
-            regime += self.codec.name.encode()
-            return self._roots.root(model, salt, regime, read_all=read_all, keeps_hidden=keeps_hidden)
+            return self._roots.root(model, salt, regime, self.codec.name, read_all=read_all, keeps_hidden=keeps_hidden)
 
     def without_room(self, *, with_roots: bool = True) -> "ChunkStore":
         """A store that takes no chunks in: its caches compute, and keep, all columns.

@@ -12,17 +12,18 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.identity.fingerprint import ModelState
+from kvboost_hf.cache.identity.foreign import library_versions
 from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
-from kvboost_hf.cache.kv.model_form import ModelForm, read_kv, read_states
+from kvboost_hf.cache.kv.model_form import ChunkForms, ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_key, unloaded
 from kvboost_hf.cache.planning.chunks import root_key
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.store.history import History, remember
-from kvboost_hf.cache.tiers.base import Entry, Kind
+from kvboost_hf.cache.tiers.base import Entry, Kind, MadeWith
 from kvboost_hf.cache.tiers.below import Found, LowerTiers
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
-from kvboost_hf.compat import cache_layers, key_rotation, known_reason
+from kvboost_hf.compat import attn_implementation, cache_layers, key_rotation, known_reason
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -45,6 +46,7 @@ class BlobReader:
         self._first_form: ModelForm | None = None
         self._kinds: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()  # by root, see `note_root`
         self._forms: OrderedDict[tuple[bytes, bool], ModelForm | None] = OrderedDict()  # by kind
+        self._chunk_forms: ChunkForms | None = None  # of the form that was read last
 
     @property
     def column_format(self) -> ColumnFormat:
@@ -69,33 +71,42 @@ class BlobReader:
     def read(self, blob: Blob, root: bytes) -> LayerKV | LayerStates | None:
         """The K/V or the states in a blob, or None where the form that they should have is not known.
 
+        Tried are the form of the model as it was at first, then, where it may have changed since, as it is.
+
         Raises:
             DamagedBlobError: if they have another form.
         """
+        kind = self._kinds.get(root)
+        if kind is None:
+            return None  # nothing of it is in a lower tier
         damage: DamagedBlobError | None = None
-        for form in self.forms(root):
-            try:
-                if blob.entry.kind is Kind.STATES:
-                    return read_states(blob, form)
-                return read_kv(blob, self.column_format, form)
-            except DamagedBlobError as error:
-                damage = error
+        if kind not in self._forms:
+            _, keeps_hidden = kind
+            if self._first_form is not None and not keeps_hidden:
+                try:
+                    return self._read_as(self._first_form, blob)
+                except DamagedBlobError as error:
+                    damage = error
+        if (form := self.form_of(root)) is not None:
+            return self._read_as(form, blob)
         if damage is not None:
             raise damage
         return None
 
-    def forms(self, root: bytes) -> Iterator[ModelForm]:
-        """The form as the model was at first, then, where it may have changed since, as it is."""
+    def form_of(self, root: bytes) -> ModelForm | None:
+        """The form as the model is now; None where it cannot be told, and for roots that are in no lower tier."""
         kind = self._kinds.get(root)
-        if kind is None:
-            return  # nothing of it is in a lower tier
-        if kind not in self._forms:
-            _, keeps_hidden = kind
-            if self._first_form is not None and not keeps_hidden:
-                yield self._first_form
-            remember(self._forms, kind, ModelForm.of(self._model(), keeps_hidden=keeps_hidden))
-        if (form := self._forms[kind]) is not None:
-            yield form
+        if kind is not None and kind not in self._forms:
+            remember(self._forms, kind, ModelForm.of(self._model(), keeps_hidden=kind[1]))
+        return self._forms[kind] if kind is not None else None
+
+    def _read_as(self, form: ModelForm, blob: Blob) -> LayerKV | LayerStates:
+        if blob.entry.kind is Kind.STATES:
+            return read_states(blob, form)
+        known, columns = self._chunk_forms, self.column_format
+        if known is None or known.form is not form or known.columns is not columns:
+            known = self._chunk_forms = ChunkForms(columns, form)
+        return read_kv(blob, known)
 
 
 class LowerMemory:
@@ -120,7 +131,7 @@ class LowerMemory:
         self.tiers = tiers
         self.loaded = self.lost = 0  # records that were read, and that could not be read
         self._model_name, self._reader, self._lock, self._on_found = model_name, reader, lock, on_found
-        self._durable_roots: set[bytes] = set()  # that mean the same in every process
+        self._durable_roots: dict[bytes, MadeWith] = {}  # that mean the same in every process
         self.forget_all()
 
     def __bool__(self) -> bool:
@@ -133,9 +144,12 @@ class LowerMemory:
 
     # Looking up
 
+    def keep(self, root: bytes, made_with: MadeWith) -> None:
+        """From now on, write what is stored under a root, and find what is there, as `note_root` says."""
+        self._durable_roots[root] = made_with
+
     def note_root(self, root: bytes, fingerprint: bytes, *, keeps_hidden: bool = False) -> None:
-        """From now on, write what is stored under a root, and find what is there; see `BlobReader.note_root`."""
-        self._durable_roots.add(root)
+        """Remember which fingerprint of the model a root is of, and whether hidden states are kept under it."""
         self._reader.note_root(root, fingerprint, keeps_hidden=keeps_hidden)
 
     def keeps(self, root: bytes) -> bool:
@@ -172,29 +186,38 @@ class LowerMemory:
             else:  # a prompt need not wait for it
                 self.tiers.run(lambda: self._on_found(self.records(root)))
 
-    def load(self, stored: S, *, check: bool) -> S | None:
-        """Read a record from the tier that it was found in; None if it is not there any more.
+    def load(self, wanted: Iterable[S], *, check: bool) -> list[S | DamagedBlobError | None]:
+        """Read records from the tiers that they were found in.
 
         Args:
-            stored: Not loaded yet.
-            check: Compare all of a chunk with its checksums now, rather than as it is read.
+            wanted: Not loaded yet.
+            check: Compare all of each chunk with its checksums now, rather than as it is read.
 
-        Raises:
-            DamagedBlobError: if it is not what this store would have written there.
+        Returns:
+            Each record; None if it is not there any more, or why it is not what this store would have written.
         """
-        found = stored.found
-        assert found is not None
-        begin = time.perf_counter()
-        blob = found.tier.read(found.entry)
-        held = self._reader.read(blob, stored.root) if blob is not None else None
-        if blob is None or held is None:
-            return None
-        if check or isinstance(stored, StoredStates):
-            blob.check_all()
-            found.tier.took(blob.entry.nbytes, time.perf_counter() - begin)
+        results: list[S | DamagedBlobError | None] = []
+        for stored in wanted:
+            found = stored.found
+            assert found is not None
+            begin = time.perf_counter()
+            try:
+                blob = found.tier.read(found.entry)
+                held = self._reader.read(blob, stored.root) if blob is not None else None
+                if blob is None or held is None:
+                    results.append(None)
+                    continue
+                if check or isinstance(stored, StoredStates):
+                    blob.check_all()
+                    found.tier.took(blob.entry.nbytes, time.perf_counter() - begin)
+            except DamagedBlobError as error:
+                results.append(error)
+                continue
+            nbytes = held.nbytes + stored.tokens.nbytes
+            results.append(replace(stored, loaded=held, nbytes=nbytes))  # type: ignore[arg-type]
         with self._lock:
-            self.loaded += 1
-        return replace(stored, loaded=held, nbytes=held.nbytes + stored.tokens.nbytes)  # type: ignore[arg-type]
+            self.loaded += sum(isinstance(each, StoredChunk | StoredStates) for each in results)
+        return results
 
     # Writing
 
@@ -212,13 +235,14 @@ class LowerMemory:
 
         written = self.tiers.write(stored.nbytes, make, above) or above is not None
         if written:
-            self.note_known(stored.key)
+            self.note_known([stored.key])
         return written
 
-    def note_known(self, key: bytes) -> None:
-        """A record is in a lower tier."""
+    def note_known(self, keys: Iterable[bytes]) -> None:
+        """Records are in a lower tier."""
         with self._lock:
-            remember(self._known, key, None)
+            for key in keys:
+                remember(self._known, key, None)
 
     def keep_evicted(self, stored: Stored) -> None:
         """Host memory has evicted a record: write it if it is not there yet, and have it found by its content."""
@@ -234,7 +258,7 @@ class LowerMemory:
             kind, start = Kind.CONTENT if stored.content_only else Kind.CHUNK, stored.start
         head = b"" if kind is Kind.CONTENT else head_key(stored.parent, stored.tokens[:HEAD_TOKENS])
         rest = (self._model_name, stored.root, stored.parent, head, start, stored.tokens)
-        return Entry(stored.key, kind, *rest, nbytes=0)
+        return Entry(stored.key, kind, *rest, nbytes=0, made_with=self._durable_roots[stored.root])
 
     # Giving up
 
@@ -280,13 +304,16 @@ class Roots:
         self._passing: set[bytes] = set()  # roots that last as long as it stays as it is
         self._warned: set[str] = set()
 
-    def root(self, model: PreTrainedModel, salt: bytes, regime: bytes, *, read_all: bool, keeps_hidden: bool) -> bytes:
+    def root(
+        self, model: PreTrainedModel, salt: bytes, regime: bytes, codec: str, *, read_all: bool, keeps_hidden: bool
+    ) -> bytes:
         """The root of a model as it is now.
 
         Args:
             model: The model.
             salt: Whose prompts they are.
-            regime: Of the rotary frequencies, and of the codec.
+            regime: Of the rotary frequencies, and of what the live cache computes over.
+            codec: Name of the store's codec.
             read_all: Read every weight to tell whether one has changed.
             keeps_hidden: Hidden states are kept beside K/V.
         """
@@ -299,7 +326,7 @@ class Roots:
                 self._warned.add(fingerprint)
                 _log.warning("K/V of this model is kept in host memory only: %s in other processes.", fingerprint)
             found = follower.current(model, full=read_all)
-        root = root_key(found, salt, regime + (b"hidden states" if keeps_hidden else b""))
+        root = root_key(found, salt, regime + codec.encode() + (b"hidden states" if keeps_hidden else b""))
         self._history.note_root(root, salt)
         if not durable and not read_all:
             if follower.age != self._age:
@@ -307,5 +334,13 @@ class Roots:
                 self._age, self._passing = follower.age, set()
             self._passing.add(root)
         if durable:
+            if not self._lower.keeps(root):
+                made_with = MadeWith(codec, regime.decode("latin-1"), attn_implementation(model), versions())
+                self._lower.keep(root, made_with)
             self._lower.note_root(root, found, keeps_hidden=keeps_hidden)
         return root
+
+
+def versions() -> str:
+    """The versions that K/V depends on, for people."""
+    return "torch {}, transformers {}".format(*library_versions())

@@ -148,7 +148,7 @@ class HostMemory:
         self._order.next_prompt()
         self._order.by_content |= by_content
         for key in keys:
-            if key in self._order:
+            if key in self.chunks or key in self.states:
                 self._order.touch(key)
 
     # Taking in

@@ -30,9 +30,9 @@ from kvboost_hf.cache.store.indexes import ContentIndexes, Row, StoredText, Tier
 from kvboost_hf.cache.store.insertion import Insertion
 from kvboost_hf.cache.store.lower import BlobReader, LowerMemory
 from kvboost_hf.cache.store.memory import DeviceMemory, HostMemory
-from kvboost_hf.cache.tiers.base import Entry
+from kvboost_hf.cache.tiers.base import Entry, MadeWith
 from kvboost_hf.cache.tiers.below import LowerTiers
-from kvboost_hf.cache.tiers.record import DamagedBlobError
+from kvboost_hf.cache.tiers.record import DamagedBlobError, read_entry
 from kvboost_hf.errors import StoreClosedError
 
 _log = logging.getLogger(__name__)
@@ -161,24 +161,19 @@ class TieredRecords:
             By key, what is loaded now. What is missing was lost, and will not be found again.
         """
         fetched: dict[bytes, S] = {}
+        below: dict[bytes, S] = {}
         for each in wanted:
-            if each.key not in fetched and (loaded := self._fetch(each, check)) is not None:
+            if self.device.max_bytes and isinstance(each, StoredChunk):
+                if (near := self.device.get(each.key)) is not None:
+                    fetched[each.key] = replace(each, loaded=near, on_device=True)
+                    continue
+            (below if each.loaded is None else fetched).setdefault(each.key, each)
+        for each, loaded in zip(below.values(), self.lower.load(below.values(), check=check), strict=True):
+            if loaded is None or isinstance(loaded, DamagedBlobError):
+                self.lose(each, loaded)
+            else:
                 fetched[each.key] = loaded
         return fetched
-
-    def _fetch(self, stored: S, check: bool) -> S | None:
-        if isinstance(stored, StoredChunk) and (near := self.device.get(stored.key)) is not None:
-            return replace(stored, loaded=near, on_device=True)
-        if stored.loaded is not None:
-            return stored
-        try:
-            loaded = self.lower.load(stored, check=check)
-        except DamagedBlobError as error:
-            self.lose(stored, error)
-            return None
-        if loaded is None:
-            self.lose(stored)
-        return loaded
 
     def lose(self, stored: Stored, error: DamagedBlobError | None = None) -> None:
         """Give up a record that was found in a lower tier: its blob is not there, or not what was written there."""
@@ -194,6 +189,14 @@ class TieredRecords:
     def entries(self) -> Iterator[Entry]:
         """Entries of all blobs in lower tiers, of other models, weights, salts and codecs, too."""
         return (found.entry for found in self.lower.tiers.entries())
+
+    def made_with(self, key: bytes) -> MadeWith | None:
+        """What the K/V under a key in a lower tier was made with, by its blob; None where that is not known."""
+        for found in self.lower.tiers.find([key]).values():
+            blob = found.tier.tier.read(key)
+            with suppress(DamagedBlobError):
+                return read_entry(blob).made_with if blob is not None else None
+        return None
 
     def everything(self) -> list[Stored]:
         """All records under the roots that this store knows, in any tier; loaded or not."""
@@ -223,15 +226,19 @@ class TieredRecords:
 
         It takes time that a forward under way has more use for.
         """
-        for each in used:
-            if each.loaded is None or each.key in self._insertion.offences:  # somebody else has found it to be wrong
-                continue
-            if isinstance(each, StoredChunk) and not each.on_device:
-                with suppress(DamagedBlobError):  # whoever reads it next finds out
-                    self.device.put(each.key, each.kv)
-            if each.found is not None:
-                self.lower.note_known(each.key)
-                self.lower.tiers.run(partial(self._take_back, each, self.memory.generation))
+        right = [each for each in used if each.loaded is not None and each.key not in self._insertion.offences]
+        if self.device.max_bytes:
+            for each in right:
+                if isinstance(each, StoredChunk) and not each.on_device:
+                    with suppress(DamagedBlobError):  # whoever reads it next finds out
+                        self.device.put(each.key, each.kv)
+        if below := [each for each in right if each.found is not None]:
+            self.lower.note_known([each.key for each in below])
+            self.lower.tiers.run(partial(self._take_all_back, below, self.memory.generation))
+
+    def _take_all_back(self, records: Sequence[Stored], generation: int) -> None:
+        for each in records:
+            self._take_back(each, generation)
 
     def _take_back(self, stored: Stored, generation: int) -> None:
         """Take a record into host memory that was loaded from a lower tier."""

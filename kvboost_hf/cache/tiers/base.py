@@ -21,6 +21,23 @@ class Kind(Enum):
     STATES = "states"  # of linear attention, after some token
 
 
+@dataclass(frozen=True, slots=True)
+class MadeWith:
+    """What K/V was computed and kept with, besides the model, its weights and a salt.
+
+    Args:
+        codec: Name of the codec of the store.
+        regime: Names the rotary frequencies and the codes of the live cache that it was computed with.
+        attention: The attention implementation of the model.
+        versions: Those of PyTorch and transformers.
+    """
+
+    codec: str
+    regime: str
+    attention: str
+    versions: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
     """Index entry of a blob: enough to plan with, without reading the blob.
@@ -35,6 +52,7 @@ class Entry:
         start: Row token of its first token, when it was stored.
         tokens: Its tokens; int64.
         nbytes: Bytes of the blob.
+        made_with: What it was made with. Told by blobs and not by every index; None where it is not known.
     """
 
     key: bytes
@@ -46,6 +64,7 @@ class Entry:
     start: int
     tokens: Tokens
     nbytes: int
+    made_with: MadeWith | None = None
 
 
 @runtime_checkable

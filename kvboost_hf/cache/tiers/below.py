@@ -28,7 +28,6 @@ _PROBE_KEY = b"kvboost_hf/the/probe"  # the same for all: one that was left behi
 _PROBED = 16  # blobs that are looked at for one that is large enough to be timed
 _LEAST_BYTES = 2**16  # less says more of latency
 _MAX_COUNT = 2**48  # of tokens or bytes
-_COMPARED = ("key", "kind", "model", "root", "parent", "head", "start")
 _WEIGHT = 0.2  # of the newest measurement in a running average
 
 
@@ -60,7 +59,11 @@ class MeasuredTier:
         if data is None:
             return None
         blob = Blob(data)
-        if not _same(blob.entry, entry):
+        found = blob.entry
+        alike = (found.key, found.kind, found.model, found.root, found.parent, found.head, found.start) == (
+            entry.key, entry.kind, entry.model, entry.root, entry.parent, entry.head, entry.start
+        )  # fmt: skip
+        if not alike or not np.array_equal(found.tokens, entry.tokens):
             raise DamagedBlobError("A blob is not of the entry that it was found by.")
         return blob
 
@@ -285,12 +288,6 @@ def _is_usable(entry: Entry, key: bytes) -> bool:
     """Whether an entry can be planned with: whoever writes to a tier may write anything there."""
     counts = 0 <= entry.start < _MAX_COUNT and 0 < entry.nbytes < _MAX_COUNT
     return counts and entry.key == key and len(entry.key) == KEY_BYTES and len(entry.tokens) > 0
-
-
-def _same(one: Entry, other: Entry) -> bool:
-    """Whether two entries are equal, their bytes aside."""
-    alike = all(getattr(one, name) == getattr(other, name) for name in _COMPARED)
-    return alike and np.array_equal(one.tokens, other.tokens)
 
 
 def _logged(job: Callable[[], Any]) -> None:

@@ -8,8 +8,8 @@ without the others. Checksums are 64-bit XXH3: they find damage, not malice.
 import json
 import struct
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from kvboost_hf.cache.tiers.base import Entry, Kind
+from kvboost_hf.cache.tiers.base import Entry, Kind, MadeWith
 
 _FORMAT = "kvboost_hf 1"
 _DTYPES = {
@@ -40,6 +40,10 @@ _UNCHECKED = "0" * 32  # stands where the checksum of the header goes
 _MAX_HEADER_BYTES = 16 * 2**20  # more than a million tokens
 _MAX_DIMENSIONS = 8
 _MAX_COUNT = 2**48  # of tokens, bytes, entries
+_MAX_CHARACTERS = 1024  # of what a blob was made with
+_DIGESTS = ("key", "model", "root", "parent", "head")
+_PACKED = b"KVE1"  # with which entries began before they were JSON
+_NUMBERS = struct.Struct("<4sqq7I")  # that, start, bytes of the blob, and the length of each field
 
 
 class DamagedBlobError(ValueError):
@@ -86,6 +90,7 @@ class _Header(NamedTuple):
     tensors: dict[str, Any]
     sums: dict[str, list[int]]
     layout: Any
+    layout_text: str
     entry: Entry
     start: int  # of the tensors
 
@@ -104,7 +109,8 @@ class Blob:
     """
 
     def __init__(self, data: memoryview) -> None:
-        self._header, self._sums, self.layout, self.entry, self._start = _read_header(data)
+        self._header, self._sums, self.layout, self.layout_text, self.entry, self._start = _read_header(data)
+        self.was_checked = False  # all of it, once
         if self.entry.nbytes != len(data):
             raise DamagedBlobError(f"A blob of {self.entry.nbytes} bytes has {len(data)}.")
         self._data = (
@@ -137,17 +143,18 @@ class Blob:
         part = self._data[self._start + start : self._start + stop]
         return torch.frombuffer(part, dtype=dtype).view(shape)
 
-    def check(self, name: str, index: int) -> None:
-        """Compare a leading entry of a tensor with its checksum.
+    def check(self, name: str, indices: Iterable[int]) -> None:
+        """Compare leading entries of a tensor with their checksums.
 
         Raises:
-            DamagedBlobError: if it differs.
+            DamagedBlobError: if one differs.
         """
-        start, stop = self._header[name]["data_offsets"]
-        size = (stop - start) // max(1, len(self._sums[name]))
-        at = self._start + start + index * size
-        if xxhash.xxh3_64_intdigest(self._data[at : at + size]) != self._sums[name][index]:
-            raise DamagedBlobError(f"Entry {index} of tensor {name!r} of a blob does not have its checksum.")
+        sums, (start, stop) = self._sums[name], self._header[name]["data_offsets"]
+        size = (stop - start) // max(1, len(sums))
+        for index in indices:
+            at = self._start + start + index * size
+            if xxhash.xxh3_64_intdigest(self._data[at : at + size]) != sums[index]:
+                raise DamagedBlobError(f"Entry {index} of tensor {name!r} of a blob does not have its checksum.")
 
     def check_all(self) -> None:
         """Compare all of it with its checksums.
@@ -156,8 +163,8 @@ class Blob:
             DamagedBlobError: if something differs.
         """
         for name, sums in self._sums.items():
-            for index in range(len(sums)):
-                self.check(name, index)
+            self.check(name, range(len(sums)))
+        self.was_checked = True
 
 
 def read_entry(blob: memoryview) -> Entry:
@@ -187,7 +194,8 @@ def _read_header(data: memoryview) -> _Header:
         sums = json.loads(metadata["sums"])
         end = _end_of(header, sums)
         entry = _entry_from_json(json.loads(metadata["entry"]), start + end)
-        return _Header(header, sums, json.loads(metadata["layout"]), entry, start)
+        layout = metadata["layout"]
+        return _Header(header, sums, json.loads(layout), layout, entry, start)
     except DamagedBlobError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -200,9 +208,12 @@ def _end_of(header: dict[str, Any], sums: dict[str, list[int]]) -> int:
     if header.keys() != sums.keys():
         raise DamagedBlobError("The checksums of a blob are not those of its tensors.")
     end = 0
-    for name, spec in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        (start, stop), shape, size = spec["data_offsets"], spec["shape"], _DTYPES[spec["dtype"]].itemsize
-        if not (0 < len(shape) <= _MAX_DIMENSIONS and all(map(_is_count, (start, stop, *shape)))):
+    for (start, stop), name in sorted([(spec["data_offsets"], name) for name, spec in header.items()]):
+        shape, size = header[name]["shape"], _DTYPES[header[name]["dtype"]].itemsize
+        counts = [start, stop, *shape]
+        if not 0 < len(shape) <= _MAX_DIMENSIONS or set(map(type, counts)) != {int}:
+            raise DamagedBlobError(f"Tensor {name!r} of a blob has no shape.")
+        if min(counts) < 0 or max(counts) >= _MAX_COUNT:
             raise DamagedBlobError(f"Tensor {name!r} of a blob has no shape.")
         if type(sums[name]) is not list:
             raise DamagedBlobError(f"Tensor {name!r} of a blob has no checksums.")
@@ -212,47 +223,38 @@ def _end_of(header: dict[str, Any], sums: dict[str, list[int]]) -> int:
     return end
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MAX_COUNT
-
-
 def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _entry_as_json(entry: Entry) -> dict[str, Any]:
-    digests = {name: getattr(entry, name).hex() for name in ("key", "model", "root", "parent", "head")}
-    tokens = b64encode(entry.tokens.astype("<i8").tobytes()).decode()
-    return {**digests, "kind": entry.kind.value, "start": entry.start, "tokens": tokens}
-
-
-def _entry_from_json(entry: dict[str, Any], nbytes: int) -> Entry:
-    digests = {name: bytes.fromhex(entry[name]) for name in ("key", "model", "root", "parent", "head")}
-    tokens = np.frombuffer(b64decode(entry["tokens"], validate=True), dtype="<i8").astype(np.int64)
-    if not _is_count(entry["start"]):
-        raise DamagedBlobError("What a blob is found by has no place in its text.")
-    return Entry(kind=Kind(entry["kind"]), start=entry["start"], tokens=tokens, nbytes=nbytes, **digests)
-
-
-_PACKED = b"KVE1"
-_NUMBERS = struct.Struct("<4sqq7I")  # format, start, bytes of the blob, and the length of each field
+# Entries: as JSON in the headers of blobs, and beside blobs where a tier has no index of its own
 
 
 def pack_entry(entry: Entry) -> bytes:
     """All of an entry."""
-    tokens = np.ascontiguousarray(entry.tokens, "<i8").tobytes()
-    kind = entry.kind.value.encode()
-    fields = (entry.key, kind, entry.model, entry.root, entry.parent, entry.head, tokens)
-    return _NUMBERS.pack(_PACKED, entry.start, entry.nbytes, *map(len, fields)) + b"".join(fields)
+    return json.dumps({**_entry_as_json(entry), "nbytes": entry.nbytes}).encode()
 
 
 def unpack_entry(packed: bytes) -> Entry:
-    """The entry that `pack_entry` has packed.
+    """The entry that `pack_entry` has packed, now or in an earlier release.
 
     Raises:
         ValueError: if it is not what `pack_entry` made, or only a part of it.
     """
-    if len(packed) < _NUMBERS.size or not packed.startswith(_PACKED):
+    if packed.startswith(_PACKED):
+        return _unpack_numbers(packed)
+    try:
+        entry = json.loads(packed)
+        if not _is_count(entry["nbytes"]):
+            raise DamagedBlobError("An entry does not tell the size of its blob.")
+        return _entry_from_json(entry, entry["nbytes"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"An entry is JSON, or begins with {_PACKED!r}, got {packed[:4]!r}.") from error
+
+
+def _unpack_numbers(packed: bytes) -> Entry:
+    """An entry as it was written before it was JSON: numbers, among them the length of each field, and the fields."""
+    if len(packed) < _NUMBERS.size:
         raise ValueError(f"An entry begins with {_PACKED!r} and {_NUMBERS.size} bytes of numbers, got {packed[:4]!r}.")
     _, start, nbytes, *lengths = _NUMBERS.unpack_from(packed)
     if _NUMBERS.size + sum(lengths) != len(packed):
@@ -262,14 +264,34 @@ def unpack_entry(packed: bytes) -> Entry:
         fields.append(packed[at : at + length])
         at += length
     key, kind, model, root, parent, head, tokens = fields
-    return Entry(
-        key=key,
-        kind=Kind(kind.decode()),
-        model=model,
-        root=root,
-        parent=parent,
-        head=head,
-        start=start,
-        tokens=np.frombuffer(tokens, "<i8").astype(np.int64, copy=False),
-        nbytes=nbytes,
-    )
+    numbers = np.frombuffer(tokens, "<i8").astype(np.int64, copy=False)
+    return Entry(key, Kind(kind.decode()), model, root, parent, head, start, numbers, nbytes)
+
+
+def _entry_as_json(entry: Entry) -> dict[str, Any]:
+    digests = {name: getattr(entry, name).hex() for name in _DIGESTS}
+    tokens = b64encode(entry.tokens.astype("<i8").tobytes()).decode()
+    made = {"made_with": asdict(entry.made_with)} if entry.made_with is not None else {}
+    return {**digests, "kind": entry.kind.value, "start": entry.start, "tokens": tokens, **made}
+
+
+def _entry_from_json(entry: dict[str, Any], nbytes: int) -> Entry:
+    digests = [bytes.fromhex(entry[name]) for name in _DIGESTS]
+    tokens = np.frombuffer(b64decode(entry["tokens"], validate=True), dtype="<i8").astype(np.int64)
+    if not _is_count(entry["start"]):
+        raise DamagedBlobError("What a blob is found by has no place in its text.")
+    key, model, root, parent, head = digests
+    made = _made_with(entry["made_with"]) if "made_with" in entry else None
+    return Entry(key, Kind(entry["kind"]), model, root, parent, head, entry["start"], tokens, nbytes, made)
+
+
+def _made_with(given: dict[str, Any]) -> MadeWith:
+    made = MadeWith(**given)
+    for told in (made.codec, made.regime, made.attention, made.versions):
+        if type(told) is not str or len(told) > _MAX_CHARACTERS:
+            raise DamagedBlobError("What a blob was made with is no text, or a long one.")
+    return made
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_COUNT

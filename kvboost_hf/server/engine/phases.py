@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from kvboost_hf.assisted.branch_probe import branch_reason
+from kvboost_hf.assisted.branches import branch_reason
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.task import Task
 from kvboost_hf.server.generation.batch import BatchKV

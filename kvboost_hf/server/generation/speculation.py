@@ -8,12 +8,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.assisted.branch_probe import branch_reason
-from kvboost_hf.assisted.branches import Branches
-from kvboost_hf.assisted.rounds import Rounds, Taken, follow
+from kvboost_hf.assisted.branches import Branches, branch_reason
+from kvboost_hf.assisted.limits import fitted
+from kvboost_hf.assisted.rounds import Rounds, Taken, TreeDraft, follow
 from kvboost_hf.assisted.tree import ROOT, Tree
-from kvboost_hf.assisted.tree_draft import TreeDraft
-from kvboost_hf.assisted.vocabulary import differ_by_padding, fitted, vocab_size
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.compat import input_device
 from kvboost_hf.config import DraftTreeConfig
@@ -39,13 +37,7 @@ class Drafts:
     """
 
     def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, config: DraftTreeConfig) -> None:
-        sizes = vocab_size(draft), vocab_size(model)
-        if not differ_by_padding(*sizes):
-            raise ValueError(
-                f"`draft` must have the vocabulary of the model, of {sizes[1]} tokens, got {sizes[0]}. Choose one of "
-                "the same family."
-            )
-        draft = fitted(draft, model)
+        draft = fitted(draft, model, name="the model")
         if (reason := branch_reason(draft)) is not None:
             raise ValueError(
                 f"`draft` must be able to compute trees of tokens, got a {type(draft).__name__}: {reason}. Choose "

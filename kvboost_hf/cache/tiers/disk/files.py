@@ -80,10 +80,19 @@ class BlobFiles:
 
     def read(self, key: bytes, nbytes: int) -> memoryview | None:
         """A blob, mapped copy-on-write, or None if there is none of that size."""
-        with _IfThere(), self._opened(key) as folder:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would block for ever
-            with open(os.open(_name(key), flags, dir_fd=folder), "rb", buffering=0) as file:
+        name, flags = _name(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would block
+        opened: list[int] = []
+        try:
+            opened.append(os.open(self._folder, _FOLDER))
+            opened.append(os.open(name[:2], _FOLDER, dir_fd=opened[-1]))
+            with open(os.open(name, flags, dir_fd=opened[-1]), "rb", buffering=0) as file:
                 return self._content(file, nbytes)
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise
+        finally:
+            for folder in opened:
+                os.close(folder)
         return None
 
     def _content(self, file: FileIO, nbytes: int) -> memoryview | None:

@@ -32,7 +32,7 @@ class DiskIndex:
     def __init__(self, folder: Path, refill: Callable[[sqlite3.Connection], None], *, read_only: bool) -> None:
         self.read_only = read_only
         self._folder, self._path, self._refill = folder, folder / "index.sqlite3", refill
-        self._closed = False
+        self.is_closed = False
         # SQLite keeps book of its locks by process, so that a process that was forked beside an open connection could
         # never lock that file again. It is closed before, between two transactions, and opened when it is needed.
         self._lock = forks.rlock(before=self._disconnect)
@@ -66,7 +66,7 @@ class DiskIndex:
     def close(self) -> None:
         """Disconnect for good."""
         with self._lock:
-            self._closed = True
+            self.is_closed = True
             self._disconnect()
 
     def __del__(self) -> None:
@@ -74,7 +74,7 @@ class DiskIndex:
 
     @contextmanager
     def _folder_locked(self) -> Iterator[None]:
-        if self._closed:
+        if self.is_closed:
             raise sqlite3.ProgrammingError("It is closed.")
         self._lock_folder()
         if self._db is not None and self._file != _identity(self._path):

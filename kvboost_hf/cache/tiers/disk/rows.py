@@ -54,6 +54,8 @@ SCHEMA = (
 )
 
 _COLUMNS = "key, kind, model, root, parent, head, start, tokens, nbytes"
+_ENTRY_TYPES = (int, bytes, str, bytes, bytes, bytes, bytes, int, bytes, int)
+_MAX_COUNT = 2**62  # SQLite takes twice as much, and uses are counted on from it
 _ROW_BYTES = 512  # of a row and its places in the indexes, tokens not counted
 _SAME_USE_NS = 600 * 10**9
 
@@ -164,25 +166,25 @@ def tokens(db: sqlite3.Connection, where: str, values: Sequence[object]) -> list
 
 
 def entries(db: sqlite3.Connection, where: str, values: Sequence[object]) -> list[tuple[int, Entry]]:
-    """Numbers and entries of the blobs that are there; `where` may end in an order and a limit."""
-    query = f"SELECT number, {_COLUMNS} FROM blobs WHERE token IS NULL AND {where}"
-    digests, counts = (_is_bytes,) * 4, (_is_count, _is_bytes, _is_count)
-    found = _rows(db, query, values, _is_count, _is_key, _is_text, *digests, *counts)
-    return [(number, _entry(row)) for number, *row in found]
-
-
-def _entry(row: Iterable[object]) -> Entry:
-    """The entry of a row.
+    """Numbers and entries of the blobs that are there; `where` may end in an order and a limit.
 
     Raises:
-        sqlite3.DatabaseError: if it cannot be one.
+        sqlite3.DatabaseError: if a row cannot be an entry.
     """
-    key, kind, model, root, parent, head, start, tokens, nbytes = row
-    try:
-        numbers = np.frombuffer(tokens, np.int64)  # type: ignore[call-overload]
-        return Entry(key, Kind(kind), model, root, parent, head, start, numbers, nbytes)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise damage("A row of the index cannot be read.") from error
+    found: list[tuple[int, Entry]] = []
+    query = f"SELECT number, {_COLUMNS} FROM blobs WHERE token IS NULL AND {where}"
+    for row in db.execute(query, values):
+        number, key, kind, model, root, parent, head, start, tokens, nbytes = row
+        if tuple(map(type, row)) != _ENTRY_TYPES or len(key) != KEY_BYTES or min(number, start, nbytes) < 0:
+            raise damage("A row of the index has a value that nobody here has written.")
+        if max(number, start, nbytes) >= _MAX_COUNT:
+            raise damage("A row of the index has a value that nobody here has written.")
+        try:
+            numbers = np.frombuffer(tokens, np.int64)
+            found.append((number, Entry(key, Kind(kind), model, root, parent, head, start, numbers, nbytes)))
+        except ValueError as error:
+            raise damage("A row of the index cannot be read.") from error
+    return found
 
 
 def _rows(
@@ -208,7 +210,7 @@ def _is_token(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**62  # SQLite takes twice as much, and uses are counted on from it
+    return type(value) is int and 0 <= value < _MAX_COUNT
 
 
 def _is_process(value: object) -> bool:

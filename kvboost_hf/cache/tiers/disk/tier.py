@@ -60,6 +60,7 @@ class DiskTier:
         read_only = not _is_writable(folder)
         self._read_entry = read_entry
         self._evictions = 0
+        self._sizes: dict[bytes, int] = {}  # of the blobs that were looked up last: they are read next
         self._failures = Failures(_log, f"Disk tier {folder}", (OSError, sqlite3.Error))
         self._files = BlobFiles(folder / _BLOBS)
         self._index = DiskIndex(folder, self._adopt_all, read_only=read_only)
@@ -78,6 +79,7 @@ class DiskTier:
             for some in _batches(keys):
                 where = f"key IN ({', '.join('?' * len(some))})"
                 found |= {entry.key: entry for _, entry in rows.entries(db, where, some)}
+        self._sizes = {key: entry.nbytes for key, entry in found.items()}
         return found
 
     def find_alike(self, heads: Sequence[bytes]) -> list[Entry]:
@@ -103,6 +105,10 @@ class DiskTier:
         """See `Tier.read`."""
         blob = None
         with self._failures.caught("read"):
+            if (nbytes := self._sizes.get(key)) is not None and not self._index.is_closed:
+                blob = self._files.read(key, nbytes)
+            if blob is not None:
+                return blob
             with self._index.connected() as db:
                 nbytes = rows.size(db, key)
             if nbytes is not None:

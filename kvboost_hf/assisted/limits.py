@@ -1,9 +1,11 @@
-"""When an answer goes on without drafts, and where a draft ends because the text may end there.
+"""What limits drafts: the rounds without any, the ends of texts, positions and vocabularies.
 
 transformers calls each logits processor with drafted tokens that it then rejects, and asks stopping criteria once a
 round. What keeps a state, or has to see each token, gives the answer of plain decoding only without drafts.
+Vocabularies may differ in padding rows of the embeddings, as within a family of models.
 """
 
+import copy
 import logging
 from collections.abc import Iterable, Sequence
 from itertools import chain, count
@@ -20,7 +22,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from kvboost_hf.compat import AssistedCall, assisted_call, remember
+from kvboost_hf.compat import AssistedCall, assisted_call, decoder_layers, remember
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +37,8 @@ _WITH_STATE = (
 # Criteria that depend on the text alone, or end it at a token that transformers cuts a round at, or at no certain one.
 _CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_decoder_position_embeddings")
-_PADDING = 4  # rows, at most, that a table of positions has besides those of the configuration
+_SPARE = 4  # rows, at most, that a table of positions has besides those of the configuration
+_PADDING = 1024  # rows of embeddings, at most: tables are padded to multiples of up to that
 
 
 def may_keep_state(processor: Any) -> bool:
@@ -130,4 +133,65 @@ def _learned_positions(model: Any) -> int | None:
         module.weight for module in owner.modules() if isinstance(module, nn.Embedding) and id(module) not in words
     ]
     rows = {len(table) for table in (*tables, *owner.buffers()) if table.ndim == 2}
-    return next((length for length in known for more in range(_PADDING + 1) if length + more in rows), None)
+    return next((length for length in known for more in range(_SPARE + 1) if length + more in rows), None)
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Rows of the table of embeddings, as the configuration says."""
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def end_tokens(config: Any) -> set[int]:
+    """The tokens that end a text, by a generation configuration."""
+    ends = config.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
+@torch.no_grad()
+def fitted(
+    draft: PreTrainedModel, target: PreTrainedModel, *, name: str = "its target", or_else: str = ""
+) -> PreTrainedModel:
+    """A draft with the vocabulary size of its target: itself, or a copy where the two differ by padding.
+
+    A copy has embeddings and a head of its own, and shares all other weights. New rows are copies of that of the last
+    token, which is padding or rare. Tokens that the target has no row for are never drafted.
+
+    Args:
+        draft: The draft.
+        target: The model that checks its tokens.
+        name: What the error calls the target.
+        or_else: What else its reader may do, beside choosing another draft.
+
+    Raises:
+        ValueError: the sizes differ by more than padding.
+    """
+    mine, theirs = vocab_size(draft), vocab_size(target)
+    if mine == theirs:
+        return draft
+    if abs(mine - theirs) > _PADDING or 10 * abs(mine - theirs) > min(mine, theirs):
+        raise ValueError(
+            f"The draft must have the vocabulary of {name}, of {theirs} tokens, got {mine}. Choose one of the same "
+            f"family{or_else}."
+        )
+    resized = _copy_beside_tables(draft)
+    resized.resize_token_embeddings(theirs, mean_resizing=False)
+    if theirs > mine:
+        for table in _tables(resized):
+            for name in ("weight", "bias"):
+                rows = getattr(table, name, None)
+                if rows is not None and len(rows) == theirs:
+                    rows[mine:] = rows[mine - 1]
+    return resized
+
+
+def _tables(model: Any) -> list[Any]:
+    return [table for table in (model.get_input_embeddings(), model.get_output_embeddings()) if table is not None]
+
+
+def _copy_beside_tables(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that shares all weights except those of the embeddings and the head, which resizing writes to."""
+    own = {id(weight) for table in _tables(model) for weight in table.parameters()}
+    # Layers are shared as they are: hooks on them, as those that fetch weights, cannot be copied.
+    memo: dict[int, Any] = {id(layer): layer for layer in decoder_layers(model)}
+    memo |= {id(each): each for each in (*model.parameters(), *model.buffers()) if id(each) not in own}
+    return copy.deepcopy(model, memo)
