@@ -10,6 +10,7 @@ import ctypes
 import functools
 import gc
 import sys
+import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -207,7 +208,7 @@ def _are_counted() -> bool:
     """Whether this Python counts every change of a dict where it is looked for, as seen with some."""
     if sys.implementation.name != "cpython" or sys.version_info[:2] > _COUNTED_UNTIL:
         return False
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():  # other threads change a dict while it is looked at
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):  # other threads change a dict while it is looked at
         return False
     if dict.__basicsize__ != object.__basicsize__ + 4 * ctypes.sizeof(ctypes.c_void_p):  # another form of it
         return False
