@@ -55,7 +55,7 @@ from kvboost_hf.cache.prompt.generate_call import (
 from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import read_pads
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
-from kvboost_hf.compat import hook_hidden_states, unwrapped
+from kvboost_hf.compat import generate_frame, hook_hidden_states, unwrapped
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 
@@ -242,7 +242,7 @@ class ChunkReuseCache(DynamicCache):
         if self._call is not None:
             return 0
         # Asked in the middle of a forward: this layer may have got its new columns already, others not.
-        return super().get_seq_length(layer_idx) if self._live.counts_columns else self._live.held
+        return super().get_seq_length(layer_idx) if self._live.counting is not None else self._live.held
 
     def activate_past_recording(self) -> None:
         """See `Cache.activate_past_recording`; what generate() asks for ends with the next call."""
@@ -294,9 +294,9 @@ class ChunkReuseCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Cache.update`."""
-        if self._forward is not None:
-            if (found := self._forward.update(layer_idx, key_states, value_states)) is not None:
-                return found
+        if (forward := self._forward) is not None:
+            if forward.takes_kv and (taken := forward.update(layer_idx, key_states, value_states)) is not None:
+                return taken
         # What `attach` has made takes what it is given, as any cache that transformers returns. And no hook has run
         # around a compiled step that could have said so.
         elif not self._of_call and (
@@ -308,8 +308,11 @@ class ChunkReuseCache(DynamicCache):
                 f"This ChunkReuseCache was made for one {name} object, and K/V reached it from elsewhere. Make a "
                 "cache for each model, ChunkReuseCache(other_model), and pass it to the model, not to a part of it."
             )
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return keys, values
+        found: tuple[torch.Tensor, torch.Tensor]
+        # `Cache.update` does no more where layers are neither made at their first use nor offloaded.
+        layers = self.layers if self._of_call else self._live.visible
+        found = layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        return found
 
     def reset(self) -> None:
         """Let go of what the cache holds. The store keeps its chunks."""
@@ -343,9 +346,11 @@ class ChunkReuseCache(DynamicCache):
         if static is not None and not self._form.serves(running_config):
             self._form.leave(self._settle)
             static = None
-        live.hand_out(False)
+        if live.hands_out:
+            live.hand_out(False)
         call, self._call = self._call, None
-        armed = self._begins_anew or (call is not None and call.contains(sys._getframe()))
+        running = generate_frame(sys._getframe())
+        armed = self._begins_anew or (call is not None and call.is_at(running))
         self._begins_anew = False
         mask_fits, self._mask_fits = self._mask_fits, True  # of the call's first forward
         if live.lost and not armed:
@@ -362,10 +367,12 @@ class ChunkReuseCache(DynamicCache):
             mask_fits,
             self._hides_padding_only,
             self.stores_prompts_whole,
+            in_generate=running is not None,
         )
-        ids = kwargs.get("input_ids")  # what is read of a forward by somebody's own loop is not known
-        is_of_generate = isinstance(ids, torch.Tensor) and ids.shape[-1] > 1 and outputs_read(ids) is not None
-        self._config = running_config() if is_of_generate else None
+        ids = kwargs.get("input_ids")
+        # What is read of a forward by somebody's own loop is not known.
+        if running and isinstance(ids, torch.Tensor) and ids.shape[-1] > 1 and outputs_read(ids) is not None:
+            self._config = running.f_locals["generation_config"]
         self._forward = next_forward(self._parts, request)
         if request.is_step:
             self._form.costs.decoded()
@@ -380,7 +387,8 @@ class ChunkReuseCache(DynamicCache):
         forward, live = self._forward, self._live
         if forward is None:  # after a compiled step
             return None
-        live.hand_out(False)  # other forwards may be run on the layers, in a stock cache
+        if live.hands_out:
+            live.hand_out(False)  # other forwards may be run on the layers, in a stock cache
         if live.static is not None:
             live.static.close(live.static_layers)
         if self.judge is not None:

@@ -28,8 +28,8 @@ ROOT = root_key(b"model", b"")
 
 
 class FakeChunk:
-    def __init__(self, key: bytes, tokens: Tokens) -> None:
-        self.key, self.tokens = key, tokens
+    def __init__(self, key: bytes, tokens: Tokens, parent: bytes = ROOT, start: int = 0) -> None:
+        self.key, self.tokens, self.parent, self.start = key, tokens, parent, start
 
 
 class FakeIndex:
@@ -44,7 +44,7 @@ class FakeIndex:
                 cut = chunker.next_cut(tokens, border.at) or len(tokens)
                 part = tokens[border.at : cut]
                 key = prefix_key(border.key, part)
-                chunk = self.chunks.setdefault(key, FakeChunk(key, part))
+                chunk = self.chunks.setdefault(key, FakeChunk(key, part, border.key, border.at))
                 self.by_parent.setdefault(border.key, []).append(chunk)
                 border = Border(cut, key)
 

@@ -25,7 +25,7 @@ from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import CHANGED, LiveKV
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.plan import ReusePlan
-from kvboost_hf.cache.prompt.generate_call import encoded_from, in_generate
+from kvboost_hf.cache.prompt.generate_call import encoded_from
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import (
     ForwardInputs,
@@ -153,12 +153,12 @@ def admit_more(parts: CacheParts, request: Request, ledger: Ledger | None, held:
     new = inputs.input_ids.shape[1]
     if rope_regime(request.model, held + new - int(ledger.log.pads.min())) != live.regime:
         return LENGTH
-    loops = request.in_own_loop or in_generate()  # nobody changes the model between two tokens without a trace
+    loops = request.in_own_loop or request.in_generate  # nobody changes the model between two tokens without a trace
     if (not loops or parts.binding.looks_changed) and parts.binding.root(live.regime) != ledger.root:
         return MODEL_CHANGED
     if not loops and has_types_of_media(kwargs, new):
         return TYPES_LATER
-    padded = bool(ledger.log.pads.any()) and live.counts_columns  # states have no more use for a mask
+    padded = bool(ledger.log.pads.any()) and live.counting is not None  # states have no more use for a mask
     if padded and (inputs.attention_mask is None or not positions_follow_padding(request.model, inputs)):
         return PADDED_WITHOUT
     return MEDIA_LATER if payload(kwargs) else None

@@ -39,7 +39,7 @@ from kvboost_hf.cache.live.live_kv import CHANGED, LiveKV
 from kvboost_hf.cache.planning.chunks import whole_pieces
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.planning.report import Tally
-from kvboost_hf.cache.prompt.generate_call import in_generate, in_prefill
+from kvboost_hf.cache.prompt.generate_call import in_prefill
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import ForwardInputs, common_columns, read_forward
 from kvboost_hf.cache.prompt.token_log import MaskShape
@@ -59,7 +59,8 @@ def next_forward(parts: CacheParts, request: Request) -> Forward:
         ValueError: for more columns than a cache of a fixed size has room for, and for ids that continue other rows.
     """
     live, model = parts.live, request.model
-    parts.writer.confirm_steps()
+    if live.static is not None:
+        parts.writer.confirm_steps()
     held = 0 if request.armed else live.held
     if not held:
         _begin_text(parts, request)
@@ -184,7 +185,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
         return Unrecorded(parts, held, held + new)
     mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
     # Any other mask may hide anything, and to read it would make a GPU wait.
-    if mask is None or (in_generate() and request.hides_padding_only):
+    if mask is None or (request.in_generate and request.hides_padding_only):
         live.hand_out(attn_implementation(request.model) == ATTENTION)
         if mask is not None and not ledger.log.pads.any() and live.static is None:
             # Releases of transformers before 5.23 pass a mask of ones, which no kernel need read.

@@ -111,6 +111,7 @@ class Moved(Forward):
         stores_whole: Store all of the prompt when it is done.
     """
 
+    takes_kv = True
     can_settle_later = True
 
     def __init__(

@@ -72,6 +72,7 @@ class Reused(Forward):
         stores_whole: Store all of the prompt when it is done.
     """
 
+    takes_kv = True
     can_settle_later = True
 
     def __init__(

@@ -75,6 +75,7 @@ class Request:
             the ids follow what the layers hold.
         hides_padding_only: The mask of the generate() call, if it goes on from what the layers hold.
         stores_whole: Nobody will tell when the call has ended: store all of a prompt at once.
+        in_generate: Some generate() call is under way.
         inputs: The arguments as far as reuse is concerned; or why K/V of it cannot be told by its tokens.
         is_step: It has one token, behind what the layers hold. In a cache of a fixed size it is a decoding step: the
             last piece of a prompt, which may have one token, too, is none.
@@ -88,6 +89,7 @@ class Request:
     mask_fits: bool
     hides_padding_only: bool
     stores_whole: bool
+    in_generate: bool
     inputs: ForwardInputs | str = "not read yet"
     is_step: bool = False
 
@@ -100,6 +102,7 @@ class Forward(ABC):
         length: Columns of the layers that stay right whatever happens: what to fall back to.
     """
 
+    takes_kv = False  # `update` is to be asked
     can_settle_later = False  # its K/V, and what there is to offer of it, stay as they are until the next forward
 
     def __init__(self, parts: CacheParts, length: int) -> None:

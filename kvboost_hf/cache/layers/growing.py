@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvboost_hf.cache.layers.base import ColumnSpec, Piece, ReuseLayer, Turn
-from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
+from kvboost_hf.cache.layers.growing_tensor import GrowingTensor, append_all
 
 
 class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -185,10 +185,10 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         """Append [batch, num_kv_heads, m, head_dim] and return everything that may be attended to, as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        held, keep_from = self.length, self._keep_from()  # before the keys are there: the same for the values
-        self._append(0, key_states, keep_from)
-        self._append(1, value_states, keep_from)
-        return self._visible(held)
+        tensors = self._tensors
+        keep_from, start = self._bounds(tensors[0].stop)
+        self.version += 2
+        return append_all(tensors, (key_states, value_states), keep_from, start)
 
     def reset(self) -> None:
         """Drop everything."""
@@ -281,13 +281,11 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
 
     # What kinds of layers differ in
 
-    def _keep_from(self) -> int:
-        """Columns before this one may go when a buffer is full."""
-        return 0
-
-    def _visible(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K/V that new columns after the first `held` ones may attend to."""
-        return self._tensors[0].view(), self._tensors[1].view()
+    def _bounds(self, held: int) -> tuple[int, int]:
+        """Of an append behind `held` columns: those before the first bound may go when a buffer is full, and new ones
+        may attend to those from the second bound on.
+        """
+        return 0, 0
 
     def _shown_from(self) -> int:
         """The first column of `keys` and `values`."""
@@ -311,12 +309,13 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         else:
             self._tensors[index].adopt(new, self._end_of(index, new))
 
-    def _append(self, index: int, new: torch.Tensor, keep_from: int = 0) -> None:
+    def _append(self, index: int, new: torch.Tensor) -> None:
+        """Append to what the layer keeps beside keys and values."""
         self.version += 1
-        if torch.is_grad_enabled():  # something else may need a gradient through what is returned
+        if torch.is_grad_enabled():
             self._tensors[index].append_with_graph(new)
         else:
-            self._tensors[index].append(new, keep_from)
+            self._tensors[index].append(new)
 
     @property
     def _batch_size(self) -> int:

@@ -20,6 +20,30 @@ _MIN_SLACK = 128
 _ALIGNED_BYTES = 64
 
 
+def append_all(
+    tensors: Sequence["GrowingTensor"], new: Sequence[torch.Tensor], keep_from: int, start: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append keys and values to two tensors.
+
+    Args:
+        tensors: The keys, the values, and others that are left alone.
+        new: Of both, [batch, heads, m, dim].
+        keep_from: Columns before this one may go if a buffer is full.
+        start: The first column that new ones may attend to.
+
+    Returns:
+        Views of both from column `start` on.
+    """
+    keys, values = tensors[0], tensors[1]
+    if torch.is_grad_enabled():  # something else may need a gradient through what is returned
+        keys.append_with_graph(new[0])
+        values.append_with_graph(new[1])
+    else:
+        keys.append(new[0], keep_from)
+        values.append(new[1], keep_from)
+    return keys.view(start), values.view(start)
+
+
 def capacity(length: int) -> int:
     """Columns that a buffer for `length` of them is given."""
     return length + max(_MIN_SLACK, length // 8)
@@ -64,8 +88,9 @@ class GrowingTensor:
         """Append [batch, heads, m, dim]; columns before `keep_from` may go if the buffer is full."""
         held, self.stop = self.stop, self.stop + new.shape[2]
         self.make_writable(new, held, keep_from)
-        assert self.buffer is not None
-        self.buffer.narrow(2, held - self.first, self.stop - held).copy_(new)
+        buffer = self.buffer
+        assert buffer is not None
+        buffer.narrow(2, held - self.first, self.stop - held).copy_(new)
         self.seal()
 
     def open(self, stop: int, like: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,9 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         # Who has asked for all columns once will do so at each step.
         if not self._may_hand_out(key_states.device) or (self._held is not None and self._held[0].is_dense):
             self._settle()
-        return super().update(key_states, value_states)
+        found = super().update(key_states, value_states)
+        self._view()
+        return self._held if self._held is not None else found
 
     def reset(self) -> None:
         """Drop everything."""
@@ -228,10 +230,6 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         kv = PiecedKV(self._table, behind[0], behind[1])
         keys, values = (KVHandle(kv, partial(_whole, kv, at), none, self.length) for at in range(2))
         self._held = keys, values
-
-    def _visible(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self._view()
-        return self._held if self._held is not None else super()._visible(held)
 
     def _hand_out_tensor(self, index: int) -> torch.Tensor | None:
         self._settle()

@@ -280,9 +280,8 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
         self.length_tensor.fill_(self.length)
         return opened
 
-    def _visible(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
-        start = self.needed_from(held)
-        return self._tensors[0].view(start), self._tensors[1].view(start)
+    def _bounds(self, held: int) -> tuple[int, int]:
+        return 0, self.needed_from(held)
 
     def _shown_from(self) -> int:
         return max(self._first, self.needed_from(self.length))

@@ -105,9 +105,8 @@ class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         last = self._cropped if self.record_past else self.length
         return max(0, min(self.needed_from(last) - _REWIND, self._stored))
 
-    def _visible(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
-        start = self.needed_from(held)
-        return self._tensors[0].view(start), self._tensors[1].view(start)
+    def _bounds(self, held: int) -> tuple[int, int]:
+        return self._keep_from(), self.needed_from(held)
 
     def _shown_from(self) -> int:
         return self.needed_from(self.length)

@@ -78,10 +78,11 @@ class LiveKV:
         self._model, self._live_quant, self._keeps_hidden = weakref.ref(model), live_quant, keeps_hidden
         self._reproducible = reproducible
         self._columns = 0  # held by layers that do not count themselves
-        self._bumps = ModelState.of(model).fingerprint.bumps
+        self._state = ModelState.of(model)
+        self._bumps = self._state.fingerprint.bumps
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
         self._classes_of: list[ReuseLayer] | None = None
-        self._classes: list[type | None] = []
+        self._classes: list[type | None] = []  # of what transformers sees, as it was made; None for somebody else's
         text_config = model.config.get_text_config(decoder=True)
         self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())  # they hold no tokens
         self._make_layers(model)
@@ -100,10 +101,11 @@ class LiveKV:
                 self.layers = make_layers(
                     model, self._live_quant, keeps_hidden=self._keeps_hidden, contiguous=self._reproducible
                 )
+        self.hands_out = False
         self._find_counting()
 
     def _find_counting(self) -> None:
-        self._counting = next((layer for layer in kv_layers(self.layers) if layer.length is not None), None)
+        self.counting = next((layer for layer in kv_layers(self.layers) if layer.length is not None), None)
 
     def _native_layers(self, model: PreTrainedModel) -> list[Any]:
         if self.plain_reason is not None:
@@ -140,13 +142,13 @@ class LiveKV:
         ledger = self.in_step()
         if ledger is None and static is not None:  # nobody can use what is not known
             self.drop()
-        before, self.static = (self.static, self.layers), static
+        before, self.static = (self.static, self.layers, self.hands_out), static
         try:
             self._make_layers(model)
             for old, new in zip(kv_layers(before[1]), kv_layers(self.layers), strict=True):
                 _move(old, new, ledger.log.batch_size if ledger is not None else None)
         except BaseException:
-            self.static, self.layers = before
+            self.static, self.layers, self.hands_out = before
             self._find_counting()
             raise
         self._show(self._native_layers(model))
@@ -157,7 +159,7 @@ class LiveKV:
     def follow_others(self) -> None:
         """Go on with layers that somebody else has put in place of ours, of which nothing is known."""
         self.note_change()
-        self.plain_reason, self.layers, self._counting, self.plain_used = CHANGED, [], None, True
+        self.plain_reason, self.layers, self.counting, self.plain_used = CHANGED, [], None, True
 
     def _show(self, layers: Sequence[Any]) -> None:
         """Have transformers see these layers; an attached call's own cache sees the same list."""
@@ -170,19 +172,19 @@ class LiveKV:
     @property
     def owns_layers(self) -> bool:
         """Whether the layers that transformers sees are those that were made for it, as they were made."""
-        layers = kv_layers(self.layers)
-        return len(self.visible) == len(layers) and all(
-            theirs is ours.native and type(theirs) is made and "update" not in theirs.__dict__
-            for theirs, ours, made in zip(self.visible, layers, self._made_classes, strict=True)
-        )
-
-    @property
-    def _made_classes(self) -> list[type | None]:
-        """Classes of the layers that transformers sees, as they were made; None for one of somebody else."""
         if self._classes_of is not self.layers:
             kinds = [type(layer.native) for layer in kv_layers(self.layers)]
             self._classes_of, self._classes = self.layers, [kind if is_own(kind) else None for kind in kinds]
-        return self._classes
+        if len(self.visible) != len(self._classes):
+            return False
+        for theirs, ours, made in zip(
+            self.visible, self.layers, self._classes, strict=False
+        ):  # hidden states are last
+            if theirs is not ours and theirs is not ours.native:
+                return False
+            if type(theirs) is not made or "update" in theirs.__dict__:
+                return False
+        return True
 
     @property
     def nbytes(self) -> int:
@@ -207,8 +209,10 @@ class LiveKV:
 
     def hand_out(self, allowed: bool) -> None:
         """Let layers give the attention K/V as it is held: if it can read that, and only padding is hidden."""
-        for layer in self.layers:
-            layer.hands_out = allowed
+        if self.hands_out != allowed:
+            self.hands_out = allowed
+            for layer in self.layers:
+                layer.hands_out = allowed
 
     def expect_padding(self, pads: NDArray[np.int64]) -> None:
         """Tell the layers where the shortest row begins."""
@@ -226,19 +230,14 @@ class LiveKV:
     @property
     def held(self) -> int:
         """Columns in the layers; without compiled steps that `catch_up` has not taken over."""
-        if self._counting is not None:
-            return self._counting.length or 0
+        if self.counting is not None:
+            return self.counting.length or 0
         if self.plain_reason is None:
             return self._columns
         try:
             return int(Cache(layers=self.visible).get_seq_length())
         except (ValueError, RuntimeError):  # there are no attention layers
             return 0
-
-    @property
-    def counts_columns(self) -> bool:
-        """Whether some layer counts its columns, as layers of attention do."""
-        return self._counting is not None
 
     def in_step(self, *, look: bool = True) -> Ledger | None:
         """The ledger, unless the layers were changed by somebody else since it was last brought up to date.
@@ -249,7 +248,9 @@ class LiveKV:
         ledger = self.ledger
         if ledger is not None and (ledger.version != self._version() or (look and not self.untouched(ledger))):
             self.note_change()
-        if self._bumps != (bumps := self._model_bumps()):  # store.invalidate() was called: K/V may not be the model's
+        if self._bumps != (
+            bumps := self._state.fingerprint.bumps
+        ):  # store.invalidate() was called: K/V may not be the model's
             self._bumps, self.ledger = bumps, None
         return self.ledger
 
@@ -277,7 +278,7 @@ class LiveKV:
         """Whether somebody else refers to one of the layers, or to the list of them that transformers sees."""
         if self.visible is not self._shown:
             return True
-        known = [sum(each is layer for each in self._shown) + 1 + (layer is self._counting) for layer in self.layers]
+        known = [sum(each is layer for each in self._shown) + 1 + (layer is self.counting) for layer in self.layers]
         found = references([*self.layers, self._shown])
         return found[-1] > 2 or any(more > own for more, own in zip(found, known, strict=False))
 
@@ -285,10 +286,6 @@ class LiveKV:
         """Nothing is known any more of what the layers hold."""
         self.ledger, self.changed, self.stepped = None, True, False
         self.tally.dropped = CHANGED
-
-    def _model_bumps(self) -> int:
-        model = self._model()
-        return ModelState.of(model).fingerprint.bumps if model is not None else self._bumps
 
     def _version(self) -> int:
         return sum([layer.version for layer in self.layers])
@@ -419,6 +416,7 @@ class LiveKV:
         """
         twin.plain_reason, twin.plain_used, twin.changed = self.plain_reason, self.plain_used, self.changed
         twin.layers = [layer.share() for layer in self.layers]
+        twin.hands_out = self.hands_out
         twin._find_counting()
         twin.visible[:] = [layer.native for layer in kv_layers(twin.layers)] if layers is None else layers
         twin.regime, twin._columns, twin._bumps = self.regime, self._columns, self._bumps

@@ -90,16 +90,15 @@ class GenerateCall:
         """Whether a mask over `held` columns and the ids that follow them has as many columns as these."""
         return self.num_ids is not None and self.mask_columns == held + self.num_ids
 
-    def contains(self, frame: FrameType) -> bool:
-        """Whether `frame` is inside this call; True where the call was not found."""
+    def is_at(self, frame: FrameType | None) -> bool:
+        """Whether this call is the innermost one, of which `frame` is, or None; True where the call was not found."""
         if self._config is None:
             return True
         config = self._config()
         if config is None:
             return False
-        found = generate_frame(frame)
         # A loop of `custom_generate` that yields goes on when generate() has returned.
-        frames = [found] if found is not None else _frames_from(frame)
+        frames = _frames_from(sys._getframe(1)) if frame is None else [frame]
         return any(each.f_locals.get("generation_config") is config for each in frames)
 
 

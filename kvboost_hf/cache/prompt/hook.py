@@ -43,12 +43,13 @@ class ForwardHook:
 
     leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
     changes_arguments = True  # others' hooks on the same module cannot be watched, therefore
+    _name = ""  # of the model's argument for a cache, once it is known
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Changed:
         """torch forward pre-hook."""
         if torch.compiler.is_compiling() and _is_compileable(kwargs):
             assert isinstance(model, PreTrainedModel)
-            kwargs = _by_name(model, args, kwargs)
+            kwargs = self._by_name(model, args, kwargs)
             return (), cache_in(kwargs).before_forward(model, kwargs)
         if torch.compiler.is_compiling() and _is_foreign(kwargs):
             return None
@@ -63,18 +64,24 @@ class ForwardHook:
             return None
         return self._after(model, kwargs, output)
 
+    def _by_name(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
+        """All arguments by name, with the cache by the one that the model's forward takes."""
+        self._name = name = self._name or cache_argument(model)
+        kwargs = {**_names(model, args), **kwargs} if args else dict(kwargs)
+        return kwargs if name in kwargs else with_cache_by(name, kwargs)
+
     # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], Kwargs] | None:
         assert isinstance(model, PreTrainedModel)
-        kwargs = _by_name(model, args, kwargs)
-        name = cache_argument(model)
+        kwargs = self._by_name(model, args, kwargs)
+        name = self._name
         cache = kwargs.get(name)
         if not _is_hooked(cache):
             attached = ModelState.of(model).attached
-            cache = attached.stand_in(model, kwargs.get(name), kwargs) if attached is not None else None
+            cache = attached.stand_in(model, cache, kwargs) if attached is not None else None
             if cache is None:
                 note_call(model, kwargs)
                 return None
@@ -86,10 +93,19 @@ class ForwardHook:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, model: nn.Module, kwargs: Kwargs, output: Any) -> Any:
         assert isinstance(model, PreTrainedModel)
-        cache = kwargs.get(cache_argument(model))
+        cache = kwargs.get(self._name or cache_argument(model))
         if _is_hooked(cache):
             return cache.after_forward(output)
         return None
+
+
+def _names(model: PreTrainedModel, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments that came by position, by their names."""
+    parameters = inspect.signature(model.forward).parameters
+    names = tuple(parameters)
+    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values()):  # it passes all of them on
+        names = forward_arguments(model).positional
+    return dict(zip(names, args, strict=False))
 
 
 def _is_hooked(cache: Any) -> TypeGuard[HookedCache]:
@@ -135,13 +151,3 @@ def _handles(model: PreTrainedModel) -> list[Any]:
 
 def _is_ours(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), ForwardHook)
-
-
-def _by_name(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
-    if not args:
-        return with_cache_by(cache_argument(model), dict(kwargs))
-    parameters = inspect.signature(model.forward).parameters
-    names = tuple(parameters)
-    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values()):  # it passes all of them on
-        names = forward_arguments(model).positional
-    return with_cache_by(cache_argument(model), {**dict(zip(names, args, strict=False)), **kwargs})

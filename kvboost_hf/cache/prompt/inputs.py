@@ -101,13 +101,12 @@ def read_inputs(
         return f"input_ids have the shape {list(ids.shape)}"
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         return "the attention mask is not 2-D"
-    media = takes_media(model)
-    if positions is not None and not _are_positions_of(ids, positions, 3 if media else 2):
+    if positions is not None and not _are_positions_of(model, ids, positions):
         return "position_ids are not one for each of the input_ids"
     if kwargs.get("use_cache") is False:
         return "use_cache is False"
     for name, value in kwargs.items():
-        if name in _HARMLESS or (media and name in OF_MEDIA) or _says_nothing(model, name, value):
+        if name in _HARMLESS or _says_nothing(model, name, value) or (name in OF_MEDIA and takes_media(model)):
             continue
         return f"`{name}` was passed, which K/V may depend on"
     if (weights := kwargs.get("output_attentions")) and (attention := attn_implementation(model)) != "eager":
@@ -137,9 +136,11 @@ def wants_all_logits(kwargs: dict[str, Any]) -> bool:
     return keep is None or isinstance(keep, torch.Tensor) or keep <= 0 or kwargs.get("labels") is not None
 
 
-def _are_positions_of(ids: torch.Tensor, positions: torch.Tensor, max_ndim: int) -> bool:
+def _are_positions_of(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> bool:
     batch, columns = ids.shape
-    return 2 <= positions.ndim <= max_ndim and positions.shape[-1] == columns and positions.shape[-2] in (1, batch)
+    if positions.ndim != 2 and not (positions.ndim == 3 and takes_media(model)):
+        return False
+    return positions.shape[-1] == columns and positions.shape[-2] in (1, batch)
 
 
 def _says_nothing(model: PreTrainedModel, name: str, value: Any) -> bool:

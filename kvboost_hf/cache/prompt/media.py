@@ -71,7 +71,7 @@ def takes_media(model: PreTrainedModel) -> bool:
 
 def payload(arguments: Arguments) -> Arguments:
     """The arguments that contain media."""
-    return {name: arguments[name] for name in _PAYLOAD if _given(arguments.get(name))}
+    return {name: arguments[name] for name in _PAYLOAD if name in arguments and _given(arguments[name])}
 
 
 def _given(value: Any) -> bool:
