@@ -20,7 +20,7 @@ VERSION = 1  # what `kernels` calls a version: a new one may take other argument
 BACKENDS = ("cpu", "cuda")
 
 _PACKAGE = ROOT / "kvboost_hf"
-_WITH_TRANSFORMERS = {"__init__.py", "masks.py", "register.py"}  # of attention/: transformers makes masks itself here
+_WITH_TRANSFORMERS = {"__init__.py", "masks.py"}  # of attention/: transformers makes masks itself here
 _BESIDE = ("forks.py", "handles.py", "kernels.py", "triton_launch.py", "visibility.py")
 
 _INIT = '''"""The attention of kvboost_hf, as transformers calls it for `attn_implementation="ORG/{name}"`."""

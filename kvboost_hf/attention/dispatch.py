@@ -10,9 +10,8 @@ import torch
 
 from kvboost_hf.attention import cpu, reference, sdpa
 from kvboost_hf.attention.backends import backend_of
-from kvboost_hf.attention.call import AttentionCall, Part
-from kvboost_hf.attention.merge import merge as merge_parts
-from kvboost_hf.attention.merge import no_log
+from kvboost_hf.attention.call import AttentionCall, Part, no_log
+from kvboost_hf.attention.call import merge as merge_parts
 from kvboost_hf.handles import CodePlanes, MixedKV, PiecedKV, PieceTable
 from kvboost_hf.kernels import count
 
@@ -96,12 +95,12 @@ def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype)
     """Run the kernel for `ops.merge`."""
     first = parts[0][0]
     if backend_of(first.device, dtype) == "triton":
-        from kvboost_hf.attention.triton import combine, tiling
+        from kvboost_hf.attention.triton import tile, tiling
 
         if tiling.is_taken(first, first.shape[3]):
             count("triton", "merge")
             outs, logs = (torch.stack(each) for each in zip(*parts, strict=True))
-            return combine.combine(outs, logs, sinks=sinks, dtype=dtype)[0]
+            return tile.combine(outs, logs, sinks=sinks, dtype=dtype)[0]
     return merge_parts(parts, sinks, dtype)
 
 

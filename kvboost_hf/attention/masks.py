@@ -35,7 +35,7 @@ def make_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Make the mask of a forward, for `register.attention`.
+    """Make the mask of a forward, for `kvboost_fa2`.
 
     Args:
         batch_size: The rows of the batch.

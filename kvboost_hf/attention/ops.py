@@ -102,7 +102,7 @@ def attend_codes(call: AttentionCall, keys: CodePlanes, values: CodePlanes, leng
 
 
 def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Merge parts as `kvboost_hf.attention.merge.merge` does, with the fastest kernel for it."""
+    """Merge parts as `kvboost_hf.attention.call.merge` does, with the fastest kernel for it."""
     if not is_traced(parts[0][0]):
         return dispatch.merge(parts, sinks, dtype)
     merged: torch.Tensor = torch.ops.kvboost_hf.merge.default(*map(list, zip(*parts, strict=True)), sinks, dtype)

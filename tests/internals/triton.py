@@ -2,9 +2,9 @@
 
 from kvboost_hf import kernels as triton_support
 from kvboost_hf.attention.triton import codes, dense, mixed, pieces, tiling
-from kvboost_hf.attention.triton import combine as combine_module
-from kvboost_hf.attention.triton.combine import blocks_of, combine
+from kvboost_hf.attention.triton import tile as combine_module
 from kvboost_hf.attention.triton.halfwords import instructions, load_table, nibbles_of, numbers, unit_of
+from kvboost_hf.attention.triton.tile import blocks_of, combine
 from kvboost_hf.attention.triton.tiling import MAX_SPLITS, Device, empty_parts, plan_splits
 from kvboost_hf.attention.triton.tiling import Tiling as AttentionTiling
 from kvboost_hf.attention.triton.tiling import plan_tiling as attention_plan_tiling

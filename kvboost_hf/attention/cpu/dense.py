@@ -1,20 +1,29 @@
 """Attention over tensors: one call of PyTorch's flash attention for each tile of queries and columns."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from kvboost_hf.attention.call import AttentionCall, Part
-from kvboost_hf.attention.cpu.blocks import attend_capped, join
-from kvboost_hf.attention.cpu.tiles import Tile, is_irregular, is_plain, masked, square, staircase, tree
-from kvboost_hf.attention.merge import no_log
+from kvboost_hf.attention.call import AttentionCall, Part, no_log
 from kvboost_hf.visibility import Visibility
 
 _FEW = 16  # queries: the rows of a batch are computed at once, and the heads of a group, with a mask of their own
 
 _SMALL = 1 << 13  # queries times columns up to which a mask takes less time than two calls; 8 times so for few queries
+NUMBERS = 1 << 19  # handled at once, so that intermediate results stay in the cache of a processor
+_ROWS = 128  # queries that share a mask: with more of them, more of the work is hidden; with fewer, more calls
+
+
+class Tile(NamedTuple):
+    """A rectangle of queries and columns."""
+
+    rows: slice
+    columns: slice
+    mask: torch.Tensor | None = None  # [batch or 1, heads or 1, rows, columns], bool; None where all is seen
+    causal: bool = False  # as many rows as columns, of which row i sees the first i + 1
 
 
 def attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:
@@ -197,3 +206,119 @@ def flash(
         query, key, value, 0.0, causal, attn_mask=bias, scale=scale
     )
     return part
+
+
+def is_plain(seen: Visibility, queries: int, total: int) -> bool:
+    """Whether one rectangle, or one square, is all there is."""
+    own = seen.window or any(each is not None for each in (seen.keep, seen.columns, seen.tree, seen.mask))
+    return not own and (queries in (1, total) or not seen.causal)
+
+
+def is_irregular(seen: Visibility) -> bool:
+    """Whether nothing but a mask of all queries and columns tells who sees what."""
+    if seen.mask is not None:
+        return True
+    return seen.window > 0 and not seen.causal if seen.tree is None else seen.window > 0 or seen.columns is not None
+
+
+def square(queries: int, total: int) -> Iterator[Tile]:
+    """Tiles of queries that are the last columns, and see those up to theirs."""
+    everyone, first = slice(0, queries), total - queries if queries > 1 else total
+    if first:
+        yield Tile(everyone, slice(0, first))
+    if first < total:
+        yield Tile(everyone, slice(first, total), causal=True)
+
+
+def tree(bits: torch.Tensor, total: int) -> Iterator[Tile]:
+    """Tiles of queries that are the last columns; they see all before these, and of these what the bits say."""
+    queries = bits.shape[1]
+    everyone, first = slice(0, queries), total - queries
+    if first:
+        yield Tile(everyone, slice(0, first))
+    mask = bits[:, None, :, None] >> torch.arange(queries, device=bits.device) & 1
+    yield Tile(everyone, slice(first, total), mask.bool())
+
+
+def staircase(own: torch.Tensor, window: int) -> Iterator[Tile]:
+    """Tiles of queries at columns [queries], ascending, that see the `window` columns up to theirs, or all."""
+    before = 0 if window else int(own[0])
+    if before:
+        yield Tile(slice(0, len(own)), slice(0, before))
+    for start in range(0, len(own), _ROWS):
+        rows = slice(start, min(start + _ROWS, len(own)))
+        first = max(int(own[start]) - window + 1, 0) if window else before
+        columns = slice(first, int(own[rows.stop - 1]) + 1)
+        away = own[rows, None] - torch.arange(columns.start, columns.stop, device=own.device)
+        mask = (away >= 0) & (away < window) if window else away >= 0
+        yield Tile(rows, columns, mask[None, None] if len(mask) > 1 else None)
+
+
+def masked(mask: torch.Tensor) -> Iterator[Tile]:
+    """Tiles of a mask [batch or 1, heads or 1, queries, columns]."""
+    queries, total = mask.shape[2:]
+    for start in range(0, queries, _ROWS):
+        rows = slice(start, min(start + _ROWS, queries))
+        yield Tile(rows, slice(0, total), mask[:, :, rows])
+
+
+def join(out: torch.Tensor, lse: torch.Tensor, part: Part) -> None:
+    """Merge a part into the results [..., queries, value_dim] and [..., queries], which begin as zeros and -inf."""
+    total = torch.logaddexp(lse, part[1])
+    weight = torch.exp(part[1] - total).nan_to_num_(0.0)  # no number where nothing is seen at all
+    out.lerp_(part[0].to(out.dtype), weight[..., None])
+    lse.copy_(total)
+
+
+def weighted(logits: torch.Tensor, weigh: Callable[[torch.Tensor], torch.Tensor]) -> Part:
+    """Compute the part of some columns.
+
+    Args:
+        logits: [..., queries, columns], float32; overwritten.
+        weigh: Multiplies weights of that shape by the values of the columns.
+    """
+    largest = logits.amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(logits.dtype).min)
+    weights = logits.sub_(largest).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    out = weigh(weights).div_(total.clamp_min(torch.finfo(total.dtype).tiny))
+    return out, total.log_().add_(largest).squeeze(-1)
+
+
+def attend_capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> Part:
+    """Compute attention with a softcap, which no flash attention on a CPU has.
+
+    Args:
+        query: [batch, heads, queries, head_dim].
+        key: [batch, num_kv_heads, columns, head_dim].
+        value: [batch, num_kv_heads, columns, value_dim].
+        mask: [batch or 1, heads or 1, queries, columns], bool, or None where all is seen.
+        scale: Factor of the logits.
+        softcap: Bound of the logits.
+
+    Returns:
+        [batch, heads, queries, value_dim], float32, and the log-sum-exp.
+    """
+    batch, heads, queries, dim = query.shape
+    kv_heads, total = key.shape[1:3]
+    shape = (batch, kv_heads, heads // kv_heads, queries, -1)
+    rows = query.float().mul(scale / softcap).reshape(batch, kv_heads, -1, dim)
+    out = rows.new_zeros(*rows.shape[:3], value.shape[3])
+    lse = rows.new_full(rows.shape[:3], float("-inf"))
+    step = max(16, NUMBERS // (batch * max(heads * queries, kv_heads * dim)))
+    for start in range(0, total, step):
+        columns = slice(start, start + step)
+        keys, values = (each[:, :, columns].float() for each in (key, value))
+        logits = (rows @ keys.mT).tanh_().mul_(softcap)
+        if mask is not None:
+            part = mask[..., columns]
+            part = part.reshape(len(part), kv_heads, -1, *part.shape[2:]) if part.shape[1] > 1 else part[:, None]
+            logits.view(shape).masked_fill_(~part, float("-inf"))
+        join(out, lse, weighted(logits, values.__rmatmul__))
+    return out.view(shape).flatten(1, 2), lse.view(batch, heads, queries)

@@ -3,7 +3,7 @@
 import torch
 
 from kvboost_hf.attention.call import AttentionCall, Part
-from kvboost_hf.attention.cuda import driver, launch, nvrtc
+from kvboost_hf.attention.cuda import launch, nvrtc
 
 
 def runs_on(device: torch.device, dtype: torch.dtype) -> bool:
@@ -21,6 +21,6 @@ def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> b
 def attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:
     """Compute what `reference.attend` defines. The log-sum-exp is empty unless `call.partial`."""
     device = call.query.device
-    kernel = driver.load(device, key.shape[3], value.shape[3])
+    kernel = nvrtc.load(device, key.shape[3], value.shape[3])
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return launch.attend(kernel, call, key, value, processors)

@@ -5,8 +5,7 @@ from typing import Protocol
 
 import torch
 
-from kvboost_hf.attention.call import AttentionCall, Part
-from kvboost_hf.attention.merge import merge_stacked
+from kvboost_hf.attention.call import AttentionCall, Part, merge_stacked
 
 # As in attend.cu.
 _COLUMNS, _PAD = 32, 8

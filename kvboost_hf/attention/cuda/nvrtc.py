@@ -1,4 +1,7 @@
-"""Compiles `attend.cu` with NVRTC, which the extra `kvboost_hf[cuda]` installs; no CUDA toolkit is needed."""
+"""Compiles `attend.cu` with NVRTC, and loads and launches it with the CUDA driver.
+
+The extra `kvboost_hf[cuda]` installs NVRTC; no CUDA toolkit is needed.
+"""
 
 import ctypes
 from contextlib import suppress
@@ -6,6 +9,11 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+import torch
+
+from kvboost_hf.attention.cuda.launch import Arguments, Kernel, shared_bytes
+
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # a CUfunction_attribute
 SOURCE = Path(__file__).with_name("attend.cu")
 _WHEELS = {
     "nvidia-cuda-nvrtc-cu12": "nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
@@ -81,3 +89,36 @@ def _read(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
 def _check(nvrtc: ctypes.CDLL, status: int) -> None:
     if status:
         raise RuntimeError(f"NVRTC failed: {nvrtc.nvrtcGetErrorString(status).decode()}.")
+
+
+@cache
+def load(device: torch.device, head_dim: int, value_dim: int) -> Kernel:
+    """Compile `attend.cu` for a device, once in a process."""
+    major, minor = torch.cuda.get_device_capability(device)
+    binary, _ = compile_attend(10 * major + minor, head_dim, value_dim)
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _require_success(driver.cuModuleLoadData(ctypes.byref(module), binary))
+        _require_success(driver.cuModuleGetFunction(ctypes.byref(function), module, b"attend"))
+        room = shared_bytes(head_dim, value_dim)
+        _require_success(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, room))
+
+    def run(arguments: Arguments, grid: tuple[int, int, int], threads: int, shared_bytes: int) -> None:
+        given = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        with torch.cuda.device(device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+            _require_success(driver.cuLaunchKernel(function, *grid, threads, 1, 1, shared_bytes, stream, given, None))
+
+    return run
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _require_success(status: int) -> None:
+    if status:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(status, ctypes.byref(name))
+        raise RuntimeError(f"The CUDA driver failed: {(name.value or b'unknown error').decode()} ({status}).")

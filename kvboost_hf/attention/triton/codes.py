@@ -22,21 +22,26 @@ import triton.language as tl
 from triton import knobs
 
 from kvboost_hf.attention.call import AttentionCall, Part
-from kvboost_hf.attention.triton.code_tiles import (
+from kvboost_hf.attention.triton.halfwords import (
     block_of,
     columns_of,
     dim_of,
     factor_of,
     groups_of,
     in_bytes,
+    instructions,
     load_factors,
     load_halfwords,
     load_pairs,
+    load_table,
+    log2,
+    nibbles_of,
+    numbers,
+    rounded,
     start_of,
+    unit_of,
 )
-from kvboost_hf.attention.triton.combine import combine
-from kvboost_hf.attention.triton.halfwords import instructions, load_table, log2, nibbles_of, numbers, rounded, unit_of
-from kvboost_hf.attention.triton.tile import LN2, LOG2E, tanh
+from kvboost_hf.attention.triton.tile import LN2, LOG2E, combine, tanh
 from kvboost_hf.attention.triton.tiling import (
     Device,
     Tiling,

@@ -11,10 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvboost_hf.attention.call import AttentionCall, Part
-from kvboost_hf.attention.merge import no_log
-from kvboost_hf.attention.triton.combine import combine
-from kvboost_hf.attention.triton.tile import LOG2E, load_rows, softmax_end, softmax_step, tanh
+from kvboost_hf.attention.call import AttentionCall, Part, no_log
+from kvboost_hf.attention.triton.tile import LOG2E, combine, load_rows, softmax_end, softmax_step, tanh
 from kvboost_hf.attention.triton.tiling import (
     Device,
     Tiling,

@@ -10,7 +10,7 @@ import torch
 
 from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.triton import codes, dense, pieces
-from kvboost_hf.attention.triton.combine import combine
+from kvboost_hf.attention.triton.tile import combine
 from kvboost_hf.attention.triton.tiling import MAX_SPLITS, Tiling, device_of, empty_parts
 from kvboost_hf.handles import CodedKV, MixedKV
 

@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from kvboost_hf.attention.call import AttentionCall, Part
-from kvboost_hf.attention.triton.combine import combine
 from kvboost_hf.attention.triton.dense import take_block
-from kvboost_hf.attention.triton.tile import softmax_end
+from kvboost_hf.attention.triton.tile import combine, softmax_end
 from kvboost_hf.attention.triton.tiling import (
     Device,
     Tiling,
