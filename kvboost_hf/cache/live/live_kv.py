@@ -179,9 +179,7 @@ class LiveKV:
             self._classes_of, self._classes = self.layers, [kind if is_own(kind) else None for kind in kinds]
         if len(self.visible) != len(self._classes):
             return False
-        for theirs, ours, made in zip(
-            self.visible, self.layers, self._classes, strict=False
-        ):  # hidden states are last
+        for theirs, ours, made in zip(self.visible, self.layers, self._classes, strict=False):
             if theirs is not ours and theirs is not ours.native:
                 return False
             if type(theirs) is not made or "update" in theirs.__dict__:
@@ -250,18 +248,19 @@ class LiveKV:
         ledger = self.ledger
         if ledger is not None and (ledger.version != self._version() or (look and not self.untouched(ledger))):
             self.note_change()
-        if self._bumps != (
-            bumps := self._state.fingerprint.bumps
-        ):  # store.invalidate() was called: K/V may not be the model's
+        if self._bumps != (bumps := self._state.fingerprint.bumps):  # store.invalidate() was called
             self._bumps, self.ledger = bumps, None
         return self.ledger
 
     def untouched(self, ledger: Ledger) -> bool:
         """Whether nobody else has written to the layers, or changed how much they hold."""
-        return self.owns_layers and all(
-            layer.intact and (layer.length in (None, 0, ledger.log.length) or idx in self._of_images)
-            for idx, layer in enumerate(self.layers)
-        )
+        if not self.owns_layers:
+            return False
+        lengths = None, 0, ledger.log.length
+        for idx, layer in enumerate(self.layers):
+            if not layer.intact or (layer.length not in lengths and idx not in self._of_images):
+                return False
+        return True
 
     @property
     def is_held_by_others(self) -> bool:
