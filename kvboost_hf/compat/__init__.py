@@ -65,7 +65,7 @@ from kvboost_hf.compat.probes import (
     tolerance,
     training_reason,
 )
-from kvboost_hf.compat.rotary import frequencies_vary, key_rotation, rope_regime
+from kvboost_hf.compat.rotary import frequencies_vary, key_rotation, original_length, rope_regime
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Shifts
 from kvboost_hf.migration import old_name
 
@@ -116,6 +116,7 @@ __all__ = [
     "loader_of_pair",
     "mask_form",
     "note_changes",
+    "original_length",
     "own_hook",
     "padding_reason",
     "probe_ids",

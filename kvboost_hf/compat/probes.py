@@ -78,6 +78,8 @@ def steps_reason(model: PreTrainedModel) -> str | None:
 
     Models with states have one code path for prompts and another for single tokens. Run once per dtype and attention.
     """
+    if not remember(model, _keeps_states, lambda: _keeps_states(model)):
+        return None
     return _once(model, steps_reason, _probe_steps)
 
 
@@ -168,10 +170,13 @@ def _probe(model: PreTrainedModel) -> str | None:
     return None
 
 
+def _keeps_states(model: PreTrainedModel) -> bool:
+    """Whether some layers of a model keep a sum of what they saw."""
+    return any(type(layer).__name__ in STATEFUL_LAYERS for layer in cache_layers(model))
+
+
 @torch.no_grad()
 def _probe_steps(model: PreTrainedModel) -> str | None:
-    if not {type(layer).__name__ for layer in cache_layers(model)} & STATEFUL_LAYERS:
-        return None
     ids, cut = probe_ids(model), _PROBE_TOKENS - 2
     whole, cache = probe_logits(model, ids), PrivateCache(cache_layers(model))
     probe_logits(model, ids[:, :cut], cache)

@@ -33,7 +33,7 @@ from kvboost_hf.cache.prompt.inputs import (
     positions_follow_padding,
     read_pads,
 )
-from kvboost_hf.cache.prompt.media import ENCODED, Prompt, has_types_of_media, payload, read_prompt
+from kvboost_hf.cache.prompt.media import ENCODED, MEDIA_ARGUMENTS, Prompt, has_types_of_media, payload, read_prompt
 from kvboost_hf.cache.prompt.positions import counts_from_padding_id
 from kvboost_hf.compat import attn_implementation, head_widths, padding_reason, rope_regime
 from kvboost_hf.handles import ATTENTION
@@ -151,7 +151,7 @@ def admit_more(parts: CacheParts, request: Request, ledger: Ledger | None, held:
     if not request.mask_fits:
         return MASK_LENGTH
     new = inputs.input_ids.shape[1]
-    if rope_regime(request.model, held + new - int(ledger.log.pads.min())) != live.regime:
+    if live.length_matters and rope_regime(request.model, held + new - int(ledger.log.pads.min())) != live.regime:
         return LENGTH
     loops = request.in_own_loop or request.in_generate  # nobody changes the model between two tokens without a trace
     if (not loops or parts.binding.looks_changed) and parts.binding.root(live.regime) != ledger.root:
@@ -161,7 +161,7 @@ def admit_more(parts: CacheParts, request: Request, ledger: Ledger | None, held:
     padded = bool(ledger.log.pads.any()) and live.counting is not None  # states have no more use for a mask
     if padded and (inputs.attention_mask is None or not positions_follow_padding(request.model, inputs)):
         return PADDED_WITHOUT
-    return MEDIA_LATER if payload(kwargs) else None
+    return MEDIA_LATER if not MEDIA_ARGUMENTS.isdisjoint(kwargs) and payload(kwargs) else None
 
 
 def admit_piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Admitted | str:

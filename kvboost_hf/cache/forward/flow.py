@@ -19,7 +19,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from kvboost_hf.cache.forward.admission import (
     ALL_LOGITS_OF_MEDIA,
@@ -31,8 +30,8 @@ from kvboost_hf.cache.forward.admission import (
 )
 from kvboost_hf.cache.forward.moved import Moved, columns_per_token, may_repair, repair_more
 from kvboost_hf.cache.forward.prompt_plan import min_saving_of, plan_prompt
-from kvboost_hf.cache.forward.reused import PromptColumns, Reused
-from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, Step, Unrecorded
+from kvboost_hf.cache.forward.reused import Reused
+from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, Step, Unrecorded
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import CHANGED, LiveKV
@@ -50,6 +49,12 @@ from kvboost_hf.compat import (
     steps_reason,
 )
 from kvboost_hf.handles import ATTENTION
+
+_OTHER_ROWS = (
+    "`input_ids` has {given} rows, and the ChunkReuseCache holds {rows}, so that no text is continued. Pass {rows}, "
+    "or make the cache hold {given} with `batch_repeat_interleave` or `batch_select_indices`. For new texts, pass the "
+    "whole of them to generate(), or call reset() before."
+)
 
 
 def next_forward(parts: CacheParts, request: Request) -> Forward:
@@ -163,9 +168,10 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
 
 def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     """Ids follow what the layers hold: a decoding step, candidates to verify, or more of a prompt."""
-    live, inputs = parts.live, request.inputs
+    live, model, inputs = parts.live, request.model, request.inputs
     if live.ledger is not None and isinstance(inputs, ForwardInputs):
-        _require_rows(inputs.input_ids.shape[0], live.ledger.log.batch_size)
+        if (given := inputs.input_ids.shape[0]) != (rows := len(live.ledger.log.pads)):
+            raise ValueError(_OTHER_ROWS.format(given=given, rows=rows))
     ledger = live.in_step(look=live.stateful or not request.is_step)
     if live.untracked and request.is_step:
         return Unrecorded(parts, held, held + 1)
@@ -178,7 +184,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     new = inputs.input_ids.shape[1]
     if new > inputs.logits or (inputs.computes_all is not None and in_prefill()):
         return _piece(parts, request, ledger, held)
-    if steps_reason(request.model) is not None:
+    if (live.stateful or live.static is not None) and steps_reason(model) is not None:
         # What is kept of decoded tokens is not what a prompt would leave: let the store have what there is.
         parts.writer.offer_tails()
         live.ledger, live.untracked = None, True
@@ -186,28 +192,14 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
     # Any other mask may hide anything, and to read it would make a GPU wait.
     if mask is None or (request.in_generate and request.hides_padding_only):
-        live.hand_out(attn_implementation(request.model) == ATTENTION)
+        live.hand_out(attn_implementation(model) == ATTENTION)
         if mask is not None and not ledger.log.pads.any() and live.static is None:
             # Releases of transformers before 5.23 pass a mask of ones, which no kernel need read.
             request.kwargs = {**request.kwargs, "attention_mask": None}
-    return Step(parts, held, inputs, mask, _repair(parts, request.model, new))
-
-
-def _require_rows(given: int, held: int) -> None:
-    if given != held:
-        raise ValueError(
-            f"`input_ids` has {given} rows, and the ChunkReuseCache holds {held}, so that no text is continued. Pass "
-            f"{held}, or make the cache hold {given} with `batch_repeat_interleave` or `batch_select_indices`. For "
-            "new texts, pass the whole of them to generate(), or call reset() before."
-        )
-
-
-def _repair(parts: CacheParts, model: PreTrainedModel, new: int) -> Callable[[], None] | None:
-    """What computes K/V again that moved chunks have left, before a forward of so many new tokens; None if nothing."""
-    live = parts.live
-    if not may_repair(live):
-        return None
-    return partial(repair_more, live, model, new * columns_per_token(live))
+    repair: Callable[[], None] | None = None
+    if ledger.blended is not None and may_repair(live):
+        repair = partial(repair_more, live, model, new * columns_per_token(live))
+    return Step(parts, held, inputs, mask, repair)
 
 
 def _piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Forward:

@@ -20,6 +20,7 @@ from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.blocks import Groups
 from kvboost_hf.cache.kv.layer_kv import (
     JoinedKVReader,
+    LayerKV,
     LayerKVReader,
     Run,
     can_gather,
@@ -49,10 +50,11 @@ def is_worth_overlapping(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
     """
     chunks = _chunks_of(plan)
     nbytes = sum([chunk.found.entry.nbytes for chunk in chunks if chunk.found is not None])
-    # Rows that share pieces keep them where they are.
-    if not nbytes and not (len(plan.rows) > 1 and any([layer.hands_out for layer in layers])):
-        nbytes = sum([chunk.kv.nbytes_elsewhere for chunk in chunks])
-    return nbytes >= _MIN_BYTES
+    if nbytes or sum([chunk.nbytes for chunk in chunks]) < _MIN_BYTES:
+        return nbytes >= _MIN_BYTES
+    if len(plan.rows) > 1 and any([layer.hands_out for layer in layers]):  # rows that share pieces keep them
+        return False
+    return sum([chunk.kv.nbytes_elsewhere for chunk in chunks]) >= _MIN_BYTES
 
 
 def can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
@@ -315,10 +317,11 @@ class Span:
 
 
 Spans = Sequence[Sequence[Span]]  # of each row, in order
+_Loaded = tuple[Segment, bytes, LayerKV]  # with the key and the K/V of its chunk
 
 
 def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = False) -> list[list[Span]]:
-    """Readers for the segments of a plan whose chunks are loaded. Rows share the readers of chunks that they share.
+    """Readers for the segments of a plan whose chunks are loaded; rows with the same chunks have the same readers.
 
     On a GPU, consecutive chunks that the same rows have are one span: its host takes longer to launch what there is to
     do for each chunk and layer than the GPU to do it.
@@ -331,14 +334,15 @@ def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = Fal
     readers: dict[tuple[bytes, ...], LayerKVReader | JoinedKVReader] = {}  # by the chunks that they read
     spans: list[list[Span]] = []
     for runs in _runs(plan):
-        spans.append([])
+        own: list[Span] = []
         for run in runs:
-            chunks = [each.chunk for each in run if isinstance(each.chunk, StoredChunk)]
-            keys = tuple([chunk.key for chunk in chunks])
+            keys = tuple([key for _, key, _ in run])
             if keys not in readers:
-                own = [LayerKVReader(chunk.kv, groups) for chunk in chunks]
-                readers[keys] = own[0] if len(own) == 1 else JoinedKVReader(own)
-            spans[-1].append(Span(readers[keys], run[0].start - run[0].offset, run[0].start, run[-1].stop))
+                of = [LayerKVReader(kv, groups) for *_, kv in run]
+                readers[keys] = of[0] if len(of) == 1 else JoinedKVReader(of)
+            first, last = run[0][0], run[-1][0]
+            own.append(Span(readers[keys], first.start - first.offset, first.start, last.stop))
+        spans.append(own)
     if not zeros:
         return spans
     nothing = Zeros(next(iter(readers.values())), plan.filled)
@@ -348,23 +352,26 @@ def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = Fal
     ]
 
 
-def _runs(plan: ReusePlan) -> list[list[list[Segment]]]:
+def _runs(plan: ReusePlan) -> list[list[list[_Loaded]]]:
     """The loaded segments of each row, those together that one reader can have."""
-    rows = [
-        [each for each in row.segments if isinstance(each.chunk, StoredChunk) and each.chunk.loaded is not None]
-        for row in plan.rows
-    ]
-    first = next((each.chunk for row in rows for each in row), None)
-    if not isinstance(first, StoredChunk) or not first.kv.can_follow(first.kv):
-        return [[[each] for each in row] for row in rows]
+    rows: list[list[_Loaded]] = []
+    for row in plan.rows:
+        rows.append([])
+        for segment in row.segments:
+            chunk = segment.chunk
+            if isinstance(chunk, StoredChunk) and chunk.loaded is not None:
+                rows[-1].append((segment, chunk.key, chunk.loaded))
+    some = next((kv for own in rows for *_, kv in own), None)
+    if some is None or not some.can_follow(some):
+        return [[[each] for each in own] for own in rows]
     users: dict[bytes, list[int]] = {}  # of each chunk, the rows
-    for number, row in enumerate(rows):
-        for each in row:
-            users.setdefault(each.chunk.key, []).append(number)
-    joined: list[list[list[Segment]]] = []
-    for row in rows:
-        runs: list[list[Segment]] = []
-        for each in row:
+    for number, own in enumerate(rows):
+        for _, key, _ in own:
+            users.setdefault(key, []).append(number)
+    joined: list[list[list[_Loaded]]] = []
+    for own in rows:
+        runs: list[list[_Loaded]] = []
+        for each in own:
             if runs and len(runs[-1]) < _JOINED and _can_follow(each, runs[-1][-1], users):
                 runs[-1].append(each)
             else:
@@ -373,17 +380,15 @@ def _runs(plan: ReusePlan) -> list[list[list[Segment]]]:
     return joined
 
 
-def _can_follow(segment: Segment, last: Segment, users: Mapping[bytes, list[int]]) -> bool:
+def _can_follow(this: _Loaded, last: _Loaded, users: Mapping[bytes, list[int]]) -> bool:
     """Whether one reader can have two segments of a row."""
-    chunk, before = segment.chunk, last.chunk
-    assert isinstance(chunk, StoredChunk)
-    assert isinstance(before, StoredChunk)
+    (segment, key, kv), (before, key_before, kv_before) = this, last
     return (
-        last.stop == segment.start
+        before.stop == segment.start
         and segment.offset == 0
-        and last.to_end
-        and users[before.key] == users[chunk.key]
-        and chunk.kv.can_follow(before.kv)
+        and before.to_end
+        and users[key_before] == users[key]
+        and kv.can_follow(kv_before)
     )
 
 

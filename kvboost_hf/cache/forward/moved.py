@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.forward.admission import MOVED_NOTHING, MOVED_SAVES_LITTLE, reason_against_moving
 from kvboost_hf.cache.forward.fill import fill_turned
 from kvboost_hf.cache.forward.moved_probe import needs_no_mask, repair_for
-from kvboost_hf.cache.forward.reused import PromptColumns, note_served
-from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer, root_of
+from kvboost_hf.cache.forward.reused import note_served
+from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer, root_of
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass, attention_of_the_end, num_queries
+from kvboost_hf.cache.kv.records import Stored
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.planning.chunks import Tokens, is_text
@@ -32,7 +33,6 @@ from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.planning.repair import Mask, Measure, Repair, Scores, budget
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import without_router_logits
-from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
 from kvboost_hf.compat import KeyRotation, PrivateCache, input_device, key_rotation, rope_regime, run_model
 from kvboost_hf.config import ReusePolicy
 
@@ -111,8 +111,8 @@ class Moved(Forward):
         stores_whole: Store all of the prompt when it is done.
     """
 
-    takes_kv = True
     can_settle_later = True
+    takes_kv = True
 
     def __init__(
         self, parts: CacheParts, prompt: PromptColumns, loaded: ReusePlan, moving: Moving, *, stores_whole: bool
@@ -120,17 +120,15 @@ class Moved(Forward):
         super().__init__(parts, loaded.held)
         self._prompt, self._loaded, self._plan, self._stores_whole = prompt, loaded, moving.plan, stores_whole
         self._repair, self._measures = moving.repair, moving.measures
-        self._served: list[StoredChunk | StoredStates] = []
+        self._served: list[Stored] = []
         self._looked = [0] * len(parts.live.layers)  # tokens through each layer, to see what the end attends to
         self._scatter: ScatterPass | None = None
 
     @property
     def beginning(self) -> Tokens:
-        """See `Forward`."""
         return self._prompt.ids
 
     def begin(self, request: Request) -> Kwargs:
-        """See `Forward`."""
         plan, layers, policy = self._plan, self.parts.live.layers, self.parts.binding.policy
         model, first, ids = request.model, self._prompt.first, self._prompt.inputs.input_ids
         rotation = key_rotation(model)
@@ -173,11 +171,9 @@ class Moved(Forward):
     def update(
         self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See `Forward`."""
         return self._scatter.update(layer_idx, keys, values) if self._scatter is not None else None
 
     def record(self, output: Any) -> Any:
-        """See `Forward`."""
         assert self._scatter is not None
         self._scatter.close()
         parts, plan, ledger = self.parts, self._plan, self.parts.live.ledger
@@ -209,7 +205,6 @@ class Moved(Forward):
         tally.recomputed += sum(again)
 
     def settle(self) -> None:
-        """See `Forward`."""
         confirmed = not self._prompt.inputs.verifies
         self.parts.binding.store.promote(self._served)
         offer(self.parts, self._prompt.columns, confirmed=confirmed, root_checked=True)
@@ -217,7 +212,6 @@ class Moved(Forward):
             self.parts.writer.offer_tails()
 
     def abandon(self) -> None:
-        """See `Forward`."""
         if self._scatter is not None:
             self._scatter.close()
         super().abandon()

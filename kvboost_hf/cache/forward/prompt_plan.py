@@ -10,14 +10,13 @@ from kvboost_hf.cache.costs import pieces
 from kvboost_hf.cache.forward.admission import adds_mask, reason_against_short_hits
 from kvboost_hf.cache.forward.loading import can_overlap, is_worth_overlapping
 from kvboost_hf.cache.forward.moved import Moving, plan_moved
-from kvboost_hf.cache.forward.reused import PromptColumns
-from kvboost_hf.cache.forward.running import CacheParts
+from kvboost_hf.cache.forward.running import CacheParts, PromptColumns
+from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment, plan_batch
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.media import Prompt
-from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
 from kvboost_hf.compat import attn_implementation, hidden_states_reason, probe_reason, weights_come_and_go
 from kvboost_hf.handles import ATTENTION
 
@@ -74,14 +73,14 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
         wanted = _needed_for(planned.plan)
         if not wanted:
             return planned
-        fetched = store.fetch(wanted, check=not planned.overlaps)
-        if fetched.keys() >= {each.key for each in wanted}:
-            if all([fetched[each.key] is each for each in wanted]):  # nothing had to be loaded
+        fetched = store.fetch(wanted.values(), check=not planned.overlaps)
+        if fetched.keys() == wanted.keys():
+            if all([fetched[key] is each for key, each in wanted.items()]):  # nothing had to be loaded
                 return planned
             loaded = _with_loaded(planned.plan, fetched)
             overlaps = planned.overlaps and is_worth_overlapping(live.layers, loaded)
             return replace(planned, plan=loaded, overlaps=overlaps)
-        lost |= {each.key for each in wanted if each.key not in fetched}
+        lost |= wanted.keys() - fetched.keys()
 
 
 def _decide(
@@ -110,15 +109,15 @@ def _decide(
     return Planned(prompt, plan, cuts, overlaps=not cuts and _may_overlap(parts, model, plan, prompt))
 
 
-def _needed_for(plan: ReusePlan) -> list[StoredChunk | StoredStates]:
-    """The chunks and states that must be loaded to carry out a plan."""
-    found: list[StoredChunk | StoredStates] = []
+def _needed_for(plan: ReusePlan) -> dict[bytes, Stored]:
+    """The chunks and states that must be loaded to carry out a plan, by key."""
+    found: dict[bytes, Stored] = {}
     for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
         reach = plan.starts(row) - pad
         for segment in row_plan.segments:
             if segment.start < reach:
                 assert isinstance(segment.chunk, StoredChunk)
-                found.append(segment.chunk)
+                found[segment.chunk.key] = segment.chunk
         if row_plan.states is None:
             continue
         # Where a state comes from the store, either the row or what is computed of it begins.
@@ -126,31 +125,25 @@ def _needed_for(plan: ReusePlan) -> list[StoredChunk | StoredStates]:
         for point, saved in row_plan.states.items():
             if point in at:
                 assert isinstance(saved, StoredStates)
-                found.append(saved)
+                found[saved.key] = saved
     return found
 
 
-def _with_loaded(plan: ReusePlan, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> ReusePlan:
+def _with_loaded(plan: ReusePlan, loaded: Mapping[bytes, Stored]) -> ReusePlan:
     """The plan with what is loaded, by key, in place of what was not."""
     rows: list[RowPlan] = []
     for row in plan.rows:
-        segments = tuple(_with_chunk(segment, loaded) for segment in row.segments)
-        states = row.states
-        if states is not None:
-            states = {at: _loaded_states(saved, loaded) for at, saved in states.items()}
-        rows.append(replace(row, segments=segments, states=states))
+        segments: list[Segment] = []
+        for segment in row.segments:
+            chunk = loaded.get(segment.chunk.key)
+            segments.append(replace(segment, chunk=chunk) if isinstance(chunk, StoredChunk) else segment)
+        states: dict[int, SavedState] = {}
+        for at, saved in (row.states or {}).items():
+            assert isinstance(saved, StoredStates)
+            found = loaded.get(saved.key)
+            states[at] = found if isinstance(found, StoredStates) else saved
+        rows.append(replace(row, segments=tuple(segments), states=states if row.states is not None else None))
     return replace(plan, rows=tuple(rows))
-
-
-def _with_chunk(segment: Segment, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> Segment:
-    chunk = loaded.get(segment.chunk.key)
-    return replace(segment, chunk=chunk) if isinstance(chunk, StoredChunk) else segment
-
-
-def _loaded_states(saved: SavedState, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> SavedState:
-    assert isinstance(saved, StoredStates)
-    found = loaded.get(saved.key)
-    return found if isinstance(found, StoredStates) else saved
 
 
 def _probed(model: PreTrainedModel, inputs: ForwardInputs) -> str | None:

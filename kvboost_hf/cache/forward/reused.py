@@ -1,5 +1,12 @@
-"""A prompt of which the store serves a beginning: filling the layers, and the forward over what is left."""
+"""Runs a prompt of which the store serves the beginning, or nothing, and checks a sample of such prompts.
 
+Everything else here keeps reuse from going wrong; an audit finds out whether it did: memory that lost a bit, a model
+that is not as deterministic as it seemed, an error of ours. An audited prompt is run once more, whole, on empty
+layers. Where the logits differ, what was computed plainly takes the place of what was reused, so that the caller gets
+the plain answer, and the stored chunks that differ are taken out of the store.
+"""
+
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,52 +18,23 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from kvboost_hf.cache.costs import ComputePace
-from kvboost_hf.cache.forward.audit import audit, put_right
 from kvboost_hf.cache.forward.fill import compute_columns, fill_layers, run_ahead
 from kvboost_hf.cache.forward.loading import Loading
-from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
-from kvboost_hf.cache.layers.base import Piece
+from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer
+from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
+from kvboost_hf.cache.layers.base import Piece, ReuseLayer
+from kvboost_hf.cache.layers.choose import private_cache
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import PIECE, Tokens
-from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, plan_shared
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ReusePlan, RowPlan, plan_shared
 from kvboost_hf.cache.planning.report import BATCH, Tally, miss_report
 from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import ForwardInputs, without_router_logits
-from kvboost_hf.cache.prompt.media import Prompt, narrow_media
-from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
-from kvboost_hf.compat import cache_argument
+from kvboost_hf.cache.prompt.inputs import without_router_logits
+from kvboost_hf.cache.prompt.media import narrow_media
+from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.compat import cache_argument, difference, run_model, tolerance
 
-
-@dataclass(frozen=True, slots=True)
-class PromptColumns:
-    """All columns up to the end of a forward over a prompt, or over more of one.
-
-    Args:
-        inputs: The arguments of the forward.
-        new: The columns that it brings.
-        ids: Codes of all columns, [batch, columns].
-        held: How many of them the layers hold.
-    """
-
-    inputs: ForwardInputs
-    new: Prompt
-    ids: Tokens
-    held: int
-
-    @property
-    def columns(self) -> int:
-        """How many there are."""
-        return int(self.ids.shape[1])
-
-    @property
-    def first(self) -> int:
-        """The column of the first id that the caller passed."""
-        return self.columns - self.inputs.input_ids.shape[1]
-
-    @property
-    def limit(self) -> int:
-        """The first column whose logits are wanted."""
-        return self.columns - self.inputs.logits
+_log = logging.getLogger("kvboost_hf")
 
 
 class Reused(Forward):
@@ -72,7 +50,6 @@ class Reused(Forward):
         stores_whole: Store all of the prompt when it is done.
     """
 
-    takes_kv = True
     can_settle_later = True
 
     def __init__(
@@ -91,7 +68,7 @@ class Reused(Forward):
         self._prompt, self._plan, self._cuts = prompt, plan, cuts
         self._overlaps, self._stores_whole = overlaps, stores_whole
         self._loading: Loading | None = None
-        self._fetched: list[StoredChunk | StoredStates] = []  # what has served, some of it from lower tiers
+        self._fetched: list[Stored] = []  # what has served, some of it from lower tiers
         self._confirmed = not prompt.inputs.verifies or stores_whole  # no crop() will follow
         self._audited: Kwargs | None = None  # the caller's arguments, if the prompt may be computed a second time
         self._only_if_altered = self._changed = False
@@ -99,15 +76,13 @@ class Reused(Forward):
 
     @property
     def beginning(self) -> Tokens:
-        """See `Forward`."""
         return self._prompt.ids
 
     def begin(self, request: Request) -> Kwargs:
-        """See `Forward`."""
         parts, prompt, plan, model = self.parts, self._prompt, self._plan, request.model
         live = parts.live
         if self._overlaps:
-            self._loading = self._load_meanwhile(model)
+            self._loading, self.takes_kv = self._load_meanwhile(model), True
             self._loading.start()  # not before it is known here: an interrupt has to stop it
         elif plan.filled > prompt.held:
             live.tally.forwarded += fill_layers(model, live.layers, plan, prompt.inputs, prompt.first)
@@ -127,13 +102,11 @@ class Reused(Forward):
     def update(
         self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See `Forward`."""
         if self._loading is not None:
             self._loading.wait(layer_idx)
         return None
 
     def take_hidden_states(self, states: torch.Tensor) -> torch.Tensor:
-        """See `Forward`."""
         hidden, prompt = self.parts.live.hidden, self._prompt
         if hidden is None:
             return states
@@ -145,7 +118,6 @@ class Reused(Forward):
         return _own(hidden.view(prompt.first))  # a head may write to it
 
     def record(self, output: Any) -> Any:
-        """See `Forward`."""
         if self._loading is not None:
             self._loading.finish()
         self._note_pace()
@@ -162,7 +134,6 @@ class Reused(Forward):
         return changed
 
     def settle(self) -> None:
-        """See `Forward`."""
         parts, computed = self.parts, self._loading is not None and self._loading.computed
         if not self._changed and not computed:  # it has served well
             parts.binding.store.promote(self._fetched)
@@ -173,7 +144,6 @@ class Reused(Forward):
             parts.writer.offer_tails()
 
     def abandon(self) -> None:
-        """See `Forward`."""
         if self._loading is not None:
             self._loading.stop()
         super().abandon()
@@ -286,11 +256,10 @@ def count_stems(tally: Tally, plan: ReusePlan) -> None:
             tokens[row] = max(min(stem.stop, plan.starts(row) - pad) - max(stem.start, plan.held - pad), 0)
         tokens[max(tokens, key=lambda row: tokens[row])] -= len(stem)
         for row, reused in tokens.items():
-            tally.count(BATCH, reused)
-            tally.rows[row] += reused
+            tally.serve(row, {BATCH: reused})
 
 
-def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[StoredChunk | StoredStates]:
+def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]:
     """Count what stored chunks have served of each row, and where and why they could serve no more.
 
     Args:
@@ -303,24 +272,25 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[StoredC
     """
     tally, store, ledger = parts.live.tally, parts.binding.store, parts.live.ledger
     assert ledger is not None
-    found: list[StoredChunk | StoredStates] = []
+    found: list[Stored] = []
     for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
         reach = plan.starts(row) - pad  # what follows was computed ahead
         chunks: list[StoredChunk] = []
-        moved = False
+        moved: list[tuple[int, int]] = []  # by how much, and how many
+        tiers: dict[str, int] = {}
         for segment in row_plan.segments:
             if segment.start < reach:
                 assert isinstance(segment.chunk, StoredChunk)
                 chunks.append(segment.chunk)
                 tokens = min(segment.stop, reach) - segment.start
-                tally.count(segment.chunk.tier, tokens)
-                tally.rows[row] += tokens
+                tier = segment.chunk.tier
+                tiers[tier] = tiers.get(tier, 0) + tokens
                 if segment.moved:
-                    moved = True
-                    tally.count_moved(segment.shift, tokens)
+                    moved.append((segment.shift, tokens))
+        tally.serve(row, tiers, moved)
         saved = row_plan.states.get(plan.filled - pad) if row_plan.states is not None else None
         states = saved if isinstance(saved, StoredStates) else None
-        store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=moved)
+        store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=bool(moved))
         found += [*chunks, *([states] if states is not None else [])]
         if (miss := row_plan.miss) is not None:
             tokens_of = ids[row, pad:]
@@ -349,3 +319,112 @@ def _narrow(model: PreTrainedModel, kwargs: Kwargs, prompt: PromptColumns, serve
 def _own(part: torch.Tensor) -> torch.Tensor:
     """A copy with the strides of its shape: a compiled forward has a graph for each stride that it sees."""
     return part.clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The finding of one audit.
+
+    Args:
+        divergence: Largest difference of a logit, in standard deviations of the logits.
+        tokens: Tokens that were computed for it.
+        logits: The plain ones, [batch, k, vocab], if they are to take the place of the others.
+        layers: With these, layers that hold the prompt as it was computed.
+        loss: And the plain loss, if labels were passed.
+    """
+
+    divergence: float
+    tokens: int
+    logits: torch.Tensor | None = None
+    layers: Sequence[ReuseLayer] = ()
+    loss: torch.Tensor | None = None
+
+
+@torch.no_grad()
+def audit(
+    model: PreTrainedModel,
+    layers: Sequence[ReuseLayer],
+    ledger: Ledger,
+    store: ChunkStore,
+    kwargs: dict[str, Any],
+    logits: torch.Tensor,
+) -> Finding:
+    """Run a prompt whole, and compare.
+
+    Args:
+        model: The model.
+        layers: They hold the prompt, in part from reuse.
+        ledger: Of these layers.
+        store: What served them; chunks that differ are quarantined.
+        kwargs: The caller's arguments, before anything was left out of them.
+        logits: What came out with reuse, [batch, k, vocab].
+    """
+    fresh = [layer.fresh() for layer in layers]
+    ours = (cache_argument(model), "use_cache", "return_dict")
+    given = {name: value for name, value in kwargs.items() if name not in ours}
+    output = run_model(model, cache=private_cache(fresh), logits=0, **given)
+    plain: torch.Tensor = output.logits[:, -logits.shape[1] :]
+    off = difference(logits.float(), plain.float())
+    tokens = int(kwargs["input_ids"].numel())
+    if off <= tolerance(model.dtype):  # False for NaN
+        store.audits.record(diverged=False)
+        return Finding(off, tokens)
+    culprits = _culprits(fresh, ledger, store, tolerance(model.dtype))
+    store.audits.record(diverged=True)
+    store.quarantine(culprits)
+    _log.warning(
+        "An audited prompt of %d tokens differed from plain computation by %.2g standard deviations of its logits. "
+        "It was answered plainly, and %d stored chunks were taken out of service.",
+        tokens,
+        off,
+        len(culprits),
+    )
+    return Finding(off, tokens, plain, fresh, output.get("loss"))
+
+
+def _culprits(fresh: Sequence[ReuseLayer], ledger: Ledger, store: ChunkStore, allowed: float) -> set[bytes]:
+    """Keys of the stored chunks of the prompt whose K/V is not that of `fresh`, and of all its states.
+
+    States cannot be compared where they were saved, so they are not given the benefit of the doubt.
+    """
+    found: set[bytes] = set()
+    for row, pad in enumerate(ledger.log.pads.tolist()):
+        tokens = ledger.log.row(row)
+        for chunk, start, shared in store.chain(ledger.root, tokens):
+            if _differs(chunk, shared, fresh, row, pad + start, allowed):
+                found.add(chunk.key)
+        for border in ledger.borders[row]:
+            if len(rest := tokens[border.at :]) >= HEAD_TOKENS:
+                view = store.view(ledger.root, tokens, border, stateful=True)
+                states = view.states_after(border.key, rest[:HEAD_TOKENS])
+                found |= {saved.key for saved in states if isinstance(saved, StoredStates)}
+    return found
+
+
+def _differs(
+    chunk: StoredChunk, shared: int, fresh: Sequence[ReuseLayer], row: int, start: int, allowed: float
+) -> bool:
+    """Whether the first `shared` tokens of a chunk, at column `start` of a row, are not those of `fresh`."""
+    reader = chunk.kv.reader()
+    for idx, layer in enumerate(fresh):
+        begin = max(start, layer.first)  # what has left a window cannot be compared
+        stored, columns = reader.layer(idx), layer.columns(row, begin, start + shared)
+        if stored is None or columns is None or begin >= start + shared:
+            continue
+        for ours, theirs in zip(stored, columns, strict=True):
+            if not difference(ours[:, begin - start : shared].float(), theirs.float()) <= allowed:
+                return True
+    return False
+
+
+def put_right(layers: Sequence[ReuseLayer], fresh: Sequence[ReuseLayer], ledger: Ledger) -> None:
+    """Give `layers` what `fresh` hold."""
+    rows = range(ledger.log.batch_size)
+    for layer, right in zip(layers, fresh, strict=True):
+        layer.reset()
+        stop = right.length or 0
+        pieces = [right.columns(row, right.first, stop) for row in rows]
+        if any(piece is not None for piece in pieces):
+            layer.fill(right.first, stop, [[piece] if piece is not None else [] for piece in pieces])
+        if layer.is_stateful:
+            layer.load_states([right.save_state(row) for row in rows])

@@ -14,7 +14,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from kvboost_hf.cache.planning.chunks import Tokens, whole_pieces
 from kvboost_hf.cache.prompt.generate_call import at_end
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
+from kvboost_hf.cache.prompt.media import Prompt
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import attn_implementation, rope_regime
 from kvboost_hf.errors import StoreClosedError
@@ -94,6 +95,36 @@ class Request:
     is_step: bool = False
 
 
+@dataclass(slots=True)
+class PromptColumns:
+    """All columns up to the end of a forward over a prompt, or over more of one.
+
+    Args:
+        inputs: The arguments of the forward.
+        new: The columns that it brings.
+        ids: Codes of all columns, [batch, columns].
+        held: How many of them the layers hold.
+
+    Attributes:
+        columns: How many there are.
+        first: The column of the first id that the caller passed.
+        limit: The first column whose logits are wanted.
+    """
+
+    inputs: ForwardInputs
+    new: Prompt
+    ids: Tokens
+    held: int
+    columns: int = field(init=False)
+    first: int = field(init=False)
+    limit: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.columns = int(self.ids.shape[1])
+        self.first = self.columns - self.inputs.input_ids.shape[1]
+        self.limit = self.columns - self.inputs.logits
+
+
 class Forward(ABC):
     """One forward of the model with a cache.
 
@@ -102,7 +133,7 @@ class Forward(ABC):
         length: Columns of the layers that stay right whatever happens: what to fall back to.
     """
 
-    takes_kv = False  # `update` is to be asked
+    takes_kv = False  # `update` is to be called with the new K/V of each layer
     can_settle_later = False  # its K/V, and what there is to offer of it, stay as they are until the next forward
 
     def __init__(self, parts: CacheParts, length: int) -> None:
@@ -228,11 +259,9 @@ class Unrecorded(Forward):
         self._stop = stop
 
     def record(self, output: Any) -> Any:
-        """See `Forward`."""
         self.parts.live.advanced(self._stop)
 
     def settle(self) -> None:
-        """See `Forward`."""
         self.parts.live.release(self._stop)
 
 
@@ -259,20 +288,17 @@ class Step(Forward):
         self._inputs, self._mask, self._repair = inputs, mask, repair
 
     def begin(self, request: Request) -> Kwargs:
-        """See `Forward`."""
         if self._repair is not None:
             self._repair()
         return request.kwargs
 
     def record(self, output: Any) -> Any:
-        """See `Forward`."""
         inputs = self._inputs
         stop = self.length + inputs.input_ids.shape[1]
         self.parts.live.appended(inputs.input_ids, inputs.position_ids, self._mask, stop)
         note_hooks(self.parts, confirmed=not inputs.verifies)
 
     def settle(self) -> None:
-        """See `Forward`."""
         stop = self.length + self._inputs.input_ids.shape[1]
         offer(self.parts, stop, confirmed=not self._inputs.verifies, root_checked=False)
 
@@ -284,7 +310,7 @@ class Lent(Forward):
         """Nothing: such a forward is not told to the cache."""
 
     def settle(self) -> None:
-        """See `record`."""
+        """Nothing, as with `record`."""
 
 
 def note_hooks(parts: CacheParts, *, confirmed: bool) -> None:

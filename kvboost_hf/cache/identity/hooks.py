@@ -20,7 +20,7 @@ from kvboost_hf.cache.identity.foreign import is_of_package, is_written_where_it
 from kvboost_hf.compat import own_hook, text_model
 
 _WATCH = "_kvboost_hf_hook_watch"
-_FORWARD_WATCH = "_kvboost_hf_forward_watch"
+FORWARD_WATCH = "_kvboost_hf_forward_watch"
 # What a whole model passes on as it is to the part of it that computes hidden states.
 _PASSED_ON = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
 
@@ -129,7 +129,7 @@ def _unbound(function: Any) -> Any:
 def watch_forward(model: nn.Module) -> ForwardWatch | None:
     """The watch over a function of others in place of a whole model's forward; None if there is none to be watched."""
     attributes = model.__dict__
-    function, watch = attributes.get("forward"), attributes.get(_FORWARD_WATCH)
+    function, watch = attributes.get("forward"), attributes.get(FORWARD_WATCH)
     watch = watch if watch is not None and watch.handles and watch.code is code_of(function) else None
     inner = text_model(model) if isinstance(model, PreTrainedModel) and function is not None else None
     bare = _unbound(function)
@@ -139,7 +139,7 @@ def watch_forward(model: nn.Module) -> ForwardWatch | None:
         return None
     if watch is None:
         unwatch_forward(model)
-        watch = attributes[_FORWARD_WATCH] = ForwardWatch(function)
+        watch = attributes[FORWARD_WATCH] = ForwardWatch(function)
         watch.handles.append(own_hook(inner.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True)))
         _order_below(inner._forward_pre_hooks)
     return None if watch.alters else watch
@@ -147,14 +147,14 @@ def watch_forward(model: nn.Module) -> ForwardWatch | None:
 
 def unwatch_forward(model: nn.Module) -> None:
     """Undo `watch_forward`."""
-    watch: ForwardWatch | None = model.__dict__.pop(_FORWARD_WATCH, None)
+    watch: ForwardWatch | None = model.__dict__.pop(FORWARD_WATCH, None)
     for handle in watch.handles if watch is not None else ():
         handle.remove()
 
 
 def note_call(model: nn.Module, kwargs: dict[str, Any]) -> None:
     """Tell the watch over a model's forward, if there is one, what the model is called with."""
-    watch: ForwardWatch | None = model.__dict__.get(_FORWARD_WATCH)
+    watch: ForwardWatch | None = model.__dict__.get(FORWARD_WATCH)
     if watch is not None:
         watch.calls(kwargs)
 

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import gc
 import sys
+import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -207,6 +208,8 @@ def _are_counted() -> bool:
     """Whether this Python counts every change of a dict where it is looked for, as seen with some."""
     if sys.implementation.name != "cpython" or sys.version_info[:2] > _COUNTED_UNTIL:
         return False
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):  # other threads change a dict while it is looked at
+        return False
     if dict.__basicsize__ != object.__basicsize__ + 4 * ctypes.sizeof(ctypes.c_void_p):  # another form of it
         return False
     return all(map(_counts, (_changes_of_attributes, _changes_of_class, _changes_of_dict)))
@@ -224,20 +227,25 @@ def _counts(changes: Callable[[], Iterator[Any]]) -> bool:
 
 
 def _changes_of_attributes() -> Iterator[Any]:
-    class Owner(nn.Module):
+    class Owner:
         pass
 
-    owner: Any = Owner()
-    attributes = vars(owner)
-    for number in range(1, 64):  # also as Python sets them once it has done so often
-        owner.number = number
+    class OwnerModule(nn.Module):
+        pass
+
+    owner: Any
+    for owner in (Owner(), OwnerModule()):
+        owner.number = 0
+        attributes = vars(owner)
+        for number in range(1, 64):  # also as Python sets them once it has done so often
+            owner.number = number
+            yield attributes
+            object.__setattr__(owner, "number", -number)
+            yield attributes
+        del owner.number
         yield attributes
-        object.__setattr__(owner, "number", -number)
+        vars(owner)["number"] = 1
         yield attributes
-    del owner.number
-    yield attributes
-    vars(owner)["number"] = 1
-    yield attributes
 
 
 def _changes_of_class() -> Iterator[Any]:

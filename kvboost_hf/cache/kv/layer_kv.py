@@ -133,7 +133,7 @@ class LayerKVReader:
 
     def __init__(self, kv: LayerKV, groups: Groups | None = None) -> None:
         self.kv, self._groups = kv, groups
-        self._decoded: dict[int, tuple[range, Sequence[torch.Tensor]]] = {}
+        self._decoded: dict[int, tuple[range, Sequence[torch.Tensor], bool]] = {}
         self._last: tuple[int, Piece | None] | None = None  # pieces of one chunk are read one after the other
         self._at_once: bool | None = None  # whether all layers are read at once, when the first one is
         self._views: list[Piece | None] | None = None  # of all layers
@@ -176,13 +176,14 @@ class LayerKVReader:
         return self.kv.blocks[number].move(run)
 
     def _tensor(self, number: int, at: int) -> torch.Tensor:
-        run, decoded = self._decoded.get(number, (range(0), ()))
-        if at not in run:
-            run = self.run(number, at)
-            decoded = self.move(number, run).unbind(0)
-            self._decoded[number] = run, decoded
+        run, decoded, unchecked = self._decoded.get(number, (range(0), (), False))
         block = self.kv.blocks[number]
-        if block.is_viewed:  # from a file, the others need not be there yet
+        if at not in run:
+            run = block.run(at, self._groups)
+            decoded = block.move(run).unbind(0)
+            unchecked = block.blob is not None and block.is_viewed  # the others need not be there yet
+            self._decoded[number] = run, decoded, unchecked
+        if unchecked:
             block.check(range(at, at + 1))
         return decoded[at - run.start]
 

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvboost_hf.cache.layers.base import ColumnSpec, Piece, ReuseLayer, Turn
-from kvboost_hf.cache.layers.growing_tensor import GrowingTensor, append_all
+from kvboost_hf.cache.layers.growing_tensor import GrowingTensor, append_all, are_intact
 
 
 class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -142,7 +142,7 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
 
     def truncate(self, length: int) -> None:
         """See `ReuseLayer.truncate`."""
-        if length < max(tensor.stop for tensor in self._tensors):
+        if length < max([tensor.stop for tensor in self._tensors]):
             self.version += 1
             for tensor in self._tensors:
                 tensor.truncate(length)
@@ -197,6 +197,11 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         self.is_initialized = False
 
     # What the cache calls
+
+    @property
+    def intact(self) -> bool:
+        """Whether nobody else has changed what the layer holds."""
+        return are_intact(self._tensors)
 
     def seal(self) -> None:
         """See `ReuseLayer.seal`."""

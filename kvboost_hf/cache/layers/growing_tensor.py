@@ -44,6 +44,17 @@ def append_all(
     return keys.view(start), values.view(start)
 
 
+def are_intact(tensors: Sequence["GrowingTensor"]) -> bool:
+    """Whether nobody else has written to what these tensors hold, or put something else in its place."""
+    for tensor in tensors:
+        buffer = tensor.buffer
+        if buffer is not None and (tensor._uncounted or tensor._seen or tensor._version != version_of(buffer)):
+            tensor.note_changes()
+        if tensor.tampered:
+            return False
+    return True
+
+
 def capacity(length: int) -> int:
     """Columns that a buffer for `length` of them is given."""
     return length + max(_MIN_SLACK, length // 8)

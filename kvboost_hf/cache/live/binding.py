@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Hashable
 
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState
@@ -40,9 +41,10 @@ class Binding:
     ) -> None:
         self.store, self.policy, self.salt, self.live_quant = store, policy, salt, live_quant
         self._model = weakref.ref(model)
+        self._fingerprint = weakref.ref(ModelState.of(model).fingerprint)  # it may hold hooks that hold the model
         self.keeps_hidden = policy.keep_logprobs and known_hidden_states_reason(model) is None
         self._mark = mark(live_quant) if live_quant is not None else b""
-        self._hooks = 0  # that others had registered when the root was last read
+        self._hooks = 0, 0  # that anybody, and that others, had registered when the root was last read
         self._precision: Hashable = None  # of autocast, then
 
     @classmethod
@@ -98,8 +100,7 @@ class Binding:
     @property
     def fingerprint(self) -> ModelFingerprint | None:
         """The fingerprint of the model, or None if it no longer exists."""
-        model = self._model()
-        return ModelState.of(model).fingerprint if model is not None else None
+        return self._fingerprint()
 
     @property
     def all_logits_reason(self) -> str | None:
@@ -113,7 +114,7 @@ class Binding:
     def altered(self) -> str | None:
         """The hook of somebody else that changes what the model computes, as a reason; None if there is none."""
         fingerprint = self.fingerprint
-        return fingerprint.altered if fingerprint is not None else None
+        return fingerprint.altered if fingerprint is not None and fingerprint.watched else None
 
     @property
     def reason_in_training(self) -> str | None:
@@ -130,7 +131,7 @@ class Binding:
         Raises:
             StoreClosedError: if the store was closed, or the model no longer exists.
         """
-        self._hooks, self._precision = hooks_registered(), autocast()
+        self._hooks, self._precision = (RemovableHandle.next_id, hooks_registered()), autocast()
         read_all = self.policy.weights_check == "full"
         if self.policy.reproducible:
             regime += f"pieces of {PIECE}, {arithmetic()}".encode()
@@ -139,12 +140,13 @@ class Binding:
     @property
     def has_new_hooks(self) -> bool:
         """Whether somebody has registered or removed a hook anywhere since the root was last read."""
-        return self._hooks != hooks_registered()
+        every, others = self._hooks
+        return RemovableHandle.next_id != every and hooks_registered() != others
 
     @property
     def looks_changed(self) -> bool:
         """Whether hooks or autocast are others than when the root was last read. Cheap enough for each token."""
-        return self._hooks != hooks_registered() or self._precision != autocast()
+        return self.has_new_hooks or self._precision != autocast()
 
     @property
     def may_change_within_a_forward(self) -> bool:

@@ -140,10 +140,10 @@ class Ledger:
         ):
             return True
         length = self.log.length if self.in_pieces is None else self.in_pieces
-        return any(
-            length - pad - borders[-1].at >= chunk_size
-            for pad, borders in zip(self.log.pads, self.borders, strict=True)
-        )
+        for pad, borders in zip(self.log.pads, self.borders, strict=True):
+            if length - pad - borders[-1].at >= chunk_size:
+                return True
+        return False
 
     def store_row(
         self,

@@ -28,7 +28,7 @@ from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import cache_layers, known_reason
+from kvboost_hf.compat import cache_layers, known_reason, original_length
 from kvboost_hf.config import KVQuantConfig
 
 CHANGED = "the cache was changed by somebody else"
@@ -51,6 +51,7 @@ class LiveKV:
         visible: The list of layers that transformers sees, as the cache's `layers`. Anybody may change it.
         ledger: The tokens behind the layers; None where nothing is known of what they hold.
         regime: Of the rotary frequencies that the K/V was computed with.
+        length_matters: The rotary frequencies of the model depend on how long a text is.
         plain_reason: Why transformers' own layers are used, for this text or for good; None if ours are.
         changed: Somebody else has changed what the layers held; the next prompt reports it.
         untracked: The model goes on from a prompt in a way that must not be stored.
@@ -86,7 +87,8 @@ class LiveKV:
         text_config = model.config.get_text_config(decoder=True)
         self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())  # they hold no tokens
         self._make_layers(model)
-        self.stateful = any(layer.is_stateful for layer in self.layers)
+        self.stateful = any([layer.is_stateful for layer in self.layers])
+        self.length_matters = original_length(model) is not None
         self._shown = self._native_layers(model)  # what `visible` is, unless somebody else has set it
         self.visible: list[Any] = self._shown
 
@@ -177,9 +179,7 @@ class LiveKV:
             self._classes_of, self._classes = self.layers, [kind if is_own(kind) else None for kind in kinds]
         if len(self.visible) != len(self._classes):
             return False
-        for theirs, ours, made in zip(
-            self.visible, self.layers, self._classes, strict=False
-        ):  # hidden states are last
+        for theirs, ours, made in zip(self.visible, self.layers, self._classes, strict=False):
             if theirs is not ours and theirs is not ours.native:
                 return False
             if type(theirs) is not made or "update" in theirs.__dict__:
@@ -248,18 +248,19 @@ class LiveKV:
         ledger = self.ledger
         if ledger is not None and (ledger.version != self._version() or (look and not self.untouched(ledger))):
             self.note_change()
-        if self._bumps != (
-            bumps := self._state.fingerprint.bumps
-        ):  # store.invalidate() was called: K/V may not be the model's
+        if self._bumps != (bumps := self._state.fingerprint.bumps):  # store.invalidate() was called
             self._bumps, self.ledger = bumps, None
         return self.ledger
 
     def untouched(self, ledger: Ledger) -> bool:
         """Whether nobody else has written to the layers, or changed how much they hold."""
-        return self.owns_layers and all(
-            layer.intact and (layer.length in (None, 0, ledger.log.length) or idx in self._of_images)
-            for idx, layer in enumerate(self.layers)
-        )
+        if not self.owns_layers:
+            return False
+        lengths = None, 0, ledger.log.length
+        for idx, layer in enumerate(self.layers):
+            if not layer.intact or (layer.length not in lengths and idx not in self._of_images):
+                return False
+        return True
 
     @property
     def is_held_by_others(self) -> bool:

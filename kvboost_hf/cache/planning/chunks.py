@@ -141,7 +141,6 @@ class FixedChunker:
         self.chunk_size = chunk_size
 
     def next_cut(self, tokens: Tokens, start: int) -> int | None:
-        """See `Chunker.next_cut`."""
         stop = start + self.chunk_size
         return stop if stop <= len(tokens) else None
 
@@ -257,7 +256,6 @@ class ContentChunker:
         )
 
     def next_cut(self, tokens: Tokens, start: int) -> int | None:
-        """See `Chunker.next_cut`."""
         window = tokens[start : start + self.chunk_size]
         marks = None
         if self._marks is not None or self._sequences:

@@ -256,29 +256,36 @@ class ReusePlan:
 
     def starts(self, row: int) -> int:
         """The column up to which a row can be served, if it is then computed up to `filled`."""
-        return max(self.held, self.reach(row, self.filled - self.pads[row]) + self.pads[row])
+        plan, pad = self.rows[row], self.pads[row]
+        if plan.states is None and not self.paths:
+            reach = min(plan.hit, self.filled - pad) if plan.segments else 0
+        else:
+            reach = self.reach(row, self.filled - pad)
+        return max(self.held, reach + pad)
 
     @property
     def last_border(self) -> int:
         """The column at which the next chunk of some row begins: it can only be stored if it is held from there."""
-        return min(
-            max((border.at + pad for border in plan.borders if border.at + pad <= self.filled), default=self.held)
-            for plan, pad in zip(self.rows, self.pads, strict=True)
-        )
+        last: list[int] = []
+        for plan, pad in zip(self.rows, self.pads, strict=True):
+            ends = [border.at + pad for border in plan.borders if border.at + pad <= self.filled]
+            last.append(max(ends, default=self.held))
+        return min(last)
 
     @property
     def cold_groups(self) -> dict[int, list[int]]:
         """Rows that can be served only up to a column before `filled`, by that column: they are prefilled first."""
-        behind = [row for row in range(len(self.rows)) if self.starts(row) < self.filled]
-        # Rows of which nothing is stored form one group, from where the first of them begins.
-        unseen = [row for row in behind if self.starts(row) <= max(self.held, self.pads[row])]
         groups: dict[int, list[int]] = {}
-        for row in behind:
-            if row not in unseen:
-                groups.setdefault(self.starts(row), []).append(row)
+        unseen: list[int] = []  # rows of which nothing is stored form one group, from where the first of them begins
+        for row, pad in enumerate(self.pads):
+            start = self.starts(row)
+            if start < self.filled and start <= max(self.held, pad):
+                unseen.append(row)
+            elif start < self.filled:
+                groups.setdefault(start, []).append(row)
         if unseen:
-            start = max(self.held, min(self.pads[row] for row in unseen))
-            while start in groups:  # rows there have stored K/V: one more column of padding keeps the groups apart
+            start = max(self.held, min([self.pads[row] for row in unseen]))
+            while start in groups:  # rows there have stored K/V, and are no part of this group
                 start -= 1
             groups[start] = unseen
         return groups
@@ -286,8 +293,8 @@ class ReusePlan:
     @property
     def ahead(self) -> int:
         """Tokens, padding included, in the forwards that run ahead of that over the whole batch."""
-        cold = sum((self.filled - column) * len(group) for column, group in self.cold_groups.items())
-        return cold + sum(max(map(len, group)) * len(group) for group in self.stems)
+        cold = sum([(self.filled - column) * len(group) for column, group in self.cold_groups.items()])
+        return cold + sum([max(map(len, group)) * len(group) for group in self.stems])
 
     def cost(self, limit: int, min_saving: int) -> int:
         """Tokens up to column `limit` that are computed, where each forward ahead counts as `min_saving` more."""
@@ -315,7 +322,10 @@ def plan_batch(rows: Sequence[RowPlan], pads: Sequence[int], held: int, limit: i
         limit: At most this many columns may be filled.
         min_saving: Tokens that an extra forward must save.
     """
-    return min(_cuts(ReusePlan(held, held, tuple(rows), tuple(pads))), key=lambda plan: plan.cost(limit, min_saving))
+    plans = _cuts(ReusePlan(held, held, tuple(rows), tuple(pads)))
+    if len(rows) == 1:  # no other row is behind: the later the cut, the less is computed
+        return plans[-1]
+    return min(plans, key=lambda plan: plan.cost(limit, min_saving))
 
 
 def plan_shared(

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -175,9 +175,19 @@ class Tally:
         """Tokens were found in a tier."""
         self.tiers[tier] = self.tiers.get(tier, 0) + tokens
 
-    def count_moved(self, shift: int, tokens: int) -> None:
-        """Tokens of the store stand so many positions behind where they stood."""
-        self.moved_by[shift] = self.moved_by.get(shift, 0) + tokens
+    def serve(self, row: int, tiers: Mapping[str, int], moved: Iterable[tuple[int, int]] = ()) -> None:
+        """Count tokens that a row was spared.
+
+        Args:
+            row: Of the batch.
+            tiers: How many of them were found in each tier.
+            moved: Those of them that moved chunks served: by how many positions, and how many tokens.
+        """
+        for tier, tokens in tiers.items():
+            self.count(tier, tokens)
+            self.rows[row] += tokens
+        for shift, tokens in moved:
+            self.moved_by[shift] = self.moved_by.get(shift, 0) + tokens
 
     def report(self) -> ReuseReport:
         """The counts so far."""

@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.identity.fingerprint import ModelState
-from kvboost_hf.cache.identity.hooks import note_call
+from kvboost_hf.cache.identity.hooks import FORWARD_WATCH, note_call
 from kvboost_hf.compat import cache_argument, cache_in, forward_arguments, own_hook, take_newest_name, with_cache_by
 
 Kwargs = dict[str, Any]
@@ -87,7 +87,8 @@ class ForwardHook:
                 return None
             kwargs[name] = cache
         given = cache.before_forward(model, kwargs)
-        note_call(model, given)
+        if FORWARD_WATCH in model.__dict__:
+            note_call(model, given)
         return (), given
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

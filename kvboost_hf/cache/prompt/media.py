@@ -2,7 +2,7 @@
 
 A multimodal model replaces placeholder ids with the features of an image. Two prompts with the same ids and different
 images have different K/V from the first placeholder on, so the columns of media get column ids that are drawn from a
-hash of the media (see `column_ids.py`). Text before the first placeholder is found whatever follows it.
+hash of the media (see `planning/chunks.py`). Text before the first placeholder is found whatever follows it.
 
     input_ids   t t t [img img img img] t t [img img] t t    a *run* is a block of neighbouring placeholders
     column_ids  t t t  m1  m2  m3  m4   t t  m5  m6   t t    m1…m4: hash of the run's images, ids, types, positions

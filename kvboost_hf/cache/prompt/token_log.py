@@ -44,7 +44,7 @@ class _Append:
 
 
 class TokenLog:
-    """Column ids (`column_ids.py`) of a batch whose rows start with `pads[row]` columns of padding."""
+    """Column ids (`planning/chunks.py`) of a batch whose rows start with `pads[row]` columns of padding."""
 
     def __init__(self, pads: NDArray[np.int64]) -> None:
         self.pads = pads
