@@ -1,6 +1,6 @@
 """Tells that nobody has changed a model, by the numbers with which CPython counts the changes of dicts.
 
-Until Python 3.13 each dict has a number that is another one after each change, and that no dict had before.
+In Python 3.11 each dict has a number that is another one after each change, and that no dict had before.
 Attributes, parameters, buffers, children and hooks of modules are in dicts, and so are settings of configurations,
 methods of classes and functions of Python's modules. To compare a few thousand numbers takes microseconds; to read
 what is in the dicts takes milliseconds. Where changes are not counted, each look at a model reads it.
@@ -64,7 +64,7 @@ _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dty
 _NEVER_READ = (GenerationConfig, KeptOnModel, type, types.ModuleType, types.BuiltinFunctionType)
 _VERSION_AT = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)  # in a dict, behind the number of its items
 _VERSION = np.dtype(np.uint64)
-_COUNTED_UNTIL = (3, 13)
+_COUNTED_UNTIL = (3, 11)  # later ones have the number, too; nobody has tried them
 Dict = dict[Any, Any]
 
 
@@ -116,7 +116,10 @@ class Still:
         in_place = [model, *_values(parents)]
         self._types, own = list(map(type, in_place)), list(map(_DICT, in_place))
         self._shown = list(map(shown, self._lists))
-        numbers = _numbers_of([_dict_of(each) for each in dicts])
+        counted = {id(each): each for each in map(_dict_of, dicts)}
+        hooks = {id(attributes[name]) for attributes in map(_DICT, modules) for name in HOOKS}
+        self._no_hooks = {at: each for at, each in enumerate(counted.values()) if id(each) in hooks and not each}
+        numbers = _numbers_of(counted.values())
         self._numbers = numbers()
         kept.append((own, filled, parents, numbers))
 
@@ -152,7 +155,8 @@ class Still:
         if not kept:
             return None
         ((own, filled, parents, numbers),) = kept
-        if numbers() != self._numbers:
+        now = numbers()
+        if now != self._numbers and not self._hooks_are_gone(now):
             return None
         modules = [model, *_values(parents)]
         if list(map(type, modules)) != self._types or not all(map(is_, map(_DICT, modules), own)):
@@ -161,6 +165,15 @@ class Still:
             return None
         tensors = _values(filled)
         return None if any(map(_IS_META, tensors)) else tensors
+
+
+    def _hooks_are_gone(self, now: bytes) -> bool:
+        """Whether no dict has changed but those of hooks, which were empty and are: as when moved chunks are placed."""
+        changed = np.flatnonzero(np.frombuffer(now, _VERSION) != np.frombuffer(self._numbers, _VERSION)).tolist()
+        if not all([at in self._no_hooks and not self._no_hooks[at] for at in changed]):
+            return False
+        self._numbers = now
+        return True
 
 
 def _values(dicts: list[Dict]) -> list[Any]:
