@@ -125,7 +125,6 @@ class Raw(Codec):
     sink_tokens = 0  # all are as they are
 
     def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
-        """See `Codec.encode`."""
         return {"exact": x.contiguous()}
 
     def decode(
@@ -140,7 +139,6 @@ class Raw(Codec):
         return planes["exact"]
 
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
-        """See `Codec.nbytes`."""
         return prod(shape) * dtype.itemsize
 
 
@@ -164,7 +162,6 @@ class ExactStart(Codec):
         self.lossless, self.sink_tokens = codec.lossless, codec.sink_tokens
 
     def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
-        """See `Codec.encode`."""
         start, rest = x[..., : self.sink_tokens, :], x[..., self.sink_tokens :, :]
         return {
             _EXACT: start.clone(memory_format=torch.contiguous_format),
@@ -179,7 +176,6 @@ class ExactStart(Codec):
         role: Role,
         rotation: LayerRotation | None,
     ) -> torch.Tensor:
-        """See `Codec.decode`."""
         *outer, tokens, head_dim = shape
         start = planes[_EXACT].to(dtype)
         rest = {name: plane for name, plane in planes.items() if name != _EXACT}
@@ -187,7 +183,6 @@ class ExactStart(Codec):
         return torch.cat([start, self._codec.decode(rest, left, dtype, role, rotation)], dim=-2)
 
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
-        """See `Codec.nbytes`."""
         layers, heads, tokens, head_dim = shape
         exact = min(tokens, self.sink_tokens)
         rest = self._codec.nbytes((layers, heads, tokens - exact, head_dim), dtype, role)

@@ -65,14 +65,12 @@ class Kivi:
         role: Role,
         rotation: LayerRotation | None,
     ) -> torch.Tensor:
-        """See `Codec.decode`."""
         x = unpack(planes["codes"], self._bits[role], shape[-1], torch.float32)
         for group, least, step in self._groups(x, planes["least"], planes["step"], _dim(role)):
             group.mul_(step).add_(least)
         return narrowed(x, dtype)
 
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
-        """See `Codec.nbytes`."""
         layers, heads, tokens, head_dim = shape
         codes = layers * heads * tokens * packed_width(head_dim, self._bits[role])
         return codes + 2 * dtype.itemsize * self._scales_shape(torch.Size(shape), role).numel()

@@ -99,7 +99,6 @@ class TurboQuant:
         role: Role,
         rotation: LayerRotation | None,
     ) -> torch.Tensor:
-        """See `Codec.decode`."""
         if role == "values" and self._grouped is not None:
             return self._grouped.decode(planes, shape, dtype, role, rotation)
         with _full_precision(planes["codes"]):
@@ -121,7 +120,6 @@ class TurboQuant:
         return x
 
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
-        """See `Codec.nbytes`."""
         if role == "values" and self._grouped is not None:
             return self._grouped.nbytes(shape, dtype, role)
         *vectors, dim = shape

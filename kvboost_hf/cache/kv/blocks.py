@@ -195,6 +195,12 @@ class Block:
             {name: send(plane[run.start : run.stop], device) for name, plane in self.planes.items()}, run
         )
 
+    def views(self) -> tuple[torch.Tensor, ...]:
+        """All tensors [heads, tokens, head_dim] where they are, of a block that `is_viewed`."""
+        self.wait()
+        (plane,) = self.planes.values()
+        return (plane if plane.device == self.device else transfer.link.send(plane, self.device)).unbind(0)
+
     def _decode(self, own: Mapping[str, torch.Tensor], run: range) -> torch.Tensor:
         return self.codec.decode(own, (len(run), *self.shape), self.dtype, self.role, self.rotations[run.start])
 

@@ -46,7 +46,8 @@ class LayerKV:
         """Bytes of all planes."""
         total = 0
         for block in self.blocks:
-            total += block.nbytes
+            for plane in block.planes.values():
+                total += plane.nbytes
         return total
 
     def is_like(self, other: "LayerKV") -> bool:
@@ -139,11 +140,11 @@ class LayerKVReader:
 
     def _all_views(self) -> list[Piece | None]:
         self.kv.check()
-        decoded = [block.move(range(len(block.rotations))).unbind(0) for block in self.kv.blocks]
-        return [
-            tuple([decoded[number][at] for number, at in places]) if places is not None else None
-            for places in self.kv.places
-        ]
+        decoded = [block.views() for block in self.kv.blocks]
+        views: list[Piece | None] = []
+        for places in self.kv.places:
+            views.append(tuple([decoded[number][at] for number, at in places]) if places is not None else None)
+        return views
 
     def layer(self, index: int) -> Piece | None:
         """The tensors of a layer, [heads, tokens, dim] each, or None if it has no columns.

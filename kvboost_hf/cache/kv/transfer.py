@@ -103,7 +103,6 @@ class CudaLink:
         self._kept = Kept()
 
     def is_apart(self, device: torch.device) -> bool:
-        """See `Link`."""
         return device.type == "cuda"
 
     def stream(self, name: str, device: torch.device) -> Stream:
@@ -111,11 +110,9 @@ class CudaLink:
         return _stream(name, device)
 
     def current(self, device: torch.device) -> Stream:
-        """See `Link`."""
         return cast(Stream, torch.cuda.current_stream(device))
 
     def using(self, stream: Stream) -> AbstractContextManager[object]:
-        """See `Link`."""
         return torch.cuda.stream(cast(torch.cuda.Stream, stream))
 
     def record(self, stream: Stream) -> Event:
@@ -125,11 +122,9 @@ class CudaLink:
         return cast(Event, event)
 
     def send(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """See `Link`."""
         return host.to(device, non_blocking=True)
 
     def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """See `Link`."""
         tensor.record_stream(cast(torch.cuda.Stream, stream))
 
     def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -146,25 +141,20 @@ class CudaLink:
             return torch.empty(shape, dtype=dtype)
 
     def is_pinned(self, host: torch.Tensor) -> bool:
-        """See `Link`."""
         return host.is_pinned()
 
     def gathers(self, device: torch.device) -> bool:
-        """See `Link`."""
         return _gathers(device)
 
     def gather(self, opened: Sequence[torch.Tensor], table: torch.Tensor, places: Sequence[tuple[int, int]]) -> None:
-        """See `Link`."""
         from kvboost_hf.cache.kv.gather_kernel import launch
 
         launch(opened, table, places)
 
     def keep(self, host: Sequence[torch.Tensor], event: Event) -> None:
-        """See `Link`."""
         self._kept.add(host, event)
 
     def free_bytes(self, device: torch.device) -> int:
-        """See `Link`."""
         return torch.cuda.mem_get_info(device)[0]
 
 

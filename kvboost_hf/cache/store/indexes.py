@@ -204,7 +204,6 @@ class TieredView:
         self._alike: dict[bytes, list[Stored]] | None = None  # by head
 
     def find(self, key: bytes, tokens: Tokens) -> Chunk | None:
-        """See `ChunkIndex.find`."""
         chunk = self._memory.find(key, tokens)
         if chunk is not None:
             return chunk
@@ -217,13 +216,11 @@ class TieredView:
         return below if np.array_equal(below.tokens, tokens) else None
 
     def siblings(self, parent: bytes, head: Tokens) -> Iterable[Chunk]:
-        """See `ChunkIndex.siblings`."""
         near = self._memory.siblings(parent, head)
         below = [each for each in self._like(parent, head, near) if isinstance(each, StoredChunk)]
         return [*near, *(chunk for chunk in below if not chunk.content_only)]
 
     def states_after(self, parent: bytes, head: Tokens) -> Iterable[SavedState]:
-        """See `ChunkIndex.states_after`."""
         near = self._memory.states_after(parent, head)
         return [*near, *(each for each in self._like(parent, head, near) if isinstance(each, StoredStates))]
 

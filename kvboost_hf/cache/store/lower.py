@@ -203,13 +203,13 @@ class LowerMemory:
             begin = time.perf_counter()
             try:
                 blob = found.tier.read(found.entry)
-                held = self._reader.read(blob, stored.root) if blob is not None else None
-                if blob is None or held is None:
-                    results.append(None)
-                    continue
-                if check or isinstance(stored, StoredStates):
+                if blob is not None and (check or isinstance(stored, StoredStates)):
                     blob.check_all()
                     found.tier.took(blob.entry.nbytes, time.perf_counter() - begin)
+                held = self._reader.read(blob, stored.root) if blob is not None else None
+                if held is None:
+                    results.append(None)
+                    continue
             except DamagedBlobError as error:
                 results.append(error)
                 continue

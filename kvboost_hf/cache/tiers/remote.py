@@ -31,25 +31,20 @@ class RemoteTier(ABC):
         self._counted = (0, 0)
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
-        """See `Tier.find`."""
         return self._guard.call({}, self._find, keys) if keys else {}
 
     def find_alike(self, heads: Sequence[bytes]) -> list[Entry]:
-        """See `Tier.find_alike`."""
         return self._guard.call([], self._find_alike, heads) if heads else []
 
     def entries(self, root: bytes | None = None) -> Iterator[Entry]:
-        """See `Tier.entries`."""
         keys = self._guard.call([], self._keys, root)
         for at in range(0, len(keys), _BATCH):
             yield from self.find(keys[at : at + _BATCH]).values()
 
     def read(self, key: bytes) -> memoryview | None:
-        """See `Tier.read`."""
         return self._guard.call(None, self._read, key)
 
     def write(self, entry: Entry, blob: Sequence[bytes | memoryview]) -> bool:
-        """See `Tier.write`."""
         parts = [memoryview(part).cast("B") for part in blob]
         assert sum(map(len, parts)) == entry.nbytes, "an entry tells the size of its blob"
         if self.max_bytes is not None and entry.nbytes > self.max_bytes:
@@ -57,18 +52,15 @@ class RemoteTier(ABC):
         return self._guard.call(False, self._write, entry, parts)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """See `Tier.touch`."""
         if keys:
             self._guard.call(None, self._touch, keys)
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """See `Tier.delete`."""
         every = list(keys)
         for at in range(0, len(every), _BATCH):
             self._guard.call(None, self._delete, every[at : at + _BATCH])
 
     def clear(self, model: bytes) -> None:
-        """See `Tier.clear`."""
         self.delete([entry.key for entry in self.entries() if entry.model == model])
 
     def stats(self) -> Mapping[str, int | float | str]:
@@ -84,7 +76,6 @@ class RemoteTier(ABC):
         return known if self.max_bytes is None else {**known, "max_bytes": self.max_bytes}
 
     def hits(self) -> Mapping[bytes, int]:
-        """See `Tier.hits`."""
         return {}
 
     @abstractmethod

@@ -50,15 +50,12 @@ class SealedTier:
         self._forged = Failures(_log, f"Tier {tier.name} at {tier.location}", (DamagedBlobError,))
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
-        """See `Tier.find`."""
         return {key: _without_seal(entry) for key, entry in self._tier.find(keys).items()}
 
     def find_alike(self, heads: Sequence[bytes]) -> list[Entry]:
-        """See `Tier.find_alike`."""
         return [_without_seal(entry) for entry in self._tier.find_alike(heads)]
 
     def entries(self, root: bytes | None = None) -> Iterator[Entry]:
-        """See `Tier.entries`."""
         return map(_without_seal, self._tier.entries(root))
 
     def read(self, key: bytes) -> memoryview | None:
@@ -76,20 +73,16 @@ class SealedTier:
         return blob
 
     def write(self, entry: Entry, blob: Sequence[bytes | memoryview]) -> bool:
-        """See `Tier.write`."""
         seal = self._seal(entry.key, blob)
         return self._tier.write(replace(entry, nbytes=entry.nbytes + _SEAL_BYTES), [*blob, seal])
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """See `Tier.touch`."""
         self._tier.touch(keys)
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """See `Tier.delete`."""
         self._tier.delete(keys)
 
     def clear(self, model: bytes) -> None:
-        """See `Tier.clear`."""
         self._tier.clear(model)
 
     def stats(self) -> Mapping[str, int | float | str]:
@@ -98,11 +91,9 @@ class SealedTier:
         return {**stats, "errors": int(stats["errors"]) + self._forged.count, "forged": self._forged.count}
 
     def hits(self) -> Mapping[bytes, int]:
-        """See `Tier.hits`."""
         return self._tier.hits()
 
     def close(self) -> None:
-        """See `Tier.close`."""
         self._tier.close()
 
     def _seal(self, key: bytes, blob: Iterable[bytes | memoryview]) -> bytes:
