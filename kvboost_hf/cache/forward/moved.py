@@ -69,7 +69,7 @@ def plan_moved(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns,
         exact: What the store can serve of it as it stands.
     """
     policy, live, ledger = parts.binding.policy, parts.live, parts.live.ledger
-    if policy.mode != "blend" or prompt.inputs.computes_all or (exact.filled >= prompt.limit and not exact.ahead):
+    if prompt.inputs.computes_all or (exact.filled >= prompt.limit and not exact.ahead):
         return None
     assert ledger is not None
     live.tally.moved_reason = reason_against_moving(parts, model, media=bool(prompt.new.media.any()))

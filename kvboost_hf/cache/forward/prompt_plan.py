@@ -88,7 +88,8 @@ def _decide(
 ) -> Planned:
     """How a prompt runs, given what the store can serve of it as it stands."""
     live = parts.live
-    if (moving := plan_moved(parts, model, prompt, plan)) is not None:
+    moves = parts.binding.policy.mode == "blend"
+    if moves and (moving := plan_moved(parts, model, prompt, plan)) is not None:
         return Planned(prompt, moving.plan.reuse, moving=moving)
     cuts: list[int] = []
     if ledger.in_pieces is not None:

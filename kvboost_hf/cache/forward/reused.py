@@ -287,7 +287,8 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]
                 tiers[tier] = tiers.get(tier, 0) + tokens
                 if segment.moved:
                     moved.append((segment.shift, tokens))
-        tally.serve(row, tiers, moved)
+        if tiers:
+            tally.serve(row, tiers, moved)
         saved = row_plan.states.get(plan.filled - pad) if row_plan.states is not None else None
         states = saved if isinstance(saved, StoredStates) else None
         store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=bool(moved))
