@@ -166,9 +166,8 @@ class Still:
         tensors = _values(filled)
         return None if any(map(_IS_META, tensors)) else tensors
 
-
     def _hooks_are_gone(self, now: bytes) -> bool:
-        """Whether no dict has changed but those of hooks, which were empty and are: as when moved chunks are placed."""
+        """Whether no dict has changed but those of hooks, which were empty and are again, as behind moved chunks."""
         changed = np.flatnonzero(np.frombuffer(now, _VERSION) != np.frombuffer(self._numbers, _VERSION)).tolist()
         if not all([at in self._no_hooks and not self._no_hooks[at] for at in changed]):
             return False
