@@ -74,7 +74,7 @@ class Branches:
     Args:
         model: The model of the cache.
         cache: A `ChunkReuseCache` or a cache of generate(), with one row.
-        position: Of the first token, [1, 1] or [planes, 1, 1].
+        position: The position of the first token, [1, 1] or [planes, 1, 1].
         keep: [1, columns held], bool: the columns that are no padding; None for all.
 
     Raises:
@@ -153,7 +153,7 @@ class Branches:
             window: Columns that a token sees, itself included; 0 for all.
             columns: The number of columns.
             queries: Tokens of this forward.
-            device: Of the layer.
+            device: The device of the layer.
         """
         depth, seen = depths(self._parents), lineage(self._parents)
         before = columns - len(depth)
@@ -240,7 +240,6 @@ class StockLender:
         self._layers: list[Any] = cache.layers
 
     def require_branches(self) -> None:
-        """See `Lender.require_branches`."""
         types = {type(layer).__name__ for layer in self._layers} - _LAYERS
         if types or self._cache.offloading:
             found = "offloaded layers" if not types else f"layers of the kind {', '.join(sorted(types))}"
@@ -250,18 +249,15 @@ class StockLender:
             )
 
     def lend(self) -> list[Any]:
-        """See `Lender.lend`."""
         self._held = self._cache.get_seq_length()
         return self._layers
 
     def give_back(self) -> None:
-        """See `Lender.give_back`."""
         for layer in self._layers:
             if _has_kv(layer):
                 layer.crop(self._held - layer.get_seq_length())
 
     def extend(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kv: Sequence[Pair | None]) -> None:
-        """See `Lender.extend`."""
         for layer, pair in zip(self._layers, kv, strict=True):
             if pair is not None:
                 layer.update(*pair)

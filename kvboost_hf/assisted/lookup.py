@@ -108,7 +108,7 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         Args:
             input_ids: [1, tokens].
             max_new_tokens: The most tokens to propose.
-            generation_config: Of the call; its tokens that end a text are used.
+            generation_config: The configuration of the call, whose tokens that end a text are used.
             kwargs: Not used.
 
         Returns:

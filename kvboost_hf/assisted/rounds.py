@@ -113,7 +113,7 @@ class Rounds:
         Args:
             tree: The tree that was verified.
             taken: The outcome.
-            passes: Of the draft.
+            passes: Forwards of the draft.
             clock: Seconds before drafting, before verifying, before rolling back, and after it.
             first: Whether the target's pass included the prompt.
         """

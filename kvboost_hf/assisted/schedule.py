@@ -110,7 +110,6 @@ class Constant:
         self._tokens = tokens
 
     def length(self, most: int) -> int:
-        """See `DraftLength.length`."""
         return min(self._tokens, most)
 
     def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float, first: bool = False) -> None:
@@ -128,11 +127,9 @@ class Heuristic:
         self._tokens = tokens
 
     def length(self, most: int) -> int:
-        """See `DraftLength.length`."""
         return min(self._tokens, most)
 
     def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float, first: bool = False) -> None:
-        """See `DraftLength.learn`."""
         self._tokens = self._tokens + 2 if accepted == drafted else max(1, self._tokens - 1)
 
 
@@ -159,26 +156,23 @@ class Adaptive:
         self._target_s, self._passes, self._rough = 0.0, 0.0, True
 
     def length(self, most: int) -> int:
-        """See `DraftLength.length`."""
         if not self._target_s:
             return min(self._tokens, self._most, most)
         speeds = self._tokens_per_s()[:most]
         return 1 + speeds.index(max(speeds))
 
     def goes_on(self, sure: Sequence[float]) -> bool:
-        """See `ConfidentLength.goes_on`."""
         if not self._target_s or len(sure) >= self._most:
             return len(sure) < min(self._tokens, self._most)
         accepted = prod(self._share(each).rate for each in sure) * self._overall.rate
         return accepted * self._drafted > self._draft_s * max(self._tokens_per_s())
 
     def compare(self, sure: Sequence[float], accepted: int) -> None:
-        """See `ConfidentLength.compare`."""
         for place, each in enumerate(sure[: accepted + 1]):
             self._share(each).add(place < accepted)
 
     def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float, first: bool = False) -> None:
-        """See `DraftLength.learn`. The times of passes over prompts count until there are others."""
+        """The times of passes over prompts count until there are others."""
         for place in range(min(accepted + 1, drafted)):  # nothing is known of tokens behind the first rejected one
             self._overall.add(place < accepted)
         if first and not self._rough:

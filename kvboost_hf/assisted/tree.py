@@ -140,7 +140,7 @@ class Growth:
         """Whether to run the draft for another level.
 
         Args:
-            chances: Of the tokens that it would continue, that they are accepted.
+            chances: For each token that it would continue, the chance that it is accepted.
             level: Levels so far.
             chain: Whether each token gets only one child.
         """
@@ -180,7 +180,7 @@ class Growth:
             children: As `Tree.children` returns them.
             path: Indices of the accepted tokens.
             committed: Tokens by which the text grew.
-            passes: Of the draft.
+            passes: Forwards of the draft.
             draft_s: Seconds that they took.
             target_s: Seconds of the target's pass.
             first: Whether that pass included the prompt. Its time counts until there are others.

@@ -52,7 +52,7 @@ def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype)
     Args:
         parts: Results of `partial` calls; each column is in one part.
         sinks: [heads], or None: logits of a column without a value.
-        dtype: Of the result.
+        dtype: The data type of the result.
 
     Returns:
         [batch, queries, heads, value_dim].

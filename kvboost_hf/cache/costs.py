@@ -54,7 +54,7 @@ class Costs:
     """Costs of computing a prompt, in operations.
 
     Args:
-        token: Of a token, attention left out.
+        token: Operations for a token, attention left out.
         pair: Attention of a token to another one, or to itself.
         layers: How many there are.
     """
@@ -192,12 +192,13 @@ class CompileCosts(KeptOnModel):
     buffers makes a graph for all sizes.
 
     Attributes:
+        tokens: How many were decoded, in each row.
         failure: Why no more graphs are used for the model; None if they are.
     """
 
     def __init__(self) -> None:
         self.failure: str | None = None
-        self._decoded = self._paid = self._compilations = self._buffers = 0
+        self.tokens = self._paid = self._compilations = self._buffers = 0
         self._compiling_s = 0.0  # that the last compilation has taken
         self._left: dict[Graph, int] = {}  # of each graph that was asked for, the steps to check
 
@@ -205,10 +206,6 @@ class CompileCosts(KeptOnModel):
     def _price(self) -> int:
         """Tokens that the next graph costs."""
         return max(TOKENS_PER_GRAPH, int(self._compiling_s / SAVED_S))
-
-    def decoded(self) -> None:
-        """A token was decoded, in each row."""
-        self._decoded += 1
 
     def reason_against(self, graph: Graph) -> str | None:
         """Why a graph is not worth making now; None if it is, or was made."""
@@ -220,7 +217,7 @@ class CompileCosts(KeptOnModel):
             return f"{_MOST_COMPILATIONS} graphs were compiled already, for other sizes"
         if not self.compiles(graph):
             return None
-        if (missing := self._paid + self._price - self._decoded) > 0:
+        if (missing := self._paid + self._price - self.tokens) > 0:
             return f"compiling is worth it after {missing} more tokens"
         return None
 

@@ -245,7 +245,7 @@ class ChunkReuseCache(DynamicCache):
         return super().get_seq_length(layer_idx) if self._live.counting is not None else self._live.held
 
     def activate_past_recording(self) -> None:
-        """See `Cache.activate_past_recording`; what generate() asks for ends with the next call."""
+        """What generate() asks for ends with the next call."""
         if in_generate():
             self._live.record_for_call()
         super().activate_past_recording()  # type: ignore[no-untyped-call]
@@ -293,7 +293,6 @@ class ChunkReuseCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Cache.update`."""
         if (forward := self._forward) is not None:
             if forward.takes_kv and (taken := forward.update(layer_idx, key_states, value_states)) is not None:
                 return taken
@@ -331,7 +330,7 @@ class ChunkReuseCache(DynamicCache):
         if static is not None and torch.compiler.is_compiling():
             static.step_log.record(live.static_layers[0].length_tensor, kwargs)
             return kwargs
-        if model is not self._binding.model:
+        if model is not self._binding.model_ref():
             if self._of_call:
                 self._go_on()
                 return kwargs
@@ -375,7 +374,7 @@ class ChunkReuseCache(DynamicCache):
             self._config = running.f_locals["generation_config"]
         self._forward = next_forward(self._parts, request)
         if request.is_step:
-            self._form.costs.decoded()
+            self._form.costs.tokens += 1
         live.in_forward = True
         given = self._forward.begin(request)
         if static is not None and live.plain_reason is None:
@@ -647,7 +646,7 @@ class ChunkReuseCache(DynamicCache):
         Args:
             input_ids: [1, tokens].
             position_ids: [1, tokens], or [planes, 1, tokens].
-            kv: Of each layer, keys and values [1, num_kv_heads, tokens, head_dim]; None where it has none.
+            kv: For each layer, keys and values [1, num_kv_heads, tokens, head_dim]; None where it has none.
         """
         self._begin_loan()
         extend_layers(self._parts, input_ids, position_ids, kv)

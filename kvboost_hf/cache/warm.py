@@ -35,7 +35,6 @@ def _warm(
     prefix: Starts | None,
     settings: WarmSettings,
 ) -> ReuseReport:
-    """See `ChunkStore.warm`."""
     if (text_or_ids is None) == (documents is None) or (prefix is not None and documents is None):
         raise ValueError("`warm` takes either `text_or_ids`, or `documents` and perhaps the `prefix` before them.")
     start = prefix if text_or_ids is None else text_or_ids

@@ -183,7 +183,7 @@ def kv_sources(model: PreTrainedModel, has_kv: Sequence[bool]) -> list[int]:
 
     Args:
         model: The model.
-        has_kv: Of each layer, whether it has keys and values of its own.
+        has_kv: Whether each layer has keys and values of its own.
     """
     config: Any = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or [None] * len(has_kv)

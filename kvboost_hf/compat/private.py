@@ -92,7 +92,6 @@ class PrivateCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> KV:
-        """See `Cache.update`."""
         if self.take is not None:
             return self.take(layer_idx, key_states, value_states)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -134,8 +133,8 @@ class LayerMasks:
 
         Args:
             idx: The layer.
-            args: Its arguments by position.
-            kwargs: Its arguments by name.
+            args: The arguments of the layer, by position.
+            kwargs: The arguments of the layer, by name.
             queries: How many tokens it computes.
             see: Called with the window, the columns, the queries and the device, once for all layers where these are
                 the same; returns what the queries see, or None where the layer needs no mask.

@@ -127,7 +127,7 @@ def _rotation(
     Args:
         keys: [positions, heads, tokens, head_dim], float32: the tensor that `_rotated_tensor` chooses.
         values: The other tensor.
-        positions: Of the first token of each row; the first row's is 0.
+        positions: The position of the first token of each row; the first row's is 0.
         candidates: Rotations by the model's frequencies.
         dtype: The dtype that they were computed in.
         first_layer: Whether no attention came before.

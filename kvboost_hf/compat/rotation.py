@@ -129,7 +129,7 @@ class Shifts:
     """By how many positions each token of a batch moves: cosines and sines for all layers, on each device once.
 
     Args:
-        rotation: Of the model.
+        rotation: The rotation of the model.
         shifts: [batch, tokens], new positions minus old ones.
         send: Copies a tensor to a device: once to each, whatever the number of layers, and of shifts.
     """

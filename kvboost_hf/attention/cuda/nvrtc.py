@@ -34,8 +34,8 @@ def compile_attend(architecture: int, head_dim: int, value_dim: int, *options: s
 
     Args:
         architecture: The GPU's compute capability, without the dot: 75 for sm_75.
-        head_dim: Of queries and keys; a multiple of 16.
-        value_dim: Of values; a multiple of 16.
+        head_dim: The size of a query or a key; a multiple of 16.
+        value_dim: The size of a value; a multiple of 16.
         options: Further options of NVRTC.
 
     Returns:

@@ -92,7 +92,7 @@ def combine(
         parts: [parts, batch, queries, heads, value_dim], float32, contiguous; zeros where a query sees nothing.
         logs: [parts, batch, heads, queries], float32, contiguous.
         sinks: [heads], or None: logits of a column without a value.
-        dtype: Of the result.
+        dtype: The data type of the result.
         partial: Whether the log-sum-exp is wanted; else it is empty.
 
     Returns:

@@ -82,7 +82,7 @@ def plan_tiling(rows: int, dim: int, itemsize: int, device: Device, *, has_matri
     Args:
         rows: Queries times the heads that share keys.
         dim: The larger of head_dim and value_dim.
-        itemsize: Of keys and values, in bytes.
+        itemsize: Bytes of a number in keys and values.
         device: The device of the call.
         has_matrix: There is a mask of queries and columns, which takes registers for each column of a tile.
     """

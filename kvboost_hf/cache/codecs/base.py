@@ -59,7 +59,7 @@ class Codec(Protocol):
         Args:
             planes: What `encode` made, one entry of each, or entries [layers, …].
             shape: heads, tokens, head_dim, or the same behind the number of layers.
-            dtype: Of the result.
+            dtype: The data type of the result.
             role: What they are.
             rotation: As it was for `encode`; the same for all entries.
 
@@ -87,7 +87,7 @@ class Codec(Protocol):
             role: What they are.
             rotation: As it was for `encode`; the same for all entries.
             tokens: In a block.
-            head_dim: Of what was encoded.
+            head_dim: The size of a key or value that was encoded.
 
         Returns:
             None where they have to be decoded, as always by default.
@@ -135,7 +135,7 @@ class Raw(Codec):
         role: Role,
         rotation: LayerRotation | None,
     ) -> torch.Tensor:
-        """See `Codec.decode`; the plane itself."""
+        """The plane as it is, for nothing was encoded."""
         return planes["exact"]
 
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:

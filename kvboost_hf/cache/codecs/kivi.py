@@ -26,7 +26,7 @@ class Kivi:
         key_bits: 2, 4 or 8.
         value_bits: The same for values.
         group_size: Tokens, or channels, of a group; the last one has what is left.
-        sink_tokens: See `Codec`.
+        sink_tokens: First tokens of a text that stay exact.
     """
 
     lossless = False
@@ -39,7 +39,7 @@ class Kivi:
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
-        """See `Codec.encode`; numbers beyond 1e38 may come back as infinity."""
+        """Numbers beyond 1e38 may come back as infinity."""
         return in_blocks(lambda part, _: self._encode(part, role), x, rotations)
 
     def _encode(self, x: torch.Tensor, role: Role) -> Planes:
@@ -83,7 +83,7 @@ class Kivi:
         tokens: int,
         head_dim: int,
     ) -> CodePlanes | None:
-        """See `Codec.code_planes`; None where the last bits of bytes are no codes."""
+        """None where the last bits of bytes are no codes."""
         bits = self._bits[role]
         if head_dim * bits % 8:
             return None

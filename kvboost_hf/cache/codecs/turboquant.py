@@ -61,7 +61,7 @@ class TurboQuant:
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
-        """See `Codec.encode`; numbers beyond 1e16 are cut off there."""
+        """Numbers beyond 1e16 are cut off there."""
         if role == "values" and self._grouped is not None:
             return self._grouped.encode(x, role, rotations)
         with _full_precision(x):
@@ -139,7 +139,7 @@ class TurboQuant:
         tokens: int,
         head_dim: int,
     ) -> CodePlanes | None:
-        """See `Codec.code_planes`; None with fractions of bits, and with signs."""
+        """None with fractions of bits, and with signs."""
         if role == "values" and self._grouped is not None:
             return self._grouped.code_planes(planes, role, rotation, tokens, head_dim)
         (_, _, bits), *others = self._spans(head_dim, role)

@@ -78,10 +78,10 @@ class Admitted:
 
     Args:
         inputs: The arguments.
-        prompt: Its new columns as keys see them.
+        prompt: The new columns of the prompt, as keys see them.
         pads: Columns of left padding of each row.
         root: The root key of the model as it is now.
-        regime: Of the rotary frequencies.
+        regime: Names the rotary frequencies.
     """
 
     inputs: ForwardInputs

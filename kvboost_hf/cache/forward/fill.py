@@ -235,7 +235,7 @@ class Rows:
     Args:
         layers: They hold `plan.held` columns.
         plan: What comes from where.
-        spans: Of each row, what can be read; more may be added.
+        spans: What can be read of each row; more may be added.
 
     Attributes:
         cold: The rows that were computed up to there, whatever the store has of them.
@@ -354,7 +354,7 @@ def _run(
         inputs: The arguments of the call.
         rows: Which rows of it.
         at: Which of the ids of each row.
-        mask: Of all columns, [k, columns], if the call has one.
+        mask: The mask over all columns, [k, columns], if the call has one.
     """
     positions = inputs.position_ids
     if mask is not None:
@@ -376,7 +376,7 @@ def compute_columns(
     Args:
         model: The model.
         layers: They hold `plan.held` columns, and are not changed.
-        plan: Of what was to be served.
+        plan: What was to be served.
         inputs: The caller's arguments.
         first: The column of the first id in `inputs`.
     """

@@ -28,7 +28,7 @@ class Planned:
     """All that is decided of a prompt before its forward, with what serves it loaded.
 
     Args:
-        prompt: Its columns.
+        prompt: The columns of the prompt.
         plan: Which of them stored chunks serve.
         cuts: Columns before which to run a forward of our own.
         moving: How moved chunks take part in it; None if they do not.

@@ -41,8 +41,8 @@ class Reused(Forward):
     """A forward over what the store could not serve.
 
     Args:
-        parts: Of the cache.
-        prompt: Its columns.
+        parts: The parts of the cache.
+        prompt: The columns of the prompt.
         plan: Which of them the store serves.
         cuts: Columns before which to run a forward of its own, and to keep states.
         overlaps: K/V may be loaded while the model computes.
@@ -355,7 +355,7 @@ def audit(
     Args:
         model: The model.
         layers: They hold the prompt, in part from reuse.
-        ledger: Of these layers.
+        ledger: The ledger of these layers.
         store: What served them; chunks that differ are quarantined.
         kwargs: The caller's arguments, before anything was left out of them.
         logits: What came out with reuse, [batch, k, vocab].

@@ -50,7 +50,7 @@ class CacheParts:
     """The parts of one `ChunkReuseCache`.
 
     Args:
-        binding: Its model, store and settings.
+        binding: The model, store and settings.
         live: What it holds.
         writer: Offers that to the store.
         form: Whether its buffers grow, or are of a fixed size.
@@ -69,7 +69,7 @@ class Request:
     Args:
         cache: The cache that it came with.
         model: The model.
-        kwargs: Its arguments by name.
+        kwargs: The arguments of the forward, by name.
         armed: It brings a whole prompt, whatever the layers hold.
         in_own_loop: Whoever calls the model leaves it as it is between the tokens of a text, as generate() does.
         mask_fits: The mask of the generate() call has a column for all that the layers hold and for each new id, if
@@ -129,7 +129,7 @@ class Forward(ABC):
     """One forward of the model with a cache.
 
     Args:
-        parts: Of the cache.
+        parts: The parts of the cache.
         length: Columns of the layers that stay right whatever happens: what to fall back to.
     """
 
@@ -249,7 +249,7 @@ class Unrecorded(Forward):
     """A forward whose arguments stay as they are, and of whose K/V nothing is known.
 
     Args:
-        parts: Of the cache.
+        parts: The parts of the cache.
         length: Columns in the layers before it.
         stop: Columns after it.
     """
@@ -269,10 +269,10 @@ class Step(Forward):
     """A forward that needs the logits of all its tokens: a decoding step, or candidates to verify.
 
     Args:
-        parts: Of the cache.
+        parts: The parts of the cache.
         held: Columns in the layers before it.
-        inputs: Its arguments.
-        mask: Of its attention, or None for one that hides nothing.
+        inputs: The arguments of the forward.
+        mask: The attention mask, or None for one that hides nothing.
         repair: Computes some of what the layers hold again, before it.
     """
 

@@ -21,7 +21,7 @@ class FileWeight:
 
     Args:
         weights: The mapping that reads it.
-        name: Its name there.
+        name: The name of the tensor in the map.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -59,7 +59,7 @@ def weights_at_rest(hook: Any, module: nn.Module) -> dict[int, tuple[torch.devic
     The tensors of streamed layers share slots with other layers, so that their own values are not stable.
 
     Args:
-        hook: Of the module.
+        hook: The hook on the module.
         module: The module.
     """
     found: dict[int, tuple[torch.device, AtRest]] = {}

@@ -312,7 +312,7 @@ class Memory:
     """The memory of one or more weights, referred to weakly.
 
     Args:
-        storage: Of a weight.
+        storage: The memory of a weight.
     """
 
     __slots__ = ("__weakref__", "_content", "_storage", "address", "writes")

@@ -26,7 +26,7 @@ class ColumnFormat:
     """Format of columns in a store.
 
     Args:
-        codec: Of keys and values; whatever else layers keep is kept as it is.
+        codec: The codec of keys and values; whatever else layers keep is kept as it is.
         rotation: How the model's keys turn with their positions, where that is known.
         layers: How many layers of K/V the model has: one behind them is kept as it is. None if it may have any number.
     """
@@ -100,13 +100,13 @@ class Block:
     Args:
         planes: Their encoded planes, [tensors, …] each, in host memory.
         shape: heads, tokens and head_dim of each.
-        dtype: Of each.
+        dtype: The data type of each tensor.
         role: Keys or values.
         codec: Decodes them.
-        rotations: Of each.
+        rotations: The rotation of each tensor, or None.
         device: Where the model computed them.
         blob: The blob that the planes are views of, unchecked; None if they are owned.
-        number: Of this block in the blob.
+        number: The number of this block in the blob.
         ready: Done when the planes have arrived in host memory, until when they are where the model computes; or,
             copied to a device, when they have arrived there. None if they were there from the start.
     """

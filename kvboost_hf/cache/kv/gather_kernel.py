@@ -36,8 +36,9 @@ def launch(opened: Sequence[torch.Tensor], table: torch.Tensor, places: Sequence
     """Write the columns of one layer, two tensors at a time, on the current stream.
 
     Args:
-        opened: Of each tensor of the layer, [batch, heads, columns, dim], whose last two dimensions are contiguous.
-        table: See `gather.table_of`, on the same device.
+        opened: The new columns of each tensor of the layer, [batch, heads, columns, dim]; their last two dimensions
+            are contiguous.
+        table: The addresses of the pieces, on the same device.
         places: For each tensor of the layer, the column of the table with the address of its block, and its index in
             the block.
     """

@@ -192,7 +192,7 @@ class JoinedKVReader:
     """Columns of consecutive chunks, copied together where the model computes.
 
     Args:
-        readers: Of the chunks, in order, each of which can follow the one before.
+        readers: What reads the chunks, in order; each can follow the one before.
     """
 
     def __init__(self, readers: Sequence[LayerKVReader]) -> None:
@@ -226,7 +226,7 @@ def copy_columns(
 
     Args:
         layers: All of them.
-        row: Of the batch.
+        row: The number of the row in the batch.
         start: The first column.
         stop: The one behind the last.
         form: To copy them to; None keeps them as they are.

@@ -42,7 +42,7 @@ class StateForm:
 
     Args:
         tensors: Shape and type of each; None where there is nothing.
-        extra: See `LayerState`.
+        extra: What else the state of each layer needs, as `LayerState` has it.
         extra_json: The same as JSON; None if it has no form outside of this process.
     """
 
@@ -127,7 +127,7 @@ class ChunkForms:
 
     Args:
         columns: How the store keeps columns.
-        form: Of the model.
+        form: The form of the model's chunks.
     """
 
     def __init__(self, columns: ColumnFormat, form: ModelForm) -> None:
@@ -155,8 +155,8 @@ def read_kv(blob: Blob, forms: ChunkForms) -> LayerKV:
     """K/V of a chunk, as views of a blob that are compared with their checksums when they are read.
 
     Args:
-        blob: Of the chunk; its `entry` tells how many tokens it has.
-        forms: Of the chunks of the model, in the format of the store.
+        blob: The blob of the chunk; `entry` tells how many tokens it has.
+        forms: The forms of the model's chunks, in the format of the store.
 
     Raises:
         DamagedBlobError: if it holds anything but K/V of this model in this format.
@@ -177,8 +177,8 @@ def read_states(blob: Blob, form: ModelForm) -> LayerStates:
     """States of all layers, as views of a blob.
 
     Args:
-        blob: Of the states, compared with its checksums.
-        form: Of the model.
+        blob: The blob of the states, compared with its checksums.
+        form: The form of the model's chunks.
 
     Raises:
         DamagedBlobError: if it holds anything but states of this model.

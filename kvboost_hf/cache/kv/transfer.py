@@ -106,7 +106,7 @@ class CudaLink:
         return device.type == "cuda"
 
     def stream(self, name: str, device: torch.device) -> Stream:
-        """See `Link`. PyTorch keeps freed memory for the stream that it was made on: there are not many of them."""
+        """PyTorch keeps freed memory for the stream that it was made on: there are not many of them."""
         return _stream(name, device)
 
     def current(self, device: torch.device) -> Stream:
@@ -116,7 +116,7 @@ class CudaLink:
         return torch.cuda.stream(cast(torch.cuda.Stream, stream))
 
     def record(self, stream: Stream) -> Event:
-        """See `Link`. A thread that waits for the event sleeps."""
+        """A thread that waits for the event sleeps."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(cast(torch.cuda.Stream, stream))
         return cast(Event, event)

@@ -112,11 +112,9 @@ class HiddenStates(ReuseLayer):
 
     @property
     def intact(self) -> bool:
-        """See `ReuseLayer.intact`."""
         return self._states.intact
 
     def seal(self) -> None:
-        """See `ReuseLayer.seal`."""
         self._states.seal()
 
     @property
@@ -141,34 +139,28 @@ class HiddenStates(ReuseLayer):
         self._states = GrowingTensor()
 
     def truncate(self, length: int) -> None:
-        """See `ReuseLayer.truncate`."""
         if length < self.length:
             self.version += 1
             self._states.truncate(length)
 
     def columns(self, row: int, start: int, stop: int) -> Piece | None:
-        """See `ReuseLayer.columns`."""
         return (self._states.row(row, start, stop),) if self._states.buffer is not None else None
 
     def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
-        """See `ReuseLayer.fill`."""
         self.version += 1
         self._states.fill(start, stop, [[piece[0] for piece in pieces] for pieces in rows])
 
     def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
-        """See `GrowingLayer.open`."""
         self.version += 1
         return (self._states.open(stop, like[0].expand(batch, -1, -1, -1)),)
 
     @property
     def column_specs(self) -> tuple[ColumnSpec, ...]:
-        """See `ReuseLayer.column_specs`."""
         buffer = self._states.buffer
         return (ColumnSpec(buffer.shape[1], buffer.shape[3], buffer.dtype),) if buffer is not None else ()
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """See `GrowingLayer.buffers`."""
         return [self._states.buffer] if self._states.buffer is not None else []
 
     @property

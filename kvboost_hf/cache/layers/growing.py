@@ -64,11 +64,10 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
 
     @property
     def _public(self) -> list[str]:
-        """See `ReuseLayer._public`; the first update adds two."""
+        """The attributes of transformers' layer, to which the first update adds two."""
         return [*super()._public, *(["device", "dtype"] if self.is_initialized else [])]
 
     def _read(self, name: str) -> Any:
-        """See `ReuseLayer._read`."""
         if name in ("keys", "values"):
             return self._peek(int(name == "values")) if self.is_initialized else None
         return self.length if name == "cumulative_length" else super()._read(name)
@@ -124,7 +123,6 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
 
     @property
     def intact(self) -> bool:
-        """See `ReuseLayer.intact`."""
         return all(tensor.intact for tensor in self._tensors)
 
     @property
@@ -141,7 +139,6 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
         return twin
 
     def truncate(self, length: int) -> None:
-        """See `ReuseLayer.truncate`."""
         if length < max([tensor.stop for tensor in self._tensors]):
             self.version += 1
             for tensor in self._tensors:
@@ -204,7 +201,6 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         return are_intact(self._tensors)
 
     def seal(self) -> None:
-        """See `ReuseLayer.seal`."""
         for tensor in self._tensors:
             tensor.seal()
 
@@ -214,13 +210,11 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         return self._tensors[0].first
 
     def columns(self, row: int, start: int, stop: int) -> Piece | None:
-        """See `ReuseLayer.columns`."""
         if not self.is_initialized:
             return None
         return tuple([t.row(row, start, stop) for t in self._tensors if t.buffer is not None])
 
     def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
-        """See `ReuseLayer.fill`."""
         like = next(piece for pieces in rows for piece in pieces)
         if not self.is_initialized:
             self.lazy_initialization(like[0], like[1])
@@ -271,7 +265,7 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
 
     @property
     def column_specs(self) -> tuple[ColumnSpec, ...]:
-        """See `ReuseLayer.column_specs`; none for a layer that the model has no use for."""
+        """None for a layer that the model has no use for."""
         return tuple(ColumnSpec(b.shape[1], b.shape[3], b.dtype) for b in self.buffers)
 
     @property

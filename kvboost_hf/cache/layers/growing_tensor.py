@@ -27,7 +27,7 @@ def append_all(
 
     Args:
         tensors: The keys, the values, and others that are left alone.
-        new: Of both, [batch, heads, m, dim].
+        new: The new keys and values, each [batch, heads, m, dim].
         keep_from: Columns before this one may go if a buffer is full.
         start: The first column that new ones may attend to.
 
@@ -137,7 +137,7 @@ class GrowingTensor:
         rows: Sequence[Sequence[torch.Tensor]],
         turn: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """See `ReuseLayer.fill`; the pieces are [heads, length, dim]."""
+        """Make columns [start, stop) the last ones, from the pieces [heads, length, dim] of each row."""
         like = next(piece for pieces in rows for piece in pieces)
         if start > self.stop:  # what is held does not reach: begin anew
             self.buffer, self.first, self.stop = None, start, start
@@ -300,8 +300,8 @@ def buffers_for(
     Args:
         count: How many.
         shape: batch, heads, columns and dim of each.
-        dtype: Of each.
-        device: Of each.
+        dtype: The data type of each tensor.
+        device: The device of each tensor.
         at_once: Bytes of those that are made together, at most, unless it is only one.
 
     Yields:
@@ -333,7 +333,7 @@ def write_row(opened: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
     """Write the pieces of a row to the end of the columns that a layer has opened for it, and zeros before them.
 
     Args:
-        opened: Of each tensor of the layer, [heads, columns, dim].
+        opened: The new columns of each tensor of the layer, [heads, columns, dim].
         pieces: In order.
     """
     for at, out in enumerate(opened):

@@ -54,7 +54,7 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `GrowingLayer.update`; what is returned may be a `KVHandle` each."""
+        """What is returned may be a `KVHandle` each."""
         # Who has asked for all columns once will do so at each step.
         if not self._may_hand_out(key_states.device) or (self._held is not None and self._held[0].is_dense):
             self._settle()
@@ -75,7 +75,7 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
 
     @property
     def intact(self) -> bool:
-        """See `ReuseLayer.intact`; writes to a `KVHandle` reach nothing but the tensor that it has made."""
+        """Writes to a `KVHandle` reach nothing but the tensor that it has made."""
         written = self._held is not None and any(held.is_written for held in self._held)
         return not written and super().intact
 
@@ -85,7 +85,6 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         return 0 if self._rows else super().first
 
     def truncate(self, length: int) -> None:
-        """See `ReuseLayer.truncate`."""
         if self._table is None or length >= self._table.columns:
             super().truncate(length)
             self._view()
@@ -103,7 +102,6 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         self._place(rows, length)
 
     def columns(self, row: int, start: int, stop: int) -> Piece | None:
-        """See `ReuseLayer.columns`."""
         if self._table is None:
             return super().columns(row, start, stop)
         behind = self._table.columns
@@ -114,7 +112,6 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         return parts[0] if len(parts) == 1 else tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
 
     def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
-        """See `ReuseLayer.fill`."""
         if turn is not None:  # pieces stay as they are stored
             self._settle()
             super().fill(start, stop, rows, turn)
@@ -138,29 +135,24 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         self._place(placed, stop)
 
     def can_take(self, device: torch.device) -> bool:
-        """See `GrowingLayer.can_take`."""
         return self.length == 0 and not self._may_hand_out(device)
 
     def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
-        """See `GrowingLayer.open`."""
         self._settle()
         return super().open(stop, like, batch)
 
     def scatter(
         self, columns: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `GrowingLayer.scatter`."""
         self._settle()
         return super().scatter(columns, key_states, value_states)
 
     def gather(self, tensor: int, columns: torch.Tensor) -> torch.Tensor:
-        """See `GrowingLayer.gather`."""
         self._settle()
         return super().gather(tensor, columns)
 
     @property
     def column_specs(self) -> tuple[ColumnSpec, ...]:
-        """See `ReuseLayer.column_specs`."""
         if self._table is None:
             return super().column_specs
         pieces = self._table.keys[0], self._table.values[0]

@@ -290,7 +290,6 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
 
     @property
     def intact(self) -> bool:
-        """See `ReuseLayer.intact`."""
         return not self._tampered and super().intact
 
     @property
@@ -303,7 +302,7 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         return QuantizedLayer(self._codec, self._config, self._rotation)
 
     def lend(self) -> "QuantizedLayer":
-        """See `ReuseLayer.lend`: what has become codes cannot be taken back, so that it is another layer."""
+        """Another layer, for what has become codes cannot be taken back."""
         twin = self.share()
         twin.hands_out = self.hands_out
         return twin
@@ -320,7 +319,6 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         return tuple(tensor.read(start, stop, slice(row, row + 1))[0] for tensor in self._tensors)
 
     def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
-        """See `ReuseLayer.fill`."""
         assert start == self.length, "every column is needed"
         like = next(piece for pieces in rows for piece in pieces)
         if not self.is_initialized:
@@ -335,7 +333,7 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
 
     @property
     def column_specs(self) -> tuple[ColumnSpec, ...]:
-        """See `ReuseLayer.column_specs`; decoded."""
+        """The size of one token in each tensor, decoded."""
         held = [tensor.like for tensor in self._tensors] if self.is_initialized else []
         return tuple(ColumnSpec(like.shape[1], like.shape[3], like.dtype) for like in held)
 
@@ -399,11 +397,11 @@ def live_bytes(
     Args:
         config: As it was passed as `live_quant`.
         tokens: Columns that the cache holds: padding and all.
-        layers: Of the model; all with full attention.
+        layers: How many layers the model has; all with full attention.
         kv_heads: Heads of keys, and of values.
-        head_dim: Of both.
+        head_dim: The size of a key, and of a value.
         batch: Rows, without padding.
-        dtype: Of the model.
+        dtype: The data type of the model.
 
     Example:
         >>> config = KVQuantConfig(key_bits=4, value_bits=4)  # 4 GiB as it is

@@ -34,31 +34,25 @@ class _WithStates(ReuseLayer):
 
     @property
     def intact(self) -> bool:
-        """See `ReuseLayer.intact`. Models write states in place, which only the next `note_state` tells apart."""
+        """Models write states in place, which only the next `note_state` tells apart."""
         return super().intact and are_as_marked(_states(self), self._marks)
 
     def note_state(self) -> None:
-        """See `ReuseLayer.note_state`."""
         self._marks = marks_of(_states(self))
 
     def can_rewind(self, length: int) -> bool:
-        """See `ReuseLayer.can_rewind`."""
         return False
 
     def stop_recording(self) -> None:
-        """See `ReuseLayer.stop_recording`."""
         _stop_recording(self)
 
     def state_bytes(self) -> int:
-        """See `ReuseLayer.state_bytes`."""
         return _state_bytes(self)
 
     def save_state(self, row: int) -> LayerState | None:
-        """See `ReuseLayer.save_state`."""
         return _save_states(self, row)
 
     def load_states(self, rows: Sequence[LayerState | None]) -> None:
-        """See `ReuseLayer.load_states`."""
         _load_states(self, rows)
 
 
@@ -73,7 +67,7 @@ class StateLayer(_WithStates, LinearAttentionLayer):
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """See `LinearAttentionLayer`; outside inference mode, for the states outlive it."""
+        """Make the states outside inference mode, which they outlive."""
         with torch.inference_mode(False):
             super().lazy_initialization(*args, **kwargs)
 
@@ -123,7 +117,6 @@ class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-ca
                 LinearAttentionLayer.lazy_initialization(self, **kwargs)  # type: ignore[arg-type]
 
     def share(self) -> Self:
-        """See `ReuseLayer.share`."""
         twin = super().share()
         _reset_states(twin)
         _copy_states(self, twin)
@@ -151,7 +144,7 @@ class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-ca
         _repeat_states(self, repeats)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """See `GrowingLayer.crop`; states can only be cropped while they are recorded, and if none is recurrent."""
+        """States can only be cropped while they are recorded, and if none is recurrent."""
         LinearAttentionLayer.crop(self, int(tokens_to_remove))  # type: ignore[arg-type]
         super().crop(tokens_to_remove)
 
@@ -187,7 +180,6 @@ class HybridSlidingLayer(  # type: ignore[misc, override]
         return HybridSlidingLayer(self.sliding_window, self.number_of_states)
 
     def activate_past_recording(self) -> None:
-        """See `SlidingLayer.activate_past_recording`."""
         SlidingLayer.activate_past_recording(self)
         LinearAttentionCacheLayerMixin.activate_past_recording(self)  # type: ignore[no-untyped-call]
 
@@ -357,11 +349,9 @@ class OpaqueLayer(ReuseLayer):
 
     @property
     def intact(self) -> bool:
-        """See `ReuseLayer.intact`."""
         return are_as_marked(_tensors(self._layer.__dict__), self._marks)
 
     def note_state(self) -> None:
-        """See `ReuseLayer.note_state`."""
         self._marks = marks_of(_tensors(self._layer.__dict__))
 
     @property
@@ -394,7 +384,6 @@ class OpaqueLayer(ReuseLayer):
             self._layer.record_past = record_past
 
     def can_rewind(self, length: int) -> bool:
-        """See `ReuseLayer.can_rewind`."""
         return False
 
     @property
@@ -403,17 +392,14 @@ class OpaqueLayer(ReuseLayer):
         return sum(t.nbytes for t in _tensors(self._layer.__dict__))
 
     def state_bytes(self) -> int:
-        """See `ReuseLayer.state_bytes`."""
         return self.nbytes
 
     def save_state(self, row: int) -> LayerState | None:
-        """See `ReuseLayer.save_state`."""
         assert row == 0, "such a layer cannot be taken apart by rows"
         saved = _on_host(self._layer.__dict__)
         return LayerState([held.tensor for held in _held(saved)], saved)
 
     def load_states(self, rows: Sequence[LayerState | None]) -> None:
-        """See `ReuseLayer.load_states`."""
         (state,) = rows
         assert state is not None
         record_past = getattr(self._layer, "record_past", None)

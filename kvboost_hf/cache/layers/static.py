@@ -148,11 +148,9 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
         return self._first
 
     def needed_from(self, length: int) -> int:
-        """See `ReuseLayer.needed_from`."""
         return max(0, length - self._window + 1) if self.is_sliding else 0
 
     def can_rewind(self, length: int) -> bool:
-        """See `ReuseLayer.can_rewind`."""
         return self._first <= self.needed_from(length)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -227,7 +225,6 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
         return self.max_cache_len
 
     def crop(self, tokens_to_remove: int) -> None:
-        """See `GrowingLayer.crop`."""
         change = int(tokens_to_remove)
         if not self.can_rewind(change if change > 0 else max(0, self.length + change)):
             raise RuntimeError(
@@ -266,7 +263,6 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
         return twin
 
     def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
-        """See `ReuseLayer.fill`."""
         if start > self.length:
             self._first = start
             for tensor in self._fixed:
@@ -275,7 +271,6 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
         self.length_tensor.fill_(self.length)
 
     def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
-        """See `GrowingLayer.open`."""
         opened = super().open(stop, like, batch)
         self.length_tensor.fill_(self.length)
         return opened

@@ -45,16 +45,14 @@ class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         self._cropped = self.length
 
     def stop_recording(self) -> None:
-        """See `ReuseLayer.stop_recording`."""
         self.record_past = False
 
     def lend(self) -> "SlidingLayer":
-        """See `ReuseLayer.lend`; transformers has been told to record."""
+        """transformers has been told to record."""
         self._cropped = self.length
         return self
 
     def crop(self, tokens_to_remove: int) -> None:
-        """See `GrowingLayer.crop`."""
         if not self._reaches_back_to(max(0, self.length + int(tokens_to_remove))):
             raise RuntimeError(
                 f"`crop({int(tokens_to_remove)})` goes back further than this sliding-window layer remembers. Call "
@@ -78,20 +76,16 @@ class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         return self.sliding_window
 
     def can_rewind(self, length: int) -> bool:
-        """See `ReuseLayer.can_rewind`."""
         return self._reaches_back_to(length)
 
     def truncate(self, length: int) -> None:
-        """See `ReuseLayer.truncate`."""
         super().truncate(length)
         self._stored, self._cropped = min(self._stored, length), min(self._cropped, length)
 
     def needed_from(self, length: int) -> int:
-        """See `ReuseLayer.needed_from`."""
         return max(0, length - self.sliding_window + 1)
 
     def release(self, before: int) -> None:
-        """See `ReuseLayer.release`."""
         self._stored = before
         keep_from = self._keep_from()
         for tensor in self._tensors:

@@ -29,6 +29,7 @@ class Binding:
 
     Attributes:
         keeps_hidden: Hidden states are kept beside K/V.
+        model_ref: What `model` asks, for whoever asks at each token.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Binding:
         live_quant: KVQuantConfig | None,
     ) -> None:
         self.store, self.policy, self.salt, self.live_quant = store, policy, salt, live_quant
-        self._model = weakref.ref(model)
+        self.model_ref = weakref.ref(model)
         self._fingerprint = weakref.ref(ModelState.of(model).fingerprint)  # it may hold hooks that hold the model
         self.keeps_hidden = policy.keep_logprobs and known_hidden_states_reason(model) is None
         self._mark = mark(live_quant) if live_quant is not None else b""
@@ -85,7 +86,7 @@ class Binding:
     @property
     def model(self) -> PreTrainedModel | None:
         """The model, or None if it no longer exists."""
-        return self._model()
+        return self.model_ref()
 
     def change(self, store: ChunkStore | None = None, policy: ReusePolicy | None = None) -> None:
         """Go on with another store, or another policy.
@@ -105,7 +106,7 @@ class Binding:
     @property
     def all_logits_reason(self) -> str | None:
         """Why the logits of reused tokens cannot be had, or None."""
-        model = self._model()
+        model = self.model_ref()
         if not self.policy.keep_logprobs or model is None:
             return ALL_LOGITS
         return known_hidden_states_reason(model)
@@ -119,14 +120,14 @@ class Binding:
     @property
     def reason_in_training(self) -> str | None:
         """Why K/V of the model, a part of which is in training mode, may be drawn at random; None if it is not."""
-        model, fingerprint = self._model(), self.fingerprint
+        model, fingerprint = self.model_ref(), self.fingerprint
         return fingerprint.reason_in_training(model) if model is not None and fingerprint is not None else None
 
     def root(self, regime: bytes) -> bytes | None:
         """The key that all chains of the model, as it is now, start from; None for a store that keeps nothing.
 
         Args:
-            regime: Of the rotary frequencies, see `compat.rope_regime`.
+            regime: Names the rotary frequencies that are in force (`compat.rope_regime`).
 
         Raises:
             StoreClosedError: if the store was closed, or the model no longer exists.
@@ -151,7 +152,7 @@ class Binding:
     @property
     def may_change_within_a_forward(self) -> bool:
         """Whether functions or hooks of others run in the model, which may change its K/V in the course of it."""
-        model, fingerprint = self._model(), self.fingerprint
+        model, fingerprint = self.model_ref(), self.fingerprint
         return (
             model is None or fingerprint is None or foreign_attention(model) is not None or bool(fingerprint.watched)
         )

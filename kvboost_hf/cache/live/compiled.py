@@ -100,7 +100,7 @@ class StaticDecoding:
         Args:
             kwargs: The arguments.
             held: Columns before the forward.
-            pads: Of each row, the columns of padding, which may have left a window; None if they are not known.
+            pads: The columns of padding of each row, which may have left a window; None if they are not known.
         """
         mask, new = kwargs.get("attention_mask"), _columns(kwargs)
         if isinstance(mask, dict) and all(mask.get(kind) is None for kind in self._windows):

@@ -59,8 +59,8 @@ class DecodingForm:
     Args:
         model: The model of the cache.
         asked: The cache's `max_cache_len`.
-        binding: Its settings.
-        live: Its layers.
+        binding: The model and the settings of the cache.
+        live: What the cache holds.
         writer: Offers what graphs have decoded to the store.
 
     Attributes:
@@ -312,7 +312,7 @@ def decode(live: LiveKV, model: PreTrainedModel, compiled: Callable[..., Any], k
             _log.info("Compiling took %.1f s.", seconds)
         if costs.is_checked(graph):
             static.ahead += 1
-            costs.decoded()
+            costs.tokens += 1
             return output
         found, written = output.logits.float().clone(), _written(live.static_layers, held)
     except Exception as error:  # of a compiler, of a driver, of a kernel: whatever it is, the model can do without

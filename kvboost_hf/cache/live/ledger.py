@@ -30,7 +30,7 @@ class Ledger:
         unconfirmed: The last columns are candidates that `crop()` has yet to judge.
         blended: What of the K/V is not that of a plain forward, or None.
         progressive: That is computed again after the prompt.
-        content_keys: Of what was stored to be found by its content only.
+        content_keys: The keys of what was stored to be found by its content only.
         in_pieces: With `ReusePolicy(reproducible=True)`, columns [0, in_pieces) were computed in whole pieces: only
             these are stored, and kept for the next prompt. None stores and keeps all.
     """

@@ -50,7 +50,7 @@ class LiveKV:
             while `plain_reason` is set.
         visible: The list of layers that transformers sees, as the cache's `layers`. Anybody may change it.
         ledger: The tokens behind the layers; None where nothing is known of what they hold.
-        regime: Of the rotary frequencies that the K/V was computed with.
+        regime: Names the rotary frequencies that the K/V was computed with.
         length_matters: The rotary frequencies of the model depend on how long a text is.
         plain_reason: Why transformers' own layers are used, for this text or for good; None if ours are.
         changed: Somebody else has changed what the layers held; the next prompt reports it.

@@ -103,7 +103,7 @@ def content_only_key(root: bytes, parent: bytes, start: int, tokens: Tokens) -> 
         root: The root of its model and salt.
         parent: Key of the chunk that it was computed directly behind, of either kind, or bytes that name its history.
         start: How many tokens were before it.
-        tokens: Its tokens.
+        tokens: The tokens of the text.
     """
     return digest(b"content only", root, parent, start.to_bytes(8, "little"), tokens.tobytes())
 
@@ -224,7 +224,7 @@ class ContentChunker:
         template, if there is one: a cut behind them lets the text of a message match behind other headers.
 
         Args:
-            tokenizer: Of transformers.
+            tokenizer: A tokenizer of transformers.
             chunk_size: As `ContentChunker` has it, and so `boundary_window`.
             boundary_window: As above.
             separators: Texts after which a cut is always made.

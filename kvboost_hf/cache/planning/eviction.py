@@ -93,7 +93,7 @@ class EvictionOrder:
         """Add a leaf.
 
         Args:
-            key: Its key.
+            key: The key of the record.
             parent: One that is present, or None for a root.
             name: The name its uses are remembered by after eviction; None for its key.
             pinned: Never evict it.

@@ -152,7 +152,7 @@ def trim_row(plan: RowPlan, saving: Callable[[Segment], float]) -> RowPlan:
     """Drop segments at the end of a row's plan that save nothing.
 
     Args:
-        plan: Of the row.
+        plan: The plan of the row.
         saving: The time that serving a segment saves compared to computing it; negative where it costs more.
 
     Returns:
@@ -335,7 +335,7 @@ def plan_shared(
 
     Args:
         alone: A plan of the rows, each by itself.
-        tokens: Of each row.
+        tokens: The tokens of each row.
         first: The column of the first id that the caller passed.
         limit: At most this many columns may be filled.
         stems_to: At most this many columns may be computed once.

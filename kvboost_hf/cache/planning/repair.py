@@ -70,7 +70,7 @@ class Repair:
 
         Args:
             row: The row.
-            policy: Its ratios limit how many.
+            policy: The policy whose ratios limit how many.
             scores: [columns], as `measure` says; tokens with high scores first, those below zero never. None before
                 they are measured.
             slack: Factor of the number: more tokens are kept while their scores can still be measured again.

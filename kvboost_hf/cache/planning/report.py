@@ -38,13 +38,13 @@ class ReuseReport:
 
     Args:
         prompt_tokens: Tokens of the prompt.
-        exact_tokens: Of these, taken from K/V with the same tokens, positions and history.
-        moved_tokens: Of these, taken from K/V that was computed elsewhere.
+        exact_tokens: Reused tokens that were taken from K/V with the same tokens, positions and history.
+        moved_tokens: Reused tokens that were taken from K/V computed elsewhere.
         recomputed_tokens: Moved tokens that were computed again to repair them.
         forwarded_tokens: Tokens that went through the model for the prompt; where layers differ, their mean, rounded
             up.
-        moved_by: Of the moved tokens that the store served for this prompt, how many moved by how many positions.
-        layer_tokens: Of a prompt with moved tokens, how many went through each layer; else empty.
+        moved_by: How many of the moved tokens that the store served for this prompt moved by how many positions.
+        layer_tokens: How many tokens of a prompt with moved tokens went through each layer; else empty.
         tier_tokens: Reused tokens by where they were found: `"live"` (still in this cache), `"batch"` (computed for
             another row of the same batch), `"ram"`, and the names of the store's other tiers.
         bypass_reason: Why nothing, or nothing more, of the prompt could be reused, or None.
@@ -179,7 +179,7 @@ class Tally:
         """Count tokens that a row was spared.
 
         Args:
-            row: Of the batch.
+            row: The number of the row in the batch.
             tiers: How many of them were found in each tier.
             moved: Those of them that moved chunks served: by how many positions, and how many tokens.
         """

@@ -41,7 +41,7 @@ def plan_batches(
     Args:
         texts: Ids of a prefix and its continuation [n], and where the continuation starts: in [1, n).
         batch_size: Rows of a batch, at most.
-        kind: Of a length; rows of a batch are of one kind.
+        kind: The class of lengths that the row is in; rows of a batch are of one kind.
 
     Returns:
         Batches of rows.

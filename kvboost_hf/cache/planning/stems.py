@@ -34,8 +34,8 @@ def find_stems(tokens: Sequence[Tokens], known: Sequence[int], min_saving: int) 
     where the one before it ends.
 
     Args:
-        tokens: Of each row, as far as they may be computed ahead.
-        known: Of each row, the token from which it can be continued: what is before it is held or stored.
+        tokens: The tokens of each row, as far as they may be computed ahead.
+        known: For each row, the token from which it can be continued: what is before it is held or stored.
         min_saving: Tokens that a stem must save.
     """
     order = sorted(range(len(tokens)), key=lambda row: tokens[row].astype(">i8").tobytes())

@@ -128,7 +128,7 @@ class ChatTemplate:
     """The chat template of a tokenizer, with the arguments that chats give it.
 
     Args:
-        tokenizer: Of the model, or its processor.
+        tokenizer: The tokenizer or the processor of the model.
         tools: Tools of the chats, as `apply_chat_template` takes them.
         arguments: Other arguments of the template, such as `enable_thinking`.
     """
@@ -158,7 +158,7 @@ class ChatTemplate:
         """Ids [n] of a chat.
 
         Args:
-            messages: Of the chat.
+            messages: The messages of the chat.
             answer: Whether the start of an answer is at its end.
 
         Raises:

@@ -73,8 +73,8 @@ def read_forward(
     Args:
         model: The model.
         kwargs: The arguments by name, as they came.
-        all_logits_reason: See `read_inputs`.
-        read_mask: Of a cache of a fixed size: gives the arguments to run with, and those to read, with a 2-D mask.
+        all_logits_reason: Why the logits of reused tokens cannot be had, or None.
+        read_mask: For a cache of a fixed size: gives the arguments to run with, and those to read, with a 2-D mask.
     """
     kwargs = seen = with_positions(model, kwargs)
     if read_mask is not None:

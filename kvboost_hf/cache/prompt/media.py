@@ -328,8 +328,8 @@ def _split_items(parts: Arguments, modality: str, lengths: list[int]) -> list[by
 
     Args:
         parts: All arguments of this modality.
-        modality: Its name.
-        lengths: Of the runs.
+        modality: The name of the modality.
+        lengths: The lengths of the runs.
     """
     values = list(parts.values())
     if not lengths or not all(isinstance(value, torch.Tensor) and value.ndim for value in values):

@@ -149,7 +149,7 @@ class ChunkStore:
 
         Args:
             salt: Whose prompts they are.
-            regime: Of the rotary frequencies, see `compat.rope_regime`.
+            regime: Names the rotary frequencies that are in force (`compat.rope_regime`).
             read_all: Read every weight to tell whether one has changed.
             keeps_hidden: Hidden states are kept beside K/V.
         """
@@ -332,7 +332,7 @@ class ChunkStore:
             length: So many tokens are wanted.
             max_ngram: Compare so many tokens at most, 8 or fewer.
             min_ngram: And so many at least, 2 or more.
-            salt: Of the caches that stored it; None for the store's.
+            salt: The salt of the caches that stored it; None for that of the store.
 
         Returns:
             At most `length` token ids, fewer where the stored text ends or something other than text follows.

@@ -37,7 +37,7 @@ class BlobReader:
 
     Args:
         model: Gives the model.
-        codec: Of the store.
+        codec: The codec of the store.
     """
 
     def __init__(self, model: Callable[[], PreTrainedModel], codec: Codec) -> None:
@@ -312,7 +312,7 @@ class Roots:
         Args:
             model: The model.
             salt: Whose prompts they are.
-            regime: Of the rotary frequencies, and of what the live cache computes over.
+            regime: Names the rotary frequencies, and what the live cache computes over.
             codec: Name of the store's codec.
             read_all: Read every weight to tell whether one has changed.
             keeps_hidden: Hidden states are kept beside K/V.

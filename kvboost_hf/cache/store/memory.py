@@ -157,7 +157,7 @@ class HostMemory:
         """Evict records until so many bytes are free, and reserve these; None where that cannot be done.
 
         Args:
-            nbytes: Of a record that is to be copied.
+            nbytes: The size of a record that is to be copied.
             keep: Key of the record that it continues, which is not evicted for it.
         """
         if nbytes > self.max_bytes:
@@ -332,7 +332,7 @@ class DeviceMemory:
     What it holds is in host memory or below, too, or was; nothing is ever lost with it.
 
     Args:
-        max_bytes: Of all devices together; 0 holds nothing.
+        max_bytes: The budget of all devices together; 0 holds nothing.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -61,7 +61,7 @@ class TieredRecords:
         tiers: The tiers below host memory.
         model_name: Names the model to them, see `Entry.model`.
         reader: Reads K/V and states from blobs.
-        pays_for: See `Payback`.
+        pays_for: How many tokens take as long to store as one takes to compute; None stores everything.
         chunker: Where chunks end.
     """
 
@@ -284,7 +284,7 @@ class TieredRecords:
             root: The root that `parent` descends from.
             parent: Prefix key of the chunk before it, or `root`.
             start: Row token of its first token.
-            tokens: Its tokens, at least `HEAD_TOKENS` of them.
+            tokens: The tokens of the chunk, at least `HEAD_TOKENS`.
             nbytes: Bytes that `copy_kv` will take.
             copy_kv: Makes the copy; None if it can no longer be made.
             pinned: Never evict it.
@@ -316,7 +316,7 @@ class TieredRecords:
 
         Args:
             root: Whose it is.
-            tokens: Its tokens; fewer than `MIN_MOVED_TOKENS` are not stored.
+            tokens: The tokens of the chunk; fewer than `MIN_MOVED_TOKENS` are not stored.
             start: How many tokens were before it.
             nbytes: Bytes that `copy_kv` will take.
             copy_kv: Makes the copy; None if it can no longer be made.

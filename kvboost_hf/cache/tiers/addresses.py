@@ -102,7 +102,7 @@ def open_tiers(
     Args:
         tiers: Addresses, or tiers themselves.
         max_bytes: Bytes of host memory, if no address tells; None for `DEFAULT_RAM_BYTES`.
-        key: Of the seals that blobs below host memory have to have; None for no seals.
+        key: The key of the seals that blobs below host memory must have; None for no seals.
         least_bytes: What an address must have room for: one chunk.
 
     Raises:

@@ -43,14 +43,14 @@ class Entry:
     """Index entry of a blob: enough to plan with, without reading the blob.
 
     Args:
-        key: Its own, unlike any other's.
-        kind: Of its K/V.
+        key: The key of the entry, which no other entry has.
+        kind: What the blob holds.
         model: Names the model that it is of: its configuration and shapes, not its weights.
         root: The root that its history begins at.
         parent: Key of the chunk that it was computed behind, or the root.
         head: What it shares with all that begin alike behind the same `parent`; empty for `Kind.CONTENT`.
         start: Row token of its first token, when it was stored.
-        tokens: Its tokens; int64.
+        tokens: The tokens of the chunk; int64.
         nbytes: Bytes of the blob.
         made_with: What it was made with. Told by blobs and not by every index; None where it is not known.
     """

@@ -67,7 +67,7 @@ class FilesystemTier(RemoteTier):
         self._changing = forks.lock()  # while a chunk is written or given up: it is more than one file
 
     def close(self) -> None:
-        """See `Tier.close`; fsspec closes its connections by itself."""
+        """fsspec closes its connections by itself."""
 
     def _find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
         paths = {self._entry_path(key): key for key in keys}

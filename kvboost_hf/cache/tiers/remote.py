@@ -14,7 +14,7 @@ class RemoteTier(ABC):
     """A `Tier` of methods that may fail, each behind a `Guard`.
 
     Args:
-        name: See `Tier`.
+        name: The name of the tier in reports and errors.
         url: Where it is.
         max_bytes: Budget, or None.
         cooldown_s: Seconds that it is left alone for after a failure, twice as many after each further one, up to 30.
@@ -64,7 +64,7 @@ class RemoteTier(ABC):
         self.delete([entry.key for entry in self.entries() if entry.model == model])
 
     def stats(self) -> Mapping[str, int | float | str]:
-        """See `Tier.stats`; `chunks` and `bytes` are those last heard of while `state` is `"down"`."""
+        """`chunks` and `bytes` are those last heard of while `state` is `"down"`."""
         self._counted = self._guard.call(self._counted, self._count)
         chunks, nbytes = self._counted
         known: dict[str, int | float | str] = {

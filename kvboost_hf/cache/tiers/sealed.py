@@ -59,7 +59,7 @@ class SealedTier:
         return map(_without_seal, self._tier.entries(root))
 
     def read(self, key: bytes) -> memoryview | None:
-        """See `Tier.read`; a copy, for what was compared with its seal must not change any more."""
+        """The blob in a copy, for what was compared with its seal must not change any more."""
         data = self._tier.read(key)
         if data is None:
             return None
@@ -86,7 +86,7 @@ class SealedTier:
         self._tier.clear(model)
 
     def stats(self) -> Mapping[str, int | float | str]:
-        """See `Tier.stats`; `forged` counts blobs without their seal, and so does `errors`."""
+        """`forged` counts blobs without their seal, and so does `errors`."""
         stats = self._tier.stats()
         return {**stats, "errors": int(stats["errors"]) + self._forged.count, "forged": self._forged.count}
 

@@ -36,7 +36,7 @@ class ValkeyTier(RemoteTier):
     Args:
         url: `redis://`, `rediss://`, `valkey://`, `valkeys://` or `unix://`, as the client knows them; options after a
             question mark go to the client.
-        prefix: Of all keys on the server.
+        prefix: What all keys on the server begin with.
         ttl_s: Seconds after its last use at which the server gives a chunk up, or None.
         max_bytes: Budget for blobs, kept approximately: by last use, and by all clients that have one. With None the
             server's own `maxmemory-policy` rules.
@@ -71,16 +71,14 @@ class ValkeyTier(RemoteTier):
         self._guard.call(None, self._recount)
 
     def hits(self) -> Mapping[bytes, int]:
-        """See `Tier.hits`."""
         return self._guard.call({}, self._all_hits)
 
     def stats(self) -> Mapping[str, int | float | str]:
-        """See `Tier.stats`; `bytes` counts what the server gave up by itself until this tier meets it."""
+        """`bytes` counts what the server gave up by itself until this tier meets it."""
         known = super().stats()
         return {**known, "errors": self._guard.errors + self._writing.errors}
 
     def close(self) -> None:
-        """See `Tier.close`."""
         self._client.close()
 
     def _find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:

@@ -37,7 +37,7 @@ class DiskTier:
 
     Args:
         path: A folder; it is made if it is missing.
-        max_bytes: Of all blobs and their rows in the index.
+        max_bytes: The budget of all blobs and their rows in the index.
         read_entry: Reads what a blob is found by, for blobs that are in the folder but not in the index.
 
     Raises:
@@ -73,7 +73,6 @@ class DiskTier:
     # Looking up
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
-        """See `Tier.find`."""
         found: dict[bytes, Entry] = {}
         with self._failures.caught("look up"), self._index.connected() as db:
             for some in _batches(keys):
@@ -83,7 +82,6 @@ class DiskTier:
         return found
 
     def find_alike(self, heads: Sequence[bytes]) -> list[Entry]:
-        """See `Tier.find_alike`."""
         found: list[tuple[int, Entry]] = []
         with self._failures.caught("look up"), self._index.connected() as db:
             for head in set(heads) - {b""}:
@@ -91,7 +89,6 @@ class DiskTier:
         return [entry for _, entry in sorted(found, key=lambda numbered: -numbered[0])]
 
     def entries(self, root: bytes | None = None) -> Iterator[Entry]:
-        """See `Tier.entries`."""
         where, values = ("", ()) if root is None else ("root = ? AND ", (root,))
         last: int | None = 0
         while last is not None:
@@ -102,7 +99,6 @@ class DiskTier:
             last = page[-1][0] if page else None
 
     def read(self, key: bytes) -> memoryview | None:
-        """See `Tier.read`."""
         blob = None
         with self._failures.caught("read"):
             if (nbytes := self._sizes.get(key)) is not None and not self._index.is_closed:
@@ -118,7 +114,7 @@ class DiskTier:
         return blob
 
     def stats(self) -> Mapping[str, int | float | str]:
-        """See `Tier.stats`; `bytes` are those that count against `max_bytes`."""
+        """`bytes` are those that count against `max_bytes`."""
         chunks = used = 0
         with self._failures.caught("count"), self._index.connected() as db:
             chunks, used = rows.count(db), rows.charged(db)
@@ -132,7 +128,6 @@ class DiskTier:
         }
 
     def hits(self) -> Mapping[bytes, int]:
-        """See `Tier.hits`."""
         found: dict[bytes, int] = {}
         with self._failures.caught("count"), self._index.connected() as db:
             found = rows.uses(db)
@@ -141,7 +136,7 @@ class DiskTier:
     # Taking in
 
     def write(self, entry: Entry, blob: Sequence[bytes | memoryview]) -> bool:
-        """See `Tier.write`. What `entry` continues is not given up for it."""
+        """What `entry` continues is not given up for it."""
         if self._index.read_only:
             return False
         token = uuid4().hex
@@ -199,7 +194,6 @@ class DiskTier:
         return True
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """See `Tier.touch`."""
         if keys and not self._index.read_only:
             with self._failures.caught("note uses"), self._index.transaction() as db:
                 rows.touch(db, keys)
@@ -207,7 +201,6 @@ class DiskTier:
     # Giving up
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """See `Tier.delete`."""
         if not self._index.read_only:
             for some in _batches(keys):
                 with self._failures.caught("delete"), self._index.transaction() as db:
@@ -215,7 +208,6 @@ class DiskTier:
                         self._remove(db, key, token)
 
     def clear(self, model: bytes) -> None:
-        """See `Tier.clear`."""
         if not self._index.read_only:
             with self._failures.caught("clear"):
                 while self._clear_some(model):
@@ -229,7 +221,6 @@ class DiskTier:
         return bool(found)
 
     def close(self) -> None:
-        """See `Tier.close`."""
         self._index.close()
 
     def _remove(self, db: sqlite3.Connection, key: bytes, token: str | None) -> None:
