@@ -68,7 +68,7 @@ def returned(source: str) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef) and re.search(r"\bstr \| |\| str\b", ast.unparse(node.returns or node)):
             for each in ast.walk(node):
                 text = template(each.value) if isinstance(each, ast.Return) and each.value is not None else None
-                if text is not None and " " in text:
+                if text is not None and " " in text and text.strip("… "):  # what has no word of its own is a name
                     yield text
 
 
