@@ -18,6 +18,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 from tests.internals.assisted import branch_reason
 from tests.internals.cache import REPAIRS, RepairRow, blend_reason, moved, moved_probe, only_looks, scatter
+from tests.internals.compat import probe_reason
 
 MOVABLE = ["llama", "qwen2", "qwen3", "phi", "mistral", "gemma2", "deepseek_v3"]
 DOCUMENTS = [random_ids(64, seed=100 + i) for i in range(4)]
@@ -728,6 +729,8 @@ def test_an_attention_without_masks_of_ones_own_is_refused_and_the_others_are_na
         model.set_attn_implementation(kind)
         assert (blend_reason(model, measure), branch_reason(model)) == (None, None)
     model.set_attn_implementation("flex_attention")
+    if (broken := probe_reason(model)) is not None:
+        pytest.skip(f"What PyTorch compiles of flex_attention for this CPU is wrong: {broken}.")
     for reason in (blend_reason(model, measure), branch_reason(model)):
         assert reason is not None
         assert reason.endswith("use sdpa, eager or kvboost_fa2")

@@ -46,6 +46,7 @@ def rows_overlap(monkeypatch: pytest.MonkeyPatch) -> list[loading.Loading]:
             found.append(self)
 
     monkeypatch.setattr(LayerKV, "nbytes_elsewhere", property(lambda self: 2**21))
+    monkeypatch.setattr(loading, "_MIN_BYTES", 1)
     monkeypatch.setattr(reused, "Loading", Noted)
     return found
 
