@@ -107,8 +107,6 @@ from kvboost_hf.cache.tiers import below, record
 from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, TierSpec, open_tier, parse_tier
 from kvboost_hf.cache.tiers.base import Entry, Kind, MadeWith, Tier
 from kvboost_hf.cache.tiers.below import MeasuredTier
-from kvboost_hf.cache.tiers.disk import DiskTier, files
-from kvboost_hf.cache.tiers.disk.rows import charge
 from kvboost_hf.cache.tiers.failures import Guard, secrets_in, without_secrets
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump, pack_entry, read_entry, unpack_entry

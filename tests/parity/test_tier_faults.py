@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, detach, last_cache
 from tests.conftest import as_inputs, counted, random_ids
-from tests.internals.cache import DiskTier, FilesystemTier, Put, ValkeyTier
+from tests.internals.cache import FilesystemTier, Put, ValkeyTier
+from tests.internals.disk import DiskTier
 from tests.parity.test_loading import blobs
 from tests.parity.test_tiers import BASE, fill, generate, restart, serve
 from tests.servers import BINARY, Server

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.blobs import is_right, key_of, make_blob
-from tests.internals.cache import DiskTier, charge
+from tests.internals.disk import DiskTier, charge
 
 MAX_BYTES = 16_000  # about six blobs
 NOBODY = 2**31 - 1  # no process has this number

@@ -24,7 +24,6 @@ from tests.internals.cache import (
     ChunkForms,
     ColumnFormat,
     DamagedBlobError,
-    DiskTier,
     Entry,
     Kind,
     MeasuredTier,
@@ -36,6 +35,7 @@ from tests.internals.cache import (
     read_states,
     unpack_entry,
 )
+from tests.internals.disk import DiskTier
 from tests.internals.server import ModelEngine, make_app
 from tests.parity.test_tiers import BASE, DOCUMENTS, fill, prompt_of, restart, serve, serve_blended
 from tests.server.conftest import SETTINGS, listening

@@ -24,8 +24,9 @@ import pytest
 import torch
 
 from tests.blobs import is_right, key_of, make_blob
-from tests.internals.cache import DiskTier, Entry, Kind, Tier, charge
-from tests.internals.cache import files as disk_files
+from tests.internals.cache import Entry, Kind, Tier
+from tests.internals.disk import DiskTier, charge
+from tests.internals.disk import files as disk_files
 
 Open = Callable[..., DiskTier]
 fork = multiprocessing.get_context("fork")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.blobs import is_right, key_of, make_blob
-from tests.internals.cache import DiskTier
+from tests.internals.disk import DiskTier
 
 NUMBERS = range(4)
 NOBODY = 2**31 - 1  # no process has this number

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from tests.internals.cache import DiskTier
 from tests.internals.cli import command_line, main, next_steps
+from tests.internals.disk import DiskTier
 from tests.internals.top import Progress, duration
 
 TEXT = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 8

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from tests.conftest import as_inputs
 from tests.forged import Forged, change_all
-from tests.internals.cache import Blob, DiskTier, Entry, FilesystemTier, SealedTier, Tier, read_tier_key
+from tests.internals.cache import Blob, Entry, FilesystemTier, SealedTier, Tier, read_tier_key
 from tests.internals.cli import main
+from tests.internals.disk import DiskTier
 from tests.internals.engine import EngineSettings
 from tests.parity.test_tiers import BASE, fill, generate, restart, serve
 from tests.tier_contract import OTHER_MODEL, OpenTier, TierContract, make_blob, make_entry

@@ -22,7 +22,6 @@ from tests.conftest import as_inputs, make_model, random_ids
 from tests.internals.cache import (
     Border,
     ComputePace,
-    DiskTier,
     Entry,
     ModelForm,
     Put,
@@ -38,6 +37,7 @@ from tests.internals.cache import (
     trim_row,
 )
 from tests.internals.cache import costs as pace
+from tests.internals.disk import DiskTier
 from tests.property.test_store import BYTES_PER_TOKEN, KV_FORM, kv_of
 
 MODEL = make_model("llama")

@@ -131,6 +131,7 @@ _ONLY_THIS = f"""
 from importlib.util import module_from_spec, spec_from_file_location
 from types import SimpleNamespace
 sys.modules['torch'] = SimpleNamespace(device=None)
+sys.modules['kvboost_hf'] = SimpleNamespace(forks=SimpleNamespace(lock=lambda: None))
 spec = spec_from_file_location('module', {triton_support.__file__!r})
 module = module_from_spec(spec)
 spec.loader.exec_module(module)
