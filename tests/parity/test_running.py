@@ -155,3 +155,16 @@ def test_an_eager_step_of_a_fixed_size_asks_once(model: PreTrainedModel) -> None
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32), max_cache_len=256)
     run(model, BASE, cache)
     assert compiled_steps(cache, lambda: run(model, random_ids(1, seed=3), cache)) == 1
+
+
+@pytest.mark.parametrize("store", [True, False], ids=["own", "default"])
+def test_a_cache_does_not_keep_a_model_alive_that_a_hook_refers_to(store: bool) -> None:
+    model = make_model("llama")
+    cache = ChunkReuseCache(model, ChunkStore(model) if store else None)
+    handle = model.register_forward_hook(lambda *_, own=model: None)
+    run(model, BASE, cache)
+    gone = weakref.ref(model)
+    del model, handle
+    gc.collect()
+    assert gone() is None
+    assert cache.report.prompt_tokens

@@ -99,9 +99,8 @@ class GrowingTensor:
         """Append [batch, heads, m, dim]; columns before `keep_from` may go if the buffer is full."""
         held, self.stop = self.stop, self.stop + new.shape[2]
         self.make_writable(new, held, keep_from)
-        buffer = self.buffer
-        assert buffer is not None
-        buffer.narrow(2, held - self.first, self.stop - held).copy_(new)
+        assert self.buffer is not None
+        self.buffer.narrow(2, held - self.first, self.stop - held).copy_(new)
         self.seal()
 
     def open(self, stop: int, like: torch.Tensor) -> torch.Tensor:

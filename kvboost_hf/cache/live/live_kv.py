@@ -79,8 +79,9 @@ class LiveKV:
         self._model, self._live_quant, self._keeps_hidden = weakref.ref(model), live_quant, keeps_hidden
         self._reproducible = reproducible
         self._columns = 0  # held by layers that do not count themselves
-        self._state = ModelState.of(model)
-        self._bumps = self._state.fingerprint.bumps
+        fingerprint = ModelState.of(model).fingerprint
+        self._fingerprint = weakref.ref(fingerprint)  # it may hold hooks that hold the model
+        self._bumps = fingerprint.bumps
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
         self._classes_of: list[ReuseLayer] | None = None
         self._classes: list[type | None] = []  # of what transformers sees, as it was made; None for somebody else's
@@ -248,8 +249,9 @@ class LiveKV:
         ledger = self.ledger
         if ledger is not None and (ledger.version != self._version() or (look and not self.untouched(ledger))):
             self.note_change()
-        if self._bumps != (bumps := self._state.fingerprint.bumps):  # store.invalidate() was called
-            self._bumps, self.ledger = bumps, None
+        fingerprint = self._fingerprint()
+        if fingerprint is not None and self._bumps != fingerprint.bumps:  # store.invalidate() was called
+            self._bumps, self.ledger = fingerprint.bumps, None
         return self.ledger
 
     def untouched(self, ledger: Ledger) -> bool:

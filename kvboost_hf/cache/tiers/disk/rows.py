@@ -217,10 +217,6 @@ def _is_process(value: object) -> bool:
     return type(value) is int and 0 < value < 2**31
 
 
-def _is_bytes(value: object) -> bool:
-    return type(value) is bytes
-
-
 def _is_text(value: object) -> bool:
     return type(value) is str
 
