@@ -1,4 +1,4 @@
-"""What limits drafts: the rounds without any, the ends of texts, positions and vocabularies.
+"""Limits drafts: the rounds without any, the ends of texts, positions and vocabularies.
 
 transformers calls each logits processor with drafted tokens that it then rejects, and asks stopping criteria once a
 round. What keeps a state, or has to see each token, gives the answer of plain decoding only without drafts.

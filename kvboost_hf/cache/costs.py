@@ -1,4 +1,4 @@
-"""What computing, loading and compiling cost, and when one of them is not worth it.
+"""Estimates the costs of computing, loading and compiling, and decides when one of them is not worth it.
 
 **A prompt on a CPU.** Without a past, SDPA is told that attention is causal, and leaves out most of what that hides.
 Behind a past, transformers gives it a mask: SDPA works through what the mask hides, too, and turns it into numbers in

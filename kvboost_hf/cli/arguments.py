@@ -1,4 +1,4 @@
-"""What commands share: arguments and their checks, the model that a command names, and what to type next."""
+"""Parts that commands share: arguments and their checks, the model that a command names, and what to type next."""
 
 import argparse
 import shlex

@@ -76,7 +76,7 @@ class LayerMemory:
         """Zeros, uint8 [nbytes]; pinned, if possible, for as long as the tensor or a view of it lives.
 
         Args:
-            nbytes: Their number.
+            nbytes: The number of bytes.
             must_pin: Whether pageable memory is of no use.
 
         Raises:

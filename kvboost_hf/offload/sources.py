@@ -76,7 +76,7 @@ class FlatLayout:
     """The locations of named tensors in one buffer.
 
     Args:
-        tensors: Their names, shapes and dtypes; tensors on the meta device are enough.
+        tensors: The names, shapes and dtypes; tensors on the meta device are enough.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -48,8 +48,8 @@ class Decoder:
     """Decodes keys or values of a layer, some blocks at a time.
 
     Args:
-        codes: Their codes.
-        dim: Their head_dim.
+        codes: The codes of the blocks.
+        dim: The size of a head.
         blocks: The most blocks that are decoded at a time.
     """
 

@@ -1,4 +1,4 @@
-"""What all Triton kernels of attention share: rows, a running softmax, and `combine`, which merges their parts."""
+"""Parts that all Triton kernels of attention share: rows, a running softmax, and `combine`, which merges parts."""
 
 from functools import cache
 

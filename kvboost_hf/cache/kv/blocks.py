@@ -98,7 +98,7 @@ class Block:
     """Tensors of several layers that are alike, encoded together.
 
     Args:
-        planes: Their encoded planes, [tensors, …] each, in host memory.
+        planes: The encoded planes, [tensors, …] each, in host memory.
         shape: heads, tokens and head_dim of each.
         dtype: The data type of each tensor.
         role: Keys or values.

@@ -327,7 +327,7 @@ def can_gather(chunks: Sequence[LayerKV], device: torch.device) -> bool:
     They must have arrived: their planes are where they are going to stay.
 
     Args:
-        chunks: Their K/V.
+        chunks: The K/V of the chunks.
         device: The device of the layers, with memory of its own.
     """
     link = transfer.link

@@ -1,4 +1,4 @@
-"""What a store remembers of its past: evicted keys, salts of roots, what storing has paid, and audits."""
+"""Remembers the past of a store: evicted keys, salts of roots, what storing has paid, and audits."""
 
 from collections import OrderedDict
 from typing import TypeVar

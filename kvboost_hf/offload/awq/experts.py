@@ -109,7 +109,7 @@ class AwqExperts(nn.Module):
         Args:
             hidden_states: [tokens, hidden_size].
             top_k_index: Experts of each token, [tokens, k]; `count` stands for none.
-            top_k_weights: Their shares, [tokens, k].
+            top_k_weights: The shares of the experts, [tokens, k].
 
         Returns:
             [tokens, hidden_size].

@@ -1,4 +1,4 @@
-"""What routes of several APIs do with texts: `embed` embeds them, `filled` has a model fill in the middle of one."""
+"""Embeds texts, and has a model fill in the middle of one, for the routes of several APIs."""
 
 import asyncio
 from collections.abc import Sequence

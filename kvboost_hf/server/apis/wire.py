@@ -1,4 +1,4 @@
-"""What routes read and send: bodies of JSON (`PostedRoute`), and streams of objects (`EventStream`).
+"""Reads and sends for routes: bodies of JSON (`PostedRoute`), and streams of objects (`EventStream`).
 
 Large bodies are parsed in a thread, and the client is told which fields were ignored.
 """
