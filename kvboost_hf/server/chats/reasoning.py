@@ -56,7 +56,7 @@ class ReasoningReader:
         thinking: Whether the next text is reasoning.
 
     Example:
-        >>> reader = ReasoningReader(Marks("<think>", "</think>"), opened=True)
+        >>> reader = ReasoningReader(ReasoningMarks("<think>", "</think>"), opened=True)
         >>> [reader.push(text)[::2] for text in ("So ", "it is.", "</thi", "nk>", "Yes.")]
         [('', 'So'), ('', ' it is.'), ('', ''), ('', ''), ('Yes.', '')]
     """
