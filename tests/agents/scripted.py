@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvboost_hf.ngrams import common_prefix
 from tests.internals.server import Finished, Job, JobEvent, Listener, ModelCard, ModelEngine, Session, SessionChange
+from tests.internals.top import common_prefix
 
 _MARK = re.compile(r"errand-(\w+)")
 
