@@ -202,7 +202,11 @@ class OwnTool(_Marked):
     @property
     def body(self) -> dict[str, Any]:
         """As in a chat."""
-        function: dict[str, Any] = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        function: dict[str, Any] = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+        }
         function |= {} if self.strict is None else {"strict": self.strict}
         return {"type": "function", "function": function}
 
