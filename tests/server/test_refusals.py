@@ -48,7 +48,7 @@ def _error(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"tool_choice": "required"}, None, "tools"),
         ({"tools": [_TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, None, "'no'"),
         (
-            {"tools": [_TOOL, {"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+            {"tools": [_TOOL], "tool_choice": {"type": "web_search"}},
             "tool_choice",
             "web_search",
         ),

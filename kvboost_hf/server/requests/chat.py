@@ -9,9 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvboost_hf.server.chats.template import RESERVED, Rendering, reasoning_arguments
+<<<<<<< HEAD
 from kvboost_hf.server.chats.values import arguments_of
 from kvboost_hf.server.requests.fields import Body, Many, Refusal, only, read_json
 from kvboost_hf.server.requests.sampled import Length, Sampled
+=======
+from kvboost_hf.server.requests.fields import Body, Many, Refusal, read_json
+from kvboost_hf.server.requests.sampled import JsonSchemaBody, Length, Sampled
+>>>>>>> main
 
 MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 1000
@@ -122,7 +127,7 @@ def named_choice(*kinds: str) -> BeforeValidator:
         kind = given.get("type") if isinstance(given, dict) else None
         if isinstance(kind, str) and kind not in kinds:
             raise ValueError(
-                f"it must be of type {' or '.join(map(repr, kinds))}, got {kind!a}: tools of that type are ignored here"
+                f"it must be of type {' or '.join(map(repr, kinds))}, got {kind!a}: others are ignored here"
             )
         return "required" if given == "any" else given
 
@@ -244,8 +249,10 @@ class Function(Body):
     place: ClassVar = "tools.function"
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonSchemaBody | None = None
     strict: bool | None = None
+    """With true, what a grammar of a call cannot hold of `parameters` is refused; else it is left to the model, and
+    named."""
 
 
 class Tool(Body):
