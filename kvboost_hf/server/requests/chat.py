@@ -9,14 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvboost_hf.server.chats.template import RESERVED, Rendering, reasoning_arguments
-<<<<<<< HEAD
 from kvboost_hf.server.chats.values import arguments_of
 from kvboost_hf.server.requests.fields import Body, Many, Refusal, only, read_json
-from kvboost_hf.server.requests.sampled import Length, Sampled
-=======
-from kvboost_hf.server.requests.fields import Body, Many, Refusal, read_json
 from kvboost_hf.server.requests.sampled import JsonSchemaBody, Length, Sampled
->>>>>>> main
 
 MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 1000

@@ -75,7 +75,6 @@ def note_ignored(place: str, name: str) -> None:
         noted.note(place, [name])
 
 
-<<<<<<< HEAD
 def only(place: str, kinds: Sequence[str], default: str | None = None) -> BeforeValidator:
     """Leave objects of other types out of a list, and note these, as `Body` notes fields that it does not know.
 
@@ -105,7 +104,8 @@ def only(place: str, kinds: Sequence[str], default: str | None = None) -> Before
         return found
 
     return BeforeValidator(kept)
-=======
+
+
 def note_left(paths: Sequence[str]) -> None:
     """Note parts of schemas that are left to the model."""
     noted = _current.get()
@@ -119,7 +119,6 @@ def note_changed(change: str) -> None:
     noted = _current.get()
     if noted is not None and change not in noted.changes and len(noted.changes) < _MOST_NOTED:
         noted.changes.append(change)
->>>>>>> main
 
 
 class Body(BaseModel):
