@@ -9,6 +9,7 @@ from kvboost_hf.errors import KVBoostError
 
 Reuse = Literal["exact"] | Repair  # "exact", or how moved K/V is repaired
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "constraint", "error"]
+FIRST_TOKENS = 1024  # of an answer, that memory is kept for when it starts
 
 
 class ConstraintError(KVBoostError):
@@ -167,6 +168,11 @@ class Job:
     def longest(self) -> int:
         """Tokens of prompt and answer, at most."""
         return len(self.ids) + self.options.max_tokens
+
+    @property
+    def reserved(self) -> int:
+        """Tokens of prompt and answer that memory is kept for when the job starts; long answers get more later."""
+        return len(self.ids) + min(self.options.max_tokens, FIRST_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

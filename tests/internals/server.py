@@ -19,7 +19,9 @@ from kvboost_hf.server.chats.tools import (
     format_of,
     joined,
 )
+from kvboost_hf.server import jobs
 from kvboost_hf.server.engine import model_runner as memory
+from kvboost_hf.server.engine import task, worker
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns, embed
 from kvboost_hf.server.engine.intake import EngineLimits, WaitingLine
 from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit

@@ -63,13 +63,14 @@ class Drafts:
             return None
         return cls(model, draft, config if config is not None else DraftTreeConfig())
 
-    def take(self, job: Job) -> bool:
-        """Whether to draft for a job.
+    def take(self, job: Job, said: int) -> bool:
+        """Whether to draft behind the first `said` tokens of a job's answer.
 
-        There are no drafts for a job with a constraint, which would have to check each of them, nor for one that the
-        draft model has too few positions for: a failure of the draft model would end drafting for all.
+        There are no drafts for a job with a constraint, which would have to check each of them, nor for a text that
+        the draft model has too few positions for: a failure of the draft model would end drafting for all.
         """
-        fits = self._positions is None or len(job.ids) + job.options.max_tokens <= self._positions
+        longest = min(job.longest, len(job.ids) + said + self.config.depth)
+        fits = self._positions is None or longest <= self._positions
         return fits and not self._failed and job.options.constraint is None
 
     def give_up(self, error: BaseException | None) -> None:
