@@ -100,7 +100,8 @@ class EngineLimits:
                     f"A prompt of {prompt} tokens with {new} new ones takes {job.longest}, which exceeds {what} of "
                     f"{limit}. Shorten it to {most} tokens, or ask for fewer new ones.",
                     most,
-                    max(limit - prompt, 0),
+                    tokens=prompt,
+                    limit=limit,
                 )
 
     def has_room(self, job: Claim, running: Collection[Claim]) -> bool:

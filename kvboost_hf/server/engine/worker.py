@@ -34,7 +34,7 @@ from kvboost_hf.server.engine.task import MORE_TOKENS, SessionRecord, Task
 from kvboost_hf.server.generation.sampling import choose_rows
 from kvboost_hf.server.generation.speculation import Drafts
 from kvboost_hf.server.jobs import ConstraintError, FinishReason, Job, Listener, Session, SessionChange, TokenLogprob
-from kvboost_hf.server.protocol import DrainingError, ModelCard, TooLongError
+from kvboost_hf.server.protocol import UNLIMITED, DrainingError, ModelCard, TooLongError
 
 _log = logging.getLogger("kvboost_hf.server")
 
@@ -80,7 +80,7 @@ class ModelEngine:
         self.model, self.tokenizer = model, tokenizer
         self._limits, self._card = EngineLimits(**limits), ModelCard.of(model)
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self._max_model_len = int(self._limits.max_model_len or positions or 2**31)
+        self._max_model_len = int(self._limits.max_model_len or positions or UNLIMITED)
         store, policy = store if store is not None else ChunkStore(model), policy or ReusePolicy()
         self._runner = ModelRunner(model, store, policy, live_quant, self._max_model_len)
         reason = self._runner.lending_reason
@@ -136,6 +136,9 @@ class ModelEngine:
                 f"A text of {longest} tokens is longer than the model's context of {self._max_model_len}. Cut it into "
                 "several.",
                 self._max_model_len,
+                tokens=longest,
+                limit=self._max_model_len,
+                what="text",
             )
         job = EmbeddingJob(texts, client)
         self._intake.submit_embeddings(job)

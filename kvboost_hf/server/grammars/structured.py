@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvboost_hf.server.chats.tools import Tool, format_of
+from kvboost_hf.server.grammars.patterns import ascii_pattern
 from kvboost_hf.server.grammars.program import WRITTEN
 from kvboost_hf.server.grammars.schemas import closed, require_ends
 from kvboost_hf.server.jobs import ConstraintError
@@ -34,8 +35,11 @@ def json_schema(schema: Mapping[str, Any]) -> str:
 
 
 def regex(pattern: str) -> str:
-    """The grammar of texts that a regular expression, in the syntax of Rust, matches as a whole."""
-    return LLMatcher.grammar_from_regex(pattern)
+    """The grammar of texts that a regular expression, in the syntax of Rust, matches as a whole.
+
+    Its `\\d`, `\\w` and `\\s` are those of ASCII; see `ascii_pattern`.
+    """
+    return LLMatcher.grammar_from_regex(ascii_pattern(pattern))
 
 
 def choice(texts: Sequence[str]) -> str:

@@ -185,6 +185,7 @@ class ResponseRequest(ReasoningFields, TextRequest):
     input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Length = None
+    """As `max_tokens` of chats."""
     text: TextOptions | None = None
     tools: (
         Annotated[
