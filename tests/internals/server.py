@@ -1,5 +1,6 @@
 """Names of `kvboost_hf.server`."""
 
+from kvboost_hf.server import jobs
 from kvboost_hf.server.apis.anthropic.schema import MessagesRequest
 from kvboost_hf.server.apis.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
 from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
@@ -19,7 +20,6 @@ from kvboost_hf.server.chats.tools import (
     format_of,
     joined,
 )
-from kvboost_hf.server import jobs
 from kvboost_hf.server.engine import model_runner as memory
 from kvboost_hf.server.engine import task, worker
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns, embed

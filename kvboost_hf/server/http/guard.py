@@ -350,7 +350,7 @@ def meant_path(path: str, known: Collection[str]) -> str:
         return path
     parts = [part for part in path.split("/") if part]
     rest = list(dropwhile(lambda part: part in _PREFIXES, parts))
-    heads = _PREFIXES if len(rest) < len(parts) else _PREFIXES[:1]
+    heads = [head for head in _PREFIXES if head == "v1" or head in parts[: len(parts) - len(rest)]]
     tried = ["/" + "/".join(parts), *("/" + "/".join([head, *rest]) for head in heads)]
     found = next((each for each in tried if each in known), None)
     if found is None and rest[:1] == ["models"] and "/v1/models" in known:
