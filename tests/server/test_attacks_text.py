@@ -366,7 +366,7 @@ def test_the_end_of_a_long_text_is_kept(serve: Serve, engine: FakeEngine, tokeni
         assert tokenizer.decode(engine.job.ids[-20:]).endswith("Who plays?<|im_end|>\n<|im_start|>assistant\n")
         assert len(engine.job.ids) <= 100 * reach_of(tokenizer).ascii
     assert at.http.post("/v1/completions", json={"model": "reader", "prompt": [7, *[5] * 300]}).status_code == 200
-    assert list(engine.job.ids) == [5] * 100
+    assert list(engine.job.ids) == [5] * 88  # an eighth is left for the answer
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
