@@ -109,7 +109,14 @@ def _add_middleware(app: FastAPI, settings: ServerSettings, paths: Collection[st
             allow_origins=[origin.rstrip("/") for origin in settings.cors_origins],
             allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-KVBoost-Reuse", "X-KVBoost-Length", "X-KVBoost-Ignored", "Retry-After"],
+            expose_headers=[
+                "X-Request-Id",
+                "X-KVBoost-Reuse",
+                "X-KVBoost-Length",
+                "X-KVBoost-Ignored",
+                "X-KVBoost-Changed",
+                "Retry-After",
+            ],
         )
         app.add_middleware(PrivateNetwork)
 

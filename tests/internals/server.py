@@ -33,6 +33,8 @@ from kvboost_hf.server.generation.speculation import DraftedText
 from kvboost_hf.server.generation.text import TextStream
 from kvboost_hf.server.grammars import program
 from kvboost_hf.server.grammars.compiling import Grammars
+from kvboost_hf.server.grammars.fitting import fit
+from kvboost_hf.server.grammars.patterns import rust
 from kvboost_hf.server.grammars.schemas import closed
 from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema, regex, tool_calls
 from kvboost_hf.server.http.connections import ConnectionLimits, connections_that_fit

@@ -191,14 +191,22 @@ def test_any_json_object(at: Listening, engine: FakeEngine, tokenizer: Any) -> N
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD}}}, "response_format"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": BAD}}], **MUST}, "tools"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD, "strict": True}}},
+            "response_format",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": BAD, "strict": True}}], **MUST},
+            "tools",
+        ),
     ],
 )
 def test_what_cannot_be_enforced_is_refused(at: Listening, change: Any, param: str | None) -> None:
     with pytest.raises(openai.BadRequestError) as told:
         _ask(at, **change)
     assert told.value.param == param
+    where = {"response_format": "of the schema of response_format", "tools": "of the parameters of the tool 'a'"}
+    assert f"`type` {where[str(param)]} cannot be enforced: a type must be one of" in told.value.message
 
 
 _CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
@@ -215,25 +223,33 @@ _LONG = {"$defs": {f"a{n}": {"properties": {"x": {"$ref": f"#/$defs/a{n + 1}"}}}
         ({"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"], **_CIRCLE}, "'#/$defs/a'"),
         ({"$ref": "#/$defs/a0", **_LONG}, "1000 levels"),
         ({"$ref": "#/$defs/l0", "$defs": {**_DEEP, "l1800": {"type": "null"}}}, "1000 levels"),
-        ({"$ref": "#/$defs%2Fa", **_CIRCLE, "$defs/a": {"type": "null"}}, "'#/$defs%2Fa' leads back to itself"),
+        ({"$ref": "#/$defs%2Fa", **_CIRCLE, "$defs/a": {"type": "null"}}, "'#/$defs/a' leads back to itself"),
         (
             {"$id": "https://a.example/s", "$ref": "https://a.example/s#/$defs/a", **_CIRCLE},
-            "must be '#' or begin with",
+            "'#/$defs/a' leads back to itself",
         ),
-        ({"$ref": "s#/$defs/a", **_CIRCLE}, "must be '#' or begin with"),
-        ({"$ref": "#a", "$defs": {"a": {"$anchor": "a", "type": "null"}}}, "must be '#' or begin with"),
-        ({"properties": {"x": {"$id": "https://a.example/s", "$ref": "#"}}}, "Only a whole schema may have an `$id`"),
+        ({"$ref": "s#/$defs/a", **_CIRCLE}, "nothing in the schema that 's#/$defs/a' refers to"),
+        ({"$ref": "#b", "$defs": {"a": {"$anchor": "a", "type": "null"}}}, "nothing in the schema that '#b'"),
+        ({"properties": {"x": {"$id": "https://a.example/s", "$ref": "#"}}}, "`properties.x.$ref`"),
     ],
 )
 def test_references_without_an_end(at: Listening, schema: dict[str, Any], says: str, of_tool: bool) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
-    body = {"tools": [tool], **MUST} if of_tool else {"response_format": form}
-    response = at.http.post("/v1/chat/completions", json={"model": "reader", "messages": ASK} | body)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert says in error["message"]
-    assert error["param"] == ("tools" if of_tool else "response_format")
+    """Strict schemas are refused; what others refer to is left to the model."""
+    for strict in (True, False):
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": strict}}
+        tool = {"type": "function", "function": {"name": "look", "parameters": schema, "strict": strict}}
+        body = {"tools": [tool], **MUST} if of_tool else {"response_format": form}
+        response = at.http.post("/v1/chat/completions", json={"model": "reader", "messages": ASK} | body)
+        field = "tools" if of_tool else "response_format"
+        if strict:
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert says in error["message"]
+            assert ("the tool 'look'" if of_tool else "the schema of response_format") in error["message"]
+            assert error["param"] == field
+        else:
+            assert response.status_code == 200
+            assert response.headers["x-kvboost-ignored"].startswith("tools.look.parameters." if of_tool else field)
 
 
 def test_a_constraint_knows_all_columns_of_the_logits(at: Listening, engine: FakeEngine) -> None:

@@ -146,7 +146,7 @@ def add_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
 def _no_route(path: str) -> ApiError:
     return ApiError(
         404,
-        f"Not Found: there is no route {path[:_PATH]!a}. Clients of OpenAI's API take the server's address with /v1 as "
+        f"Not Found: there is no route {path[:_PATH]!a}. Clients of OpenAI's API take the address with /v1 as "
         "base URL, those of Anthropic's and Ollama's without. GET /docs lists all routes.",
         code="not_found",
     )

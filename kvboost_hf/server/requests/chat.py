@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvboost_hf.server.chats.template import RESERVED, Rendering, reasoning_arguments
 from kvboost_hf.server.requests.fields import Body, Many, Refusal, read_json
-from kvboost_hf.server.requests.sampled import Length, Sampled
+from kvboost_hf.server.requests.sampled import JsonSchemaBody, Length, Sampled
 
 MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 1000
@@ -222,8 +222,10 @@ class Function(Body):
     place: ClassVar = "tools.function"
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonSchemaBody | None = None
     strict: bool | None = None
+    """With true, what a grammar of a call cannot hold of `parameters` is refused; else it is left to the model, and
+    named."""
 
 
 class Tool(Body):
