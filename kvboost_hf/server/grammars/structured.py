@@ -45,9 +45,9 @@ def regex(pattern: str) -> str:
 def ascii_pattern(pattern: str) -> str:
     """A regular expression in the syntax of Rust whose `\\d`, `\\w` and `\\s` stand for characters of ASCII alone.
 
-    Rust's stand for those of all scripts, ECMA's for those of ASCII, and Python's depend on a flag. What is written by a
-    pattern of ASCII matches the client's own pattern in all of them. What must not be there (`\\D`, `[^\\d]`) therefore
-    stays as wide as Rust has it.
+    Rust's stand for those of all scripts, ECMA's for those of ASCII, and Python's depend on a flag. What is written by
+    a pattern of ASCII matches the client's own pattern in all of them. What must not be there (`\\D`, `[^\\d]`)
+    therefore stays as wide as Rust has it.
 
     Example:
         >>> print(ascii_pattern(r"\\d{4}-[\\w.]+ [^\\d]"))
