@@ -115,7 +115,9 @@ class Reading:
     def _reader(self) -> AnswerReader | None:
         tools, calls = [tool.body for tool in self.asked.offered], None
         if tools or self.prefix is not None:
-            calls = ToolCallStream(self.context.tokenizer, tools, prefix=self.prefix or "")
+            calls = ToolCallStream(
+                self.context.tokenizer, tools, prefix=self.prefix or "", streams=bool(self.asked.stream)
+            )
         return calls if self.marks is None else ReasoningReader(self.marks, opened=self.opened, rest=calls)
 
     def constrained(self, constraint: Constraint | None) -> Constraint | None:

@@ -75,6 +75,37 @@ def note_ignored(place: str, name: str) -> None:
         noted.note(place, [name])
 
 
+def only(place: str, kinds: Sequence[str], default: str | None = None) -> BeforeValidator:
+    """Leave objects of other types out of a list, and note these, as `Body` notes fields that it does not know.
+
+    Args:
+        place: Where the list is in a request.
+        kinds: The types that are served.
+        default: The type of an object that names none; None to have that checked later.
+
+    Example:
+        >>> only("tools", ["function"]).func([{"type": "function"}, {"type": "web_search"}])
+        [{'type': 'function'}]
+    """
+
+    def kept(given: Any) -> Any:
+        if not isinstance(given, list):
+            return given
+        found = []
+        for item in given:
+            kind = item.get("type", default) if isinstance(item, dict) else None
+            if isinstance(kind, str) and kind not in kinds:
+                note_ignored(place, kind)
+            else:
+                found.append(item)
+        if given and not found and default is not None:
+            kind = given[0].get("type")
+            raise ValueError(f"one must be of a type that is served: {', '.join(kinds)}; got only such as {kind!a}")
+        return found
+
+    return BeforeValidator(kept)
+
+
 def note_left(paths: Sequence[str]) -> None:
     """Note parts of schemas that are left to the model."""
     noted = _current.get()
