@@ -109,7 +109,8 @@ class RequestJobs:
     def limit(self, n: int, reason: str | None) -> dict[str, Any]:
         """What the end of answer `n` says besides its reason, where a limit of the server's own has ended it."""
         job = self._jobs[n]
-        if reason != "length" or job.limited_by in ("request", "context"):
+        # A call that a stop text has cut has the reason "length", too.
+        if reason != "length" or self.finished[n].reason != "length" or job.limited_by in ("request", "context"):
             return {}
         return {"length_limit": {"max_tokens": job.options.max_tokens, "limited_by": job.limited_by}}
 

@@ -179,14 +179,14 @@ def _anthropic_status(error: ApiError) -> int:
 
 
 def _overflow(error: TooLongError) -> str:
-    """What OpenAI's API says of a prompt that is too long: clients look for these words."""
+    """What OpenAI's API says of a prompt that is too long, with the code: clients look for these words."""
     if error.tokens is None:
         return str(error)
     noted = " (an estimate: it was not tokenized)" if error.estimated else ""
     remedy = "Cut it into several" if error.what == "text" else f"Please reduce the length of the {error.what}"
     return (
         f"This model's maximum context length is {error.limit} tokens. However, your {error.what} resulted in "
-        f"{error.tokens} tokens{noted}. {remedy}: {error.max_prompt_tokens} tokens fit."
+        f"{error.tokens} tokens{noted}. {remedy}: {error.max_prompt_tokens} tokens fit ({_TOO_LONG})."
     )
 
 

@@ -93,8 +93,8 @@ class _ChatForm:
                 logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
                 yield head | {"choices": [_delta(delta.choice, message, logprobs)]}
             if delta.reason is not None:
-                ended = _delta(delta.choice, {}, reason=self._reason(delta.reason))
-                yield head | {"choices": [ended | self.jobs.limit(delta.choice, delta.reason)]}
+                last = _delta(delta.choice, {}, reason=self._reason(delta.reason))
+                yield head | {"choices": [last | self.jobs.limit(delta.choice, delta.reason)]}
         if self.asked.with_usage:
             yield head | {"choices": [], "usage": Usage.of(self.jobs.finished, choices, self.readers).body}
 
