@@ -236,8 +236,8 @@ USE = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
         ({"messages": [{"role": "user", "content": [{"type": {}}]}]}, "messages.0.content.0: blocks of type {}"),
         ({"messages": []}, "messages"),
         ({"messages": [*ASK, {"role": "assistant", "content": [USE]}]}, "send the result of the call"),
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
         (
             {
                 "tools": [TOOL, {"type": "bash_20250124", "name": "bash"}],

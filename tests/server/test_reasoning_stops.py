@@ -124,7 +124,7 @@ def test_log_probabilities_beside_calls(at: Listening, engine: FakeEngine, strea
     engine.says = ["I ", "look.", *'<tool_call>{"name": "look", "arguments": {"a": 1}}</tool_call>']
     asked = {"messages": ASK, "tools": TOOLS, "logprobs": True, "stream": stream, "max_tokens": 999}
     if stream:
-        chunks = list(at.openai.chat.completions.create(model="reader", **asked))  # type: ignore[call-overload]
+        chunks = list(at.openai.chat.completions.create(model="reader", **asked))
         told = [one for chunk in chunks if chunk.choices[0].logprobs for one in chunk.choices[0].logprobs.content]
     else:
         told = at.http.post("/v1/chat/completions", json=asked).json()["choices"][0]["logprobs"]["content"]
