@@ -47,7 +47,11 @@ def _error(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"logit_bias": {"a": 1}}, "logit_bias.a", "integer"),
         ({"tool_choice": "required"}, None, "tools"),
         ({"tools": [_TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, None, "'no'"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
+        (
+            {"tools": [_TOOL], "tool_choice": {"type": "web_search"}},
+            "tool_choice",
+            "web_search",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format", "xml"),
     ],
 )
@@ -119,7 +123,7 @@ def test_refusals_of_the_engine(at: Listening, engine: FakeEngine, stream: bool)
     assert _error(full, 429)["type"] == "rate_limit_error"
     assert full.headers["retry-after"] == "3"
     engine.error = TooLongError("At most 7 tokens.", 7)
-    error = _error(at.http.post("/v1/chat/completions", json=CHAT | {"stream": stream}), 413)
+    error = _error(at.http.post("/v1/chat/completions", json=CHAT | {"stream": stream}), 400)
     assert (error["code"], error["max_prompt_tokens"]) == ("context_length_exceeded", 7)
     engine.error = DrainingError("ends")
     assert _error(at.http.post("/v1/chat/completions", json=CHAT | {"stream": stream}), 503)["code"] == "draining"

@@ -196,7 +196,8 @@ def test_what_templates_do() -> None:
 
 
 def test_what_is_taken_stays_as_it_is() -> None:
-    taken = Abilities(**{name: "taken" for name in Abilities.__slots__})
+    every: Any = {name: "taken" for name in Abilities.__slots__}
+    taken = Abilities(**every)
     for chat in CHATS.values():
         plain = [{**message, "content": message["content"] or ""} for message in chat]
         assert adapted(plain, taken) == (plain, [])

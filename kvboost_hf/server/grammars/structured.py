@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvboost_hf.server.chats.tools import Tool, format_of
+from kvboost_hf.server.chats.tool_formats import Tool, format_of
 from kvboost_hf.server.grammars.program import WRITTEN
 from kvboost_hf.server.grammars.schemas import closed, require_ends
 from kvboost_hf.server.jobs import ConstraintError
@@ -20,6 +20,7 @@ from kvboost_hf.server.jobs import ConstraintError
 # a model that prefers line ends to all else writes them until it has no tokens left.
 _SPACE = r" |\n {0,20}"
 _MAX_DIGITS, _MAX_SPACES = 40, 200  # in a row: of a number, and in a string
+_ASCII_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\t\n\v\f\r "}
 _QUOTE, _ESCAPE = b'"\\'
 
 
@@ -34,8 +35,52 @@ def json_schema(schema: Mapping[str, Any]) -> str:
 
 
 def regex(pattern: str) -> str:
-    """The grammar of texts that a regular expression, in the syntax of Rust, matches as a whole."""
-    return LLMatcher.grammar_from_regex(pattern)
+    """The grammar of texts that a regular expression, in the syntax of Rust, matches as a whole.
+
+    Its `\\d`, `\\w` and `\\s` are those of ASCII; see `ascii_pattern`.
+    """
+    return LLMatcher.grammar_from_regex(ascii_pattern(pattern))
+
+
+def ascii_pattern(pattern: str) -> str:
+    """A regular expression in the syntax of Rust whose `\\d`, `\\w` and `\\s` stand for characters of ASCII alone.
+
+    Rust's stand for those of all scripts, ECMA's for those of ASCII, and Python's depend on a flag. What is written by
+    a pattern of ASCII matches the client's own pattern in all of them. What must not be there (`\\D`, `[^\\d]`)
+    therefore stays as wide as Rust has it.
+
+    Example:
+        >>> print(ascii_pattern(r"\\d{4}-[\\w.]+ [^\\d]"))
+        [0-9]{4}-[[0-9A-Za-z_].]+ [^\\d]
+    """
+    written, at = "", 0
+    negations: list[bool] = []  # of the brackets that are open, whether each of them is a `[^`
+    while at < len(pattern):
+        piece = pattern[at : at + (2 if pattern[at] == "\\" else 1)]
+        at += len(piece)
+        if piece == "[":
+            # What begins a class is part of it, even if it looks like its end.
+            negated = pattern.startswith("^", at)
+            piece = "[^" if negated else "["
+            at += negated
+            if pattern.startswith(("]", ":"), at):
+                piece += pattern[at]
+                at += 1
+            negations.append(negated)
+        elif piece == "]" and negations:
+            negations.pop()
+        elif piece[0] == "\\":
+            piece = _ascii_escape(piece, sum(negations) % 2 == 1)
+        written += piece
+    return written
+
+
+def _ascii_escape(escape: str, negated: bool) -> str:
+    """An escape in place of another one that stands for more characters than ASCII has."""
+    letter = escape[1:]
+    if letter.lower() not in _ASCII_CLASSES or letter.isupper() != negated:
+        return escape
+    return f"[{'^' * negated}{_ASCII_CLASSES[letter.lower()]}]"
 
 
 def choice(texts: Sequence[str]) -> str:
@@ -75,6 +120,10 @@ def tool_calls(
     """
     known = format_of(tokenizer, tools)
     added = tokenizer.get_added_vocab()
+    if known.call is None or known.tags is not None:
+        raise ValueError(
+            f"Calls cannot be forced with this model, which writes them as {known.name} do. Pass tool_choice 'auto'."
+        )
     before_name, before_arguments, behind = known.call
     rules, names = [], []
 
@@ -195,5 +244,7 @@ def _beginning(tokens: LLTokenizer, vocab_size: int, chars: bytes) -> Tensor:
 
 def _lark(text: str, added: Mapping[str, int]) -> str:
     """`text` in a grammar. Markers that are tokens of their own have to be those."""
-    pieces = [piece for piece in re.split(r"(</?tool_call>|\[TOOL_CALLS\]|\[ARGS\])", text) if piece]
+    markers = sorted((marker for marker in added if marker and marker in text), key=len, reverse=True)
+    pattern = "|".join(map(re.escape, markers))
+    pieces = [piece for piece in re.split(f"({pattern})", text) if piece] if markers else [text] if text else []
     return " ".join(f"<[{added[piece]}]>" if piece in added else json.dumps(piece) for piece in pieces)
