@@ -25,7 +25,7 @@ from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, 
 from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache, only_looks
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
 from kvboost_hf.cache.identity.versions import _SAID_OF_CLASSES, COMPILED_CALL, NOTES, _are_counted
-from kvboost_hf.cache.identity.walk import Found, ModelWalk, _Walk
+from kvboost_hf.cache.identity.walk import ModelParts, ModelWalk, _Walk
 from kvboost_hf.cache.identity.weights import (
     Memories,
     WeightsWatch,
@@ -50,7 +50,7 @@ from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import CodedTensor, QuantizedLayer, exact_layers, live_bytes
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.layers.windows import SlidingLayer
-from kvboost_hf.cache.live import decoding_form
+from kvboost_hf.cache.live import binding, decoding_form
 from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager
 from kvboost_hf.cache.live.ledger import copier, offer_content
 from kvboost_hf.cache.planning import ngram_index

@@ -32,7 +32,7 @@ from kvboost_hf.cache.planning.moved import BlendPlan, MovedColumns, choose_colu
 from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.planning.repair import Mask, Measure, Repair, Scores, budget
 from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import without_router_logits
+from kvboost_hf.cache.prompt.inputs import returns_of_each_token, without_router_logits
 from kvboost_hf.compat import KeyRotation, PrivateCache, input_device, key_rotation, rope_regime, run_model
 from kvboost_hf.config import ReusePolicy
 
@@ -149,7 +149,8 @@ class Moved(Forward):
             model, request.cache, layers, columns, self._loaded.pads, narrowing=narrowing, unmasked=unmasked
         )
         given = {name: value for name, value in request.kwargs.items() if name != "cache_position"}
-        return {**given, **without_router_logits(model, given), **self._scatter.arguments(ids, first)}
+        settings = self.parts.binding.fact(model, returns_of_each_token)
+        return {**given, **without_router_logits(settings, given), **self._scatter.arguments(ids, first)}
 
     def _narrowing(self, rotation: KeyRotation, *, unmasked: bool) -> tuple[Narrowing, Columns]:
         """How layers choose the columns that go on, and those to begin with."""
