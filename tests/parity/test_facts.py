@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from tests.conftest import make_model, random_ids
 from tests.internals.cache import _are_counted, binding
+from tests.internals.compat import probe_reason
 
 IDS = random_ids(100, seed=1)
 
@@ -107,7 +108,7 @@ def _registered(model: Any) -> None:
 def test_a_model_is_probed_again(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     model, probed = make_model("llama"), []
     cache = kept(model)
-    probe = binding.probe_reason
+    probe = probe_reason
 
     def note(model: Any) -> str | None:
         probed.append(model)

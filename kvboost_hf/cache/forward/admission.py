@@ -33,7 +33,7 @@ from kvboost_hf.cache.prompt.inputs import (
     read_pads,
 )
 from kvboost_hf.cache.prompt.media import ENCODED, MEDIA_ARGUMENTS, Prompt, has_types_of_media, payload, read_prompt
-from kvboost_hf.cache.prompt.positions import counts_from_padding_id
+from kvboost_hf.cache.prompt.token_log import counts_from_padding_id
 from kvboost_hf.compat import attn_implementation, head_widths, padding_reason, rope_regime
 from kvboost_hf.handles import ATTENTION
 

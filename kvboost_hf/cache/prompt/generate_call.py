@@ -25,7 +25,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from kvboost_hf import forks
-from kvboost_hf.cache.prompt.positions import positions_from_start
+from kvboost_hf.cache.prompt.token_log import positions_from_start
 from kvboost_hf.compat import MAX_DEPTH, generate_frame, is_generate
 from kvboost_hf.errors import CacheInUseError, StoreClosedError
 

@@ -16,7 +16,7 @@ from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.prompt.generate_call import in_generate, outputs_read, reads_last_logits
 from kvboost_hf.cache.prompt.hook import others_see_output
 from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
-from kvboost_hf.cache.prompt.positions import computed_positions
+from kvboost_hf.cache.prompt.token_log import computed_positions
 from kvboost_hf.compat import (
     KeyRotation,
     attn_implementation,
