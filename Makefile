@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo real-model server browser npm clients test nightly notebooks formats libraries libraries-quick compat style quality docs architectures bench bench-all soak attack fuzz dist dist-check gpu-short gpu-rest gpu-tests clean
+.PHONY: demo real-model server browser npm agents clients test nightly notebooks formats libraries libraries-quick compat style quality docs architectures bench bench-all soak attack fuzz dist dist-check gpu-short gpu-rest gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -41,6 +41,13 @@ npm: tests/server/vercel/node_modules
 tests/server/vercel/node_modules: tests/server/vercel/package.json
 	@{ cd $(@D) && npm install --silent --no-audit --no-fund && touch node_modules; } || \
 		echo "npm cannot install the Vercel AI SDK: its test is skipped."
+
+# Coding agents from npm (1 GB), each a day long, against the server: ten minutes. The last lines are a table for docs.
+agents: tests/agents/node_modules real-model
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m nightly tests/agents
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.agents
+tests/agents/node_modules: tests/agents/package.json
+	cd $(@D) && npm install --silent --no-audit --no-fund && touch node_modules
 
 # LlamaIndex, Instructor and Ray, in an environment of their own: they need other releases than .venv has.
 .venv-clients/installed .venv-formats/installed .venv-libraries/installed: .venv-%/installed: tests/environments.py $(VENV)/installed

@@ -107,7 +107,13 @@ def _add_middleware(app: FastAPI, settings: ServerSettings, tracer_provider: Any
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-KVBoost-Reuse", "X-KVBoost-Ignored", "Retry-After"],
+            expose_headers=[
+                "X-Request-Id",
+                "X-KVBoost-Reuse",
+                "X-KVBoost-Ignored",
+                "X-KVBoost-Changed",
+                "Retry-After",
+            ],
         )
 
 

@@ -4,21 +4,15 @@ from kvboost_hf.server.apis.anthropic.schema import MessagesRequest
 from kvboost_hf.server.apis.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
 from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
 from kvboost_hf.server.app import make_app
-from kvboost_hf.server.chats import encoding
+from kvboost_hf.server.chats import encoding, tool_formats
+from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.chats.encoding import UNSURE_CHARS, Encoder, Reach, reach_of
 from kvboost_hf.server.chats.reasoning import AfterReasoning, ReasoningMarks, ReasoningReader
 from kvboost_hf.server.chats.template import Markers, Rendering
 from kvboost_hf.server.chats.token_cache import TokenCache
-from kvboost_hf.server.chats.tools import (
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    MISTRAL_NAMED,
-    Parsed,
-    ToolCallStream,
-    format_of,
-    joined,
-)
+from kvboost_hf.server.chats.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, format_of
+from kvboost_hf.server.chats.tools import Parsed, ToolCallStream, joined
+from kvboost_hf.server.chats.values import ValueReader, arguments_of, json_of
 from kvboost_hf.server.engine import model_runner as memory
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns, embed
 from kvboost_hf.server.engine.intake import EngineLimits, WaitingLine
@@ -31,6 +25,8 @@ from kvboost_hf.server.generation.speculation import DraftedText
 from kvboost_hf.server.generation.text import TextStream
 from kvboost_hf.server.grammars import program
 from kvboost_hf.server.grammars.compiling import Grammars
+from kvboost_hf.server.grammars.fitting import fit
+from kvboost_hf.server.grammars.patterns import rust
 from kvboost_hf.server.grammars.schemas import closed
 from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema, regex, tool_calls
 from kvboost_hf.server.http.connections import ConnectionLimits, connections_that_fit

@@ -114,7 +114,6 @@ SAID = "must not be given together"
         ({"guided_json": "{"}, "guided_json", ""),
         ({"guided_json": "[1]"}, "guided_json", ""),
         ({"guided_json": "[" * 200 + "]" * 200}, "guided_json", "nested 100 deep"),
-        ({"json_schema": {"not": {}}}, "json_schema", '"not"'),
         ({"structured_outputs": {"structural_tag": {"a": 1}}}, "structured_outputs.structural_tag", "not served"),
         ({"regex": "a", "choice": ["a"]}, None, SAID),
         ({"response_format": {"type": "json_object"}, "guided_json": {}}, None, SAID),

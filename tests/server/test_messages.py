@@ -247,7 +247,6 @@ USE = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
         ({"container": "c"}, "container"),
         ({"system": [IMAGE]}, "system"),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "ttl"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "not"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -47,7 +47,11 @@ def _error(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"logit_bias": {"a": 1}}, "logit_bias.a", "integer"),
         ({"tool_choice": "required"}, None, "tools"),
         ({"tools": [_TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, None, "'no'"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
+        (
+            {"tools": [_TOOL], "tool_choice": {"type": "web_search"}},
+            "tool_choice",
+            "web_search",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format", "xml"),
     ],
 )

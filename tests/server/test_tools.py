@@ -48,12 +48,15 @@ def test_a_call(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
 def test_calls_in_a_stream_have_indices_and_no_text_shows(at: Listening, engine: FakeEngine) -> None:
     engine.says = [*LOOK, "\n", *TOUCH]
     calls: dict[int, Any] = {}
+    arguments: dict[int, str] = {}
     reason = None
     for chunk in _ask(at, tools=TOOLS, stream=True):
         assert not chunk.choices[0].delta.content
         for call in chunk.choices[0].delta.tool_calls or ():
-            calls[call.index] = call
+            arguments[call.index] = arguments.get(call.index, "") + call.function.arguments
+            calls.setdefault(call.index, call)
         reason = chunk.choices[0].finish_reason
+    assert [json.loads(arguments[n]) for n in (0, 1)] == [{"at": "lamp"}] * 2
     assert [calls[n].function.name for n in (0, 1)] == ["look", "touch"]
     assert calls[0].id != calls[1].id
     assert reason == "tool_calls"
@@ -129,22 +132,138 @@ def test_a_tool_that_is_named_is_called_once(at: Listening, engine: FakeEngine, 
         assert _follow(engine.job.options.constraint, tokenizer, text) == allowed
 
 
+CUT = LOOK[: LOOK.index("mp")]  # in the text of an argument
+
+
+def _joined_calls(chunks: list[Any]) -> list[tuple[str, str]]:
+    found: dict[int, list[str]] = {}
+    for chunk in chunks:
+        for call in chunk.choices[0].delta.tool_calls or ():
+            if call.id:
+                assert call.index not in found
+                found[call.index] = [call.function.name, ""]
+            found[call.index][1] += call.function.arguments
+    return [(name, arguments) for name, arguments in found.values()]
+
+
 @pytest.mark.parametrize("reason", ["length", "stop"])
-def test_a_call_that_is_cut_does_not_show(at: Listening, engine: FakeEngine, reason: Any) -> None:
-    """By `max_tokens`, or by a stop text."""
-    engine.says, engine.reason, engine.stop = ("I look. ", *LOOK[:40]), reason, "." if reason == "stop" else None
+def test_a_call_that_is_cut_comes_as_far_as_it_got(at: Listening, engine: FakeEngine, reason: Any) -> None:
+    """By `max_tokens`, or by a stop text: valid, and flagged on all routes."""
+    engine.says, engine.reason, engine.stop = ("I look. ", *CUT), reason, "." if reason == "stop" else None
     answer = _ask(at, tools=TOOLS).choices[0]
-    assert (answer.finish_reason, answer.message.content, answer.message.tool_calls) == (reason, "I look.", None)
-    chunks = [chunk.choices[0] for chunk in _ask(at, tools=TOOLS, stream=True)]
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == "I look."
-    assert not any(chunk.delta.tool_calls for chunk in chunks)
-    assert chunks[-1].finish_reason == reason
+    assert (answer.finish_reason, answer.message.content) == ("length", "I look.")
+    [call] = answer.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"at": "la"})
+    chunks = list(_ask(at, tools=TOOLS, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "I look."
+    assert _joined_calls(chunks) == [("look", '{"at": "la"}')]
+    assert chunks[-1].choices[0].finish_reason == "length"
     flat: Any = [{"type": "function", **TOOLS[0]["function"]}]
-    for says, text in ((engine.says, "I look."), ((LOOK[:40],), "")):
-        engine.says = says
-        told = at.openai.responses.create(model="reader", input="Is it on?", tools=flat)
-        assert told.output_text == text
-        assert told.status == ("incomplete" if reason == "length" else "completed")
+    told = at.openai.responses.create(model="reader", input="Is it on?", tools=flat)
+    assert (told.output_text, told.status) == ("I look.", "incomplete")
+    item: Any = told.output[-1]
+    assert (item.type, item.status, item.arguments) == ("function_call", "incomplete", '{"at": "la"}')
+    own: Any = {"name": "look", "input_schema": TOOLS[0]["function"]["parameters"]}
+    body: Any = {"model": "reader", "max_tokens": 99, "messages": ASK, "tools": [own]}
+    message = at.http.post("/v1/messages", json=body).json()
+    assert message["content"][-1]["input"] == {"at": "la"}
+    assert message["stop_reason"] == ("max_tokens" if reason == "length" else "stop_sequence")
+    chat = at.http.post("/api/chat", json={"model": "reader", "messages": ASK, "tools": TOOLS, "stream": False}).json()
+    assert chat["message"]["tool_calls"][0]["function"]["arguments"] == {"at": "la"}
+    assert chat["done_reason"] == "length"
+
+
+def test_a_call_that_is_cut_in_its_name_does_not_show(at: Listening, engine: FakeEngine) -> None:
+    engine.says, engine.reason = ("I look. ", LOOK[: LOOK.index("ok")]), "length"
+    answer = _ask(at, tools=TOOLS).choices[0]
+    assert (answer.finish_reason, answer.message.content, answer.message.tool_calls) == ("length", "I look.", None)
+
+
+WRONG: dict[str, tuple[str, Any]] = {
+    "half a character": ('{"at": "\\ud83d"}', {"at": "\ufffd"}),
+    "NaN": ('{"at": NaN, "b": [-Infinity, 1e999]}', {"at": None, "b": [None, None]}),
+    "twice": ('{"at": "a", "at": "b"}', {"at": "a"}),
+    "line ends": ('{"at": "a\nb\tc\x01"}', {"at": "a\nb\tc\x01"}),
+    "null": ("null", {}),
+    "empty": ('""', {}),
+    "a string": ('"{\\"at\\": \\"a\\"}"', {"at": "a"}),
+    "Python": ("{'at': True, \"b\": None,}", {"at": True, "b": None}),
+    "a large number": ('{"at": ' + "9" * 500 + "}", {"at": None}),
+}
+
+
+def _strict(text: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len(dict(pairs)) == len(pairs)
+        return dict(pairs)
+
+    def refuse(name: str) -> Any:
+        raise AssertionError(name)
+
+    text.encode()
+    return json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+
+
+def _data(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_are_valid_json_on_all_routes(at: Listening, engine: FakeEngine, name: str, stream: bool) -> None:
+    """And the call can be sent back."""
+    written, wanted = WRONG[name]
+    engine.says = [*f'<tool_call>{{"name": "look", "arguments": {written}}}</tool_call>']
+    body: dict[str, Any] = {"model": "reader", "messages": ASK, "tools": TOOLS, "stream": stream, "max_tokens": 9999}
+    if stream:
+        [(_, arguments)] = _joined_calls(list(_ask(at, tools=TOOLS, stream=True, max_tokens=9999)))
+    else:
+        arguments = _ask(at, tools=TOOLS, max_tokens=9999).choices[0].message.tool_calls[0].function.arguments
+    assert _strict(arguments) == wanted
+    made = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    back: list[Any] = [*ASK, {"role": "assistant", "content": None, "tool_calls": [made]}]
+    back.append({"role": "tool", "tool_call_id": "call00001", "content": "on"})
+    assert at.http.post("/v1/chat/completions", json=body | {"messages": back}).status_code == 200
+    own = [{"name": "look", "input_schema": TOOLS[0]["function"]["parameters"]}]
+    response = at.http.post("/v1/messages", json=body | {"tools": own})
+    if stream:
+        deltas = [event["delta"] for event in _data(response.text) if "delta" in event]
+        found = _strict("".join(delta.get("partial_json", "") for delta in deltas))
+    else:
+        found = response.json()["content"][0]["input"]
+    assert found == wanted
+    flat = [{"type": "function", **TOOLS[0]["function"]}]
+    asked = {"input": "Who?", "tools": flat, "stream": stream, "max_output_tokens": 9999}
+    told = at.http.post("/v1/responses", json=asked)
+    if stream:
+        events = _data(told.text)
+        sent = "".join(event["delta"] for event in events if event["type"].endswith("arguments.delta"))
+        assert _strict(sent) == wanted
+        output = events[-1]["response"]["output"]
+    else:
+        output = told.json()["output"]
+    assert _strict(output[0]["arguments"]) == wanted
+    lines = at.http.post("/api/chat", json=body | {"options": {"num_predict": 9999}}).text.splitlines()
+    calls = [call for line in lines for call in _strict(line)["message"].get("tool_calls", ())]
+    assert [call["function"]["arguments"] for call in calls] == [wanted]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_of_others_come_back(at: Listening, engine: FakeEngine, tokenizer: Any, name: str) -> None:
+    written, wanted = WRONG[name]
+    made = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": written}}
+    back: list[Any] = [*ASK, {"role": "assistant", "content": None, "tool_calls": [made]}]
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | items | list | length }}"
+        "{% endfor %}{{ m.content }}{% endfor %}{{ tools }}<tool_call>{name}"
+    )
+    try:
+        response = at.http.post("/v1/chat/completions", json={"messages": back, "tools": TOOLS})
+    finally:
+        tokenizer.chat_template = plain
+    assert response.status_code == 200, response.text
+    assert str(len(wanted)) in tokenizer.decode(engine.job.ids)
 
 
 def test_a_call_without_an_end_stays_text_if_nothing_has_cut_it(at: Listening, engine: FakeEngine) -> None:
@@ -191,14 +310,22 @@ def test_any_json_object(at: Listening, engine: FakeEngine, tokenizer: Any) -> N
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD}}}, "response_format"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": BAD}}], **MUST}, "tools"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD, "strict": True}}},
+            "response_format",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": BAD, "strict": True}}], **MUST},
+            "tools",
+        ),
     ],
 )
 def test_what_cannot_be_enforced_is_refused(at: Listening, change: Any, param: str | None) -> None:
     with pytest.raises(openai.BadRequestError) as told:
         _ask(at, **change)
     assert told.value.param == param
+    where = {"response_format": "of the schema of response_format", "tools": "of the parameters of the tool 'a'"}
+    assert f"`type` {where[str(param)]} cannot be enforced: a type must be one of" in told.value.message
 
 
 _CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
@@ -215,25 +342,33 @@ _LONG = {"$defs": {f"a{n}": {"properties": {"x": {"$ref": f"#/$defs/a{n + 1}"}}}
         ({"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"], **_CIRCLE}, "'#/$defs/a'"),
         ({"$ref": "#/$defs/a0", **_LONG}, "1000 levels"),
         ({"$ref": "#/$defs/l0", "$defs": {**_DEEP, "l1800": {"type": "null"}}}, "1000 levels"),
-        ({"$ref": "#/$defs%2Fa", **_CIRCLE, "$defs/a": {"type": "null"}}, "'#/$defs%2Fa' leads back to itself"),
+        ({"$ref": "#/$defs%2Fa", **_CIRCLE, "$defs/a": {"type": "null"}}, "'#/$defs/a' leads back to itself"),
         (
             {"$id": "https://a.example/s", "$ref": "https://a.example/s#/$defs/a", **_CIRCLE},
-            "must be '#' or begin with",
+            "'#/$defs/a' leads back to itself",
         ),
-        ({"$ref": "s#/$defs/a", **_CIRCLE}, "must be '#' or begin with"),
-        ({"$ref": "#a", "$defs": {"a": {"$anchor": "a", "type": "null"}}}, "must be '#' or begin with"),
-        ({"properties": {"x": {"$id": "https://a.example/s", "$ref": "#"}}}, "Only a whole schema may have an `$id`"),
+        ({"$ref": "s#/$defs/a", **_CIRCLE}, "nothing in the schema that 's#/$defs/a' refers to"),
+        ({"$ref": "#b", "$defs": {"a": {"$anchor": "a", "type": "null"}}}, "nothing in the schema that '#b'"),
+        ({"properties": {"x": {"$id": "https://a.example/s", "$ref": "#"}}}, "`properties.x.$ref`"),
     ],
 )
 def test_references_without_an_end(at: Listening, schema: dict[str, Any], says: str, of_tool: bool) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
-    body = {"tools": [tool], **MUST} if of_tool else {"response_format": form}
-    response = at.http.post("/v1/chat/completions", json={"model": "reader", "messages": ASK} | body)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert says in error["message"]
-    assert error["param"] == ("tools" if of_tool else "response_format")
+    """Strict schemas are refused; what others refer to is left to the model."""
+    for strict in (True, False):
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": strict}}
+        tool = {"type": "function", "function": {"name": "look", "parameters": schema, "strict": strict}}
+        body = {"tools": [tool], **MUST} if of_tool else {"response_format": form}
+        response = at.http.post("/v1/chat/completions", json={"model": "reader", "messages": ASK} | body)
+        field = "tools" if of_tool else "response_format"
+        if strict:
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert says in error["message"]
+            assert ("the tool 'look'" if of_tool else "the schema of response_format") in error["message"]
+            assert error["param"] == field
+        else:
+            assert response.status_code == 200
+            assert response.headers["x-kvboost-ignored"].startswith("tools.look.parameters." if of_tool else field)
 
 
 def test_a_constraint_knows_all_columns_of_the_logits(at: Listening, engine: FakeEngine) -> None:

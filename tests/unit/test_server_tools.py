@@ -30,13 +30,13 @@ TEMPLATES = {
 }
 FORMATS = {"hermes": HERMES, "mistral": MISTRAL, "mistral_named": MISTRAL_NAMED, "llama": LLAMA}
 ADD, WEATHER = ("add", {"a": 1, "b": True}), ("weather", {"city": 'Os"lo} é'})
-CALLS = {
+CALLS: dict[str, dict[str, tuple[str, list[Any]]]] = {
     "hermes": {
         '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": true}}\n</tool_call>': ("", [ADD]),
         'I look. <tool_call>{"name": "weather", "arguments": {"city": "Os\\"lo} é"}}</tool_call>\n'
         '<tool_call>{"name": "add", "arguments": {"a": 1, "b": true}}</tool_call>\n': ("I look.", [WEATHER, ADD]),
         '<tool_call>{"name": "add", "arguments": {"a": 1, "b": true}}</tool_call>\n Done. ': ("Done. ", [ADD]),
-        # No end of the call, but all of it.
+        # No end of the call, but all of its arguments.
         'x\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": true}}\n': ("x", [ADD]),
     },
     "mistral": {
@@ -61,18 +61,25 @@ PLAIN = {
         "No calls, a < b and <tool",
         "<tool_call>{not json}</tool_call> and on",
         'a <tool_call>{"name": "add", "arguments": {"a": 1',
-        '<tool_call>{"name": "add"}</tool_call>',
+        '<tool_call>{"age": 3}</tool_call>',
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>\n',
         '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
         '<tool_call>"add"</tool_call>',
     ],
-    "mistral": ["a [TOOL_CALLS", '[TOOL_CALLS] [{"name": "add"}]', "[TOOL_CALLS][1]", "[TOOL_CALLS] and text", "[1] "],
+    "mistral": [
+        "a [TOOL_CALLS",
+        '[TOOL_CALLS] [{"name": "add", 3}]',
+        "[TOOL_CALLS][1]",
+        "[TOOL_CALLS] and text",
+        "[1] ",
+    ],
     "mistral_named": ["[TOOL_CALLS]add[ARGS]{", '[TOOL_CALLS]add[ARGS]"a"', "\n [TOOL_CALLS]"],
     "llama": [
         '{"answer": 3}\n',
         '{"name": "Anna", "parameters": {}}',  # no tool of that name
         '{"name": "add", "age": 3}',
-        '{"name": "add", "parameters": {"a": 1}',
+        '{"name": "add", "parameters": {"a": 1',
+        '{"name": "add", "parameters": [1]}',
         'See {"name": "add", "parameters": {}}',
         '<|python_tag|>brave_search.call(query="x")',
     ],
@@ -118,8 +125,8 @@ def test_what_is_no_call_stays_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_a_call_that_is_cut_is_left_out(name: str) -> None:
-    """At every place, and however the text comes."""
+def test_a_call_that_is_cut_comes_as_far_as_it_got(name: str) -> None:
+    """At every place, and however the text comes; before its name is known, it is left out."""
     tokenizer = tokenizer_for(TEMPLATES[name])
     for text, (said, calls) in CALLS[name].items():
         opener = min(text.index(sign) for sign in ("<tool_call>", "[TOOL_CALLS]", '{"name"') if sign in text)
@@ -130,33 +137,40 @@ def test_a_call_that_is_cut_is_left_out(name: str) -> None:
             for pieces in ([text[:end]], [*text[:end]], [text[: end // 2], text[end // 2 : end]]):
                 stream = ToolCallStream(tokenizer, TOOLS)
                 parsed = joined([*map(stream.push, pieces), stream.finish(cut=True)])
-                found.add((parsed.content, len(parsed.calls)))
-            [(content, count)] = found
+                found.add((parsed.content, tuple(call._replace(id="") for call in parsed.calls)))
+            [(content, made)] = found
             if end < sure and "<|python_tag|>{" not in text[:end]:
-                assert (content, count) == (text[:end], 0)
+                assert (content, made) == (text[:end], ())
             else:
                 behind = content.removeprefix(said)  # what only looks like the start of another call
                 assert said.startswith(content) or "Done. ".startswith(behind) or "<tool_call>".startswith(behind)
                 assert not any(sign in content for sign in ("<tool_call>", "[TOOL_CALLS]", '"name"', "tag|>{"))
-            assert count <= len(calls)  # type: ignore[arg-type]
-        assert count == len(calls)  # type: ignore[arg-type]
+            for call, (named, arguments) in zip(made, calls, strict=False):
+                assert call.name == named
+                assert json.loads(call.arguments).items() <= arguments.items() or call.cut
+        assert [call.cut for call in made] == [False] * len(calls)
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_what_is_no_call_stays_text_if_it_is_cut(name: str) -> None:
     tokenizer = tokenizer_for(TEMPLATES[name])
-    begun = {
-        'a <tool_call>{"name": "add", "arguments": {"a": 1': "a",
-        "[TOOL_CALLS]add[ARGS]{": "",
-        "\n [TOOL_CALLS]": "",
+    begun: dict[str, tuple[str, list[Any]]] = {
+        'a <tool_call>{"name": "add", "arguments": {"a": 1': ("a", [("add", {})]),
+        "[TOOL_CALLS]add[ARGS]{": ("", [("add", {})]),
+        "\n [TOOL_CALLS]": ("", []),
+        '{"name": "add", "parameters": {"a": 1': ("", [("add", {})]),
+        "[TOOL_CALLS][1]": ("", []),
     }
-    begun |= {'{"name": "add", "parameters": {"a": 1}': "", '{"name": "add", "age": 3}': ""}
-    begun |= {'[TOOL_CALLS] [{"name": "add"}]': "", "[TOOL_CALLS][1]": ""}
     more = {"llama": ['{"name": "Anna", "age', '{"name": 3', '{"name": "An', '{"nam']}
     for text in [*PLAIN[name], *more.get(name, ())]:
         for pieces in cuts(text):
             stream = ToolCallStream(tokenizer, TOOLS)
-            assert joined([*map(stream.push, pieces), stream.finish(cut=True)]) == Parsed(begun.get(text, text))
+            parsed = joined([*map(stream.push, pieces), stream.finish(cut=True)])
+            if text == '[TOOL_CALLS] [{"name": "add", 3}]':
+                assert parsed == Parsed(text)
+                continue
+            assert told(parsed) == begun.get(text, (text, []))
+            assert all(call.cut for call in parsed.calls)
 
 
 def test_a_marker_that_ends_a_call_is_not_lost() -> None:
@@ -190,7 +204,9 @@ def test_text_comes_as_early_as_it_is_sure() -> None:
         " <tools>",
     ]
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    assert [len(stream.push(char).calls) for char in call] == [0] * (len(call) - 1) + [1]
+    made = [len(stream.push(char).calls) for char in call]
+    assert made.index(1) == call.index("</tool_call>") - 1
+    assert sum(made) == 1
 
 
 def test_ids_differ_and_suit_every_template() -> None:
@@ -236,7 +252,7 @@ def test_templates_without_a_place_for_tools(template: str | None) -> None:
         ToolCallStream(tokenizer, TOOLS)
 
 
-@pytest.mark.parametrize("shown", ["<tool_call><function=name>", "<tool_call>{function-name}\\n<arg_key>", ""])
+@pytest.mark.parametrize("shown", ["<tool_call>{function-name}", "<call>", ""])
 def test_formats_that_are_not_known(shown: str) -> None:
     with pytest.raises(ValueError, match="Give its tokenizer a `response_template`"):
         parse_tool_calls("", tokenizer_for("{{ tools }}" + shown), TOOLS)

@@ -9,8 +9,9 @@ import anyio
 from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.apis.request_jobs import RequestJobs
+from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.chats.reasoning import AnswerReader
-from kvboost_hf.server.chats.tools import Parsed, ToolCall
+from kvboost_hf.server.chats.tools import Parsed, joined_calls
 from kvboost_hf.server.jobs import Finished, JobEvent, TokenLogprob
 
 
@@ -22,7 +23,7 @@ class Delta:
         choice: The index of the answer.
         text: New text; may be empty.
         reasoning: New text of the reasoning before the answer, where the model marks it.
-        calls: New tool calls.
+        calls: New pieces of tool calls; those of one call are in a row.
         logprobs: Log probabilities of the new tokens, if they were asked for.
         reason: The finish reason of the answer, if it ends here; else None.
     """
@@ -71,18 +72,19 @@ async def deltas(jobs: RequestJobs, readers: CallReaders) -> AsyncIterator[Delta
     Raises:
         ApiError: A job was given up, or has failed.
     """
-    called: set[int] = set()
+    called: dict[int, ToolCall] = {}  # the last piece of each answer's calls
     async for choice, event in jobs.events():
         reason = str(event.reason) if isinstance(event, Finished) else None
         logprobs = () if isinstance(event, Finished) else event.logprobs
         read = readers.read(choice, event)
-        calls = read.calls
+        calls, last = read.calls, called.get(choice)
         if readers.one_call:
-            calls = () if choice in called else calls[:1]
+            first = next(iter(calls), None) if last is None else last
+            calls = tuple(call for call in calls if first is not None and call.id == first.id)
         if calls:
-            called.add(choice)
-        if reason == "stop" and choice in called:
-            reason = "tool_calls"
+            called[choice] = last = calls[-1]
+        if reason == "stop" and last is not None:
+            reason = "length" if last.cut else "tool_calls"
         reasoning = read.reasoning if readers.shows_reasoning else ""
         yield Delta(choice, read.content, reasoning, calls, logprobs, reason)
 
@@ -110,7 +112,7 @@ async def whole(found: AsyncIterator[Delta], choices: int) -> list[Answer]:
         answer = answers[delta.choice]
         answer.text += delta.text
         answer.reasoning += delta.reasoning
-        answer.calls += delta.calls
+        answer.calls = list(joined_calls([*answer.calls, *delta.calls]))
         answer.logprobs += delta.logprobs
         answer.reason = delta.reason or answer.reason
     return answers

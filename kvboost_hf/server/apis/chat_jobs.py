@@ -4,7 +4,7 @@
 `Reading` tells where the reasoning of an answer ends, and what in it is a call of a tool.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,12 @@ from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.apis.request_jobs import RequestJobs
 from kvboost_hf.server.chats.reasoning import AfterReasoning, AnswerReader, ReasoningMarks, ReasoningReader, marks_of
 from kvboost_hf.server.chats.tools import ToolCallStream
+from kvboost_hf.server.grammars.fitting import Fitted, fit
 from kvboost_hf.server.grammars.structured import choice, json_schema, regex, tool_calls, written
 from kvboost_hf.server.http.errors import refused
 from kvboost_hf.server.jobs import Constraint, Keep
 from kvboost_hf.server.requests.chat import ChatRequest, ToolChoice
+from kvboost_hf.server.requests.fields import note_left
 from kvboost_hf.server.requests.sampled import AnswerForm, Sampled
 
 _TAIL = 32  # tokens at the end of a prompt, of which the opening mark is the last text
@@ -104,7 +106,9 @@ class Reading:
     def _reader(self) -> AnswerReader | None:
         tools, calls = [tool.body for tool in self.asked.offered], None
         if tools or self.prefix is not None:
-            calls = ToolCallStream(self.context.tokenizer, tools, prefix=self.prefix or "")
+            calls = ToolCallStream(
+                self.context.tokenizer, tools, prefix=self.prefix or "", streams=bool(self.asked.stream)
+            )
         return calls if self.marks is None else ReasoningReader(self.marks, opened=self.opened, rest=calls)
 
     def constrained(self, constraint: Constraint | None) -> Constraint | None:
@@ -182,34 +186,69 @@ def calls_many(body: ChatRequest) -> bool:
 def _compiled(
     context: RouteContext, body: Sampled, salt: bytes, answers: int, must_call: bool
 ) -> Sequence[Constraint]:
+    field = "tools" if body.form is None or must_call else body.form.field
+    is_json = True
+    schemas: Sequence[Fitted] = ()
     try:
         if isinstance(body, ChatRequest) and body.offered:
-            grammar, is_json = _grammar_of_calls(body, context.tokenizer), True
+            grammar, schemas = _grammar_of_calls(context, body, salt)
+        elif body.form is not None and body.form.kind == "json":
+            fitted = _fitted_answer(body.form)
+            grammar, schemas = context.grammars.fitting(lambda found: json_schema(found[0]), [fitted], salt)
         else:
             assert body.form is not None
-            grammar, is_json = _grammar(body.form), body.form.kind == "json"
-        return [context.grammars.constraint(grammar, salt, is_json=is_json) for _ in range(answers)]
+            grammar, is_json = _grammar(body.form), False
+        constraints = [context.grammars.constraint(grammar, salt, is_json=is_json) for _ in range(answers)]
     except ValueError as error:
-        raise refused("tools" if body.form is None or must_call else body.form.field, str(error)) from error
+        raise refused(field, str(error)) from error
+    left = [path for fitted in schemas for path in fitted.names]
+    if left and context.settings.strict_requests:
+        raise refused(field, f"{left[0]} cannot be enforced, and would be left to the model. Leave it out.")
+    note_left(left)
+    return constraints
 
 
 def _grammar(form: AnswerForm) -> str:
+    """The grammar of a form other than JSON."""
     match form.kind:
-        case "json":
-            return json_schema(form.value)
         case "regex":
             return regex(form.value)
         case "choice":
             return choice(form.value)
-        case "grammar":
+        case _:
             return written(form.value)
 
 
-def _grammar_of_calls(body: ChatRequest, tokenizer: Any) -> str:
+def _fitted_answer(form: AnswerForm) -> Fitted:
+    name = f"the schema of {form.field}"
+    return fit(form.value, name=name, place=form.field, strict=form.strict, is_object=False)
+
+
+def _grammar_of_calls(context: RouteContext, body: ChatRequest, salt: bytes) -> tuple[str, Sequence[Fitted]]:
     named = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
-    tools = [tool.body for tool in body.offered if named in (None, tool.function.name)]
+    functions = [tool.function for tool in body.offered if named in (None, tool.function.name)]
     form = None if body.must_call else body.form
     if form is not None and form.kind != "json":
         raise ValueError("Answers beside tools can be JSON by a schema only. Pass tool_choice 'none' or 'required'.")
-    schema = form.value if form is not None else None
-    return tool_calls(tokenizer, tools, parallel=calls_many(body), answer=schema)
+    schemas = [
+        fit(
+            function.parameters or {},
+            name=f"the parameters of the tool {function.name!r}",
+            place=f"tools.{function.name}.parameters",
+            strict=function.strict is True,
+            is_object=True,
+        )
+        for function in functions
+    ]
+    if form is not None:
+        schemas.append(_fitted_answer(form))
+
+    def grammar_of(found: Sequence[Mapping[str, Any]]) -> str:
+        tools = [
+            {"type": "function", "function": {"name": function.name, "parameters": schema}}
+            for function, schema in zip(functions, found, strict=False)
+        ]
+        answer = found[-1] if form is not None else None
+        return tool_calls(context.tokenizer, tools, parallel=calls_many(body), answer=answer)
+
+    return context.grammars.fitting(grammar_of, schemas, salt)

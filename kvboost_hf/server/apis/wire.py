@@ -32,6 +32,7 @@ class PostedRoute(APIRoute):
     """A route with a body of JSON. The app's `state.context` is its `RouteContext`.
 
     The names of unknown fields are in the header `x-kvboost-ignored` of the answer and in the log, and are counted.
+    What of the messages was changed for the model is in the header `x-kvboost-changed`, and in the log.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -41,10 +42,13 @@ class PostedRoute(APIRoute):
             context: RouteContext = request.app.state.context
             with unknown_fields(refuse=context.settings.strict_requests) as unknown:
                 response = await handle(_Posted(request.scope, request.receive))
-            if unknown.names:
-                request.scope["ignored"] = unknown.names
-                response.headers["x-kvboost-ignored"] = ", ".join(unknown.names)
+            if ignored := [*unknown.names, *unknown.left]:
+                request.scope["ignored"] = ignored
+                response.headers["x-kvboost-ignored"] = ", ".join(ignored)
                 context.meter.ignored(unknown.names)
+            if unknown.changes:
+                request.scope["changed"] = unknown.changes
+                response.headers["x-kvboost-changed"] = ", ".join(unknown.changes)
             return response
 
         return handle_posted

@@ -4,23 +4,27 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvboost_hf.errors import KVBoostError
 from kvboost_hf.server.grammars import program
-from kvboost_hf.server.grammars.structured import GrammarConstraint
+from kvboost_hf.server.grammars.fitting import Fitted, narrowed, opened
+from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema
 
+T = TypeVar("T")
 _START_S = 120.0  # until a process has read the tokenizer
 _WALL_S = 20.0  # for a grammar: the process ends itself by the time that it computes, which is less
 _KEPT, _KEPT_OF_ONE = 64, 8  # grammars in all, and of one salt
+_SEARCH_S = 4.0  # for what a grammar cannot be compiled with
 
 _TOO_MUCH = (
     f"Compiling the grammar or schema takes more than {program.CPU_S:g} s of computing or "
@@ -64,6 +68,8 @@ class Grammars:
         self._lock = threading.Lock()
         # By salt and grammar, those used last at the end: a matcher at its start, or why there is none.
         self._kept: OrderedDict[tuple[bytes, str], LLMatcher | str] = OrderedDict()
+        # Likewise, schemas without what they could not be compiled with, or why that is refused.
+        self._narrowed: OrderedDict[tuple[bytes, str], Sequence[Fitted] | str] = OrderedDict()
         self._idle: list[_Process] = []
         self._places = threading.BoundedSemaphore(processes)
         self._closed = False
@@ -86,10 +92,82 @@ class Grammars:
         if found is None:
             found = self._compile(grammar)
             with self._lock:
-                self._keep(salt, grammar, found)
+                _keep(self._kept, salt, grammar, found)
         if isinstance(found, str):
             raise ValueError(found)
         return GrammarConstraint(found.deep_copy(), self._tokens, self._vocab_size, is_json=is_json)
+
+    def fitting(
+        self, grammar_of: Callable[[Sequence[Mapping[str, Any]]], str], schemas: Sequence[Fitted], salt: bytes
+    ) -> tuple[str, Sequence[Fitted]]:
+        """The grammar of several schemas, without what no grammar can be compiled with.
+
+        Args:
+            grammar_of: Makes the grammar.
+            schemas: One or more.
+            salt: As in `constraint`.
+
+        Returns:
+            The grammar, and the schemas that it is made of.
+
+        Raises:
+            ValueError: As `constraint` does, or a client asks for all of a schema that cannot be enforced.
+        """
+        grammar = grammar_of([fitted.schema for fitted in schemas])
+        if (error := self._why_not(grammar, salt)) is None:
+            return grammar, schemas
+        grammar += repr([(fitted.name, fitted.strict) for fitted in schemas])
+        with self._lock:
+            found = self._narrowed.get((salt, grammar))
+        if found is None:
+            found = self._narrow(grammar_of, schemas, salt, error)
+            with self._lock:
+                _keep(self._narrowed, salt, grammar, found)
+        if isinstance(found, str):
+            raise ValueError(found)
+        return grammar_of([fitted.schema for fitted in found]), found
+
+    def _narrow(
+        self,
+        grammar_of: Callable[[Sequence[Mapping[str, Any]]], str],
+        schemas: Sequence[Fitted],
+        salt: bytes,
+        error: str,
+    ) -> Sequence[Fitted] | str:
+        end = time.monotonic() + _SEARCH_S
+
+        def compiles(schema: Mapping[str, Any]) -> bool:
+            if time.monotonic() > end:
+                return False
+            try:
+                grammar = json_schema(schema)
+            except ValueError:  # references without an end
+                return False
+            with self._places:
+                tried = self._tried(grammar)
+            return tried is not None and not tried["error"]
+
+        found = list(schemas)
+        try:
+            if error != _TOO_MUCH:  # a search would take as long, many times
+                found = [narrowed(fitted, compiles) for fitted in schemas]
+                error = self._why_not(grammar_of([fitted.schema for fitted in found]), salt) or ""
+            elif any(fitted.strict for fitted in schemas):
+                return error
+            if error:
+                found = [opened(fitted) for fitted in found]
+                self.constraint(grammar_of([fitted.schema for fitted in found]), salt)
+        except ValueError as wrong:
+            return str(wrong)
+        return found
+
+    def _why_not(self, grammar: str, salt: bytes) -> str | None:
+        """Why there is no constraint of a grammar; None if there is one."""
+        try:
+            self.constraint(grammar, salt)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def close(self) -> None:
         """End the processes. What is compiled stays usable."""
@@ -97,14 +175,6 @@ class Grammars:
             self._closed, idle, self._idle = True, self._idle, []
         for process in idle:
             process.kill()
-
-    def _keep(self, salt: bytes, grammar: str, found: LLMatcher | str) -> None:
-        self._kept[salt, grammar] = found
-        own = [key for key in self._kept if key[0] == salt]
-        if len(own) > _KEPT_OF_ONE:
-            del self._kept[own[0]]
-        if len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
 
     def _compile(self, grammar: str) -> LLMatcher | str:
         tokens = self._tokens
@@ -160,6 +230,16 @@ class Grammars:
     @cached_property
     def _tokens(self) -> LLTokenizer:
         return LLTokenizer(**self._settings)
+
+
+def _keep(kept: OrderedDict[tuple[bytes, str], T], salt: bytes, grammar: str, found: T) -> None:
+    """Keep something of a grammar, and forget what is too much of its salt, and in all."""
+    kept[salt, grammar] = found
+    own = [key for key in kept if key[0] == salt]
+    if len(own) > _KEPT_OF_ONE:
+        del kept[own[0]]
+    if len(kept) > _KEPT:
+        kept.popitem(last=False)
 
 
 class _Process:

@@ -49,7 +49,7 @@ def require_ends(schema: Mapping[str, Any]) -> None:
 
 
 def _refuse_inner_ids(schema: Mapping[str, Any]) -> None:
-    for part in _objects(list(schema.values())):
+    for part in objects_in(list(schema.values())):
         if isinstance(part.get("$id"), str):
             raise ValueError(
                 f"Only a whole schema may have an `$id`, got {part['$id'][:100]!r} inside of one. Leave it out."
@@ -70,7 +70,7 @@ def _ends(schema: Any, endless: set[str]) -> bool:
 
 def _references(schema: Any) -> set[str]:
     """All `$ref`s in it."""
-    found = {pointer for part in _objects(schema) if isinstance(pointer := part.get("$ref"), str)}
+    found = {pointer for part in objects_in(schema) if isinstance(pointer := part.get("$ref"), str)}
     for pointer in found:
         if pointer != "#" and not pointer.startswith("#/"):
             raise ValueError(
@@ -80,7 +80,7 @@ def _references(schema: Any) -> set[str]:
     return found
 
 
-def _objects(whole: Any) -> Iterator[dict[str, Any]]:
+def objects_in(whole: Any) -> Iterator[dict[str, Any]]:
     """All objects in a value, itself included."""
     left = [whole]
     for part in left:
@@ -133,7 +133,10 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _combines(schema: Mapping[str, Any]) -> bool:
-    return "allOf" in schema or ("properties" in schema and any(name in schema for name in _ADDS))
+    parts = schema.get("allOf", [])
+    # Patterns say nothing of objects.
+    joins = not isinstance(parts, list) or any(not isinstance(part, dict) or [*part] != ["pattern"] for part in parts)
+    return joins or ("properties" in schema and any(name in schema for name in _ADDS))
 
 
 def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvboost_hf.server.chats.tools import Tool, format_of
+from kvboost_hf.server.chats.tool_formats import Tool, format_of
 from kvboost_hf.server.grammars.program import WRITTEN
 from kvboost_hf.server.grammars.schemas import closed, require_ends
 from kvboost_hf.server.jobs import ConstraintError
@@ -75,6 +75,10 @@ def tool_calls(
     """
     known = format_of(tokenizer, tools)
     added = tokenizer.get_added_vocab()
+    if known.call is None or known.tags is not None:
+        raise ValueError(
+            f"Calls cannot be forced with this model, which writes them as {known.name} do. Pass tool_choice 'auto'."
+        )
     before_name, before_arguments, behind = known.call
     rules, names = [], []
 
@@ -195,5 +199,7 @@ def _beginning(tokens: LLTokenizer, vocab_size: int, chars: bytes) -> Tensor:
 
 def _lark(text: str, added: Mapping[str, int]) -> str:
     """`text` in a grammar. Markers that are tokens of their own have to be those."""
-    pieces = [piece for piece in re.split(r"(</?tool_call>|\[TOOL_CALLS\]|\[ARGS\])", text) if piece]
+    markers = sorted((marker for marker in added if marker and marker in text), key=len, reverse=True)
+    pattern = "|".join(map(re.escape, markers))
+    pieces = [piece for piece in re.split(f"({pattern})", text) if piece] if markers else [text] if text else []
     return " ".join(f"<[{added[piece]}]>" if piece in added else json.dumps(piece) for piece in pieces)

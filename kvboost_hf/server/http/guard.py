@@ -217,8 +217,7 @@ class RequestGuard:
             seconds = round(time.perf_counter() - start, 6)
             quiet = scope["path"] in _POLLED and status < 400
             fields = line | {"status": status, "seconds": seconds} | scope.get("figures", {})
-            if "ignored" in scope:
-                fields["ignored"] = scope["ignored"]
+            fields |= {name: scope[name] for name in ("ignored", "changed") if name in scope}
             _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})
 
     def _refusal(self, scope: Scope, headers: Headers, body: RequestBody) -> ApiError | None:

@@ -9,8 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvboost_hf.server.chats.template import RESERVED, Rendering, reasoning_arguments
-from kvboost_hf.server.requests.fields import Body, Many, Refusal, read_json
-from kvboost_hf.server.requests.sampled import Length, Sampled
+from kvboost_hf.server.chats.values import arguments_of
+from kvboost_hf.server.requests.fields import Body, Many, Refusal, only, read_json
+from kvboost_hf.server.requests.sampled import JsonSchemaBody, Length, Sampled
 
 MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 1000
@@ -114,7 +115,29 @@ class AllowedTools(Body):
     allowed_tools: AllowedNames
 
 
+def named_choice(*kinds: str) -> BeforeValidator:
+    """Refuse a choice of a tool of another type: such tools are ignored, and cannot be called."""
+
+    def check(given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind not in kinds:
+            raise ValueError(
+                f"it must be of type {' or '.join(map(repr, kinds))}, got {kind!a}: others are ignored here"
+            )
+        return "required" if given == "any" else given
+
+    return BeforeValidator(check)
+
+
 _Choice = Literal["none", "auto", "required"] | Annotated[ToolChoice | AllowedTools, Field(discriminator="type")]
+
+
+def _as_arguments(given: Any) -> Any:
+    return "" if given is None else json.dumps(given) if isinstance(given, dict) else given
+
+
+CallArguments = Annotated[str, BeforeValidator(_as_arguments)]
+"""Arguments of a call as JSON text; an object counts as that, and null as no text."""
 
 
 class CalledFunction(Body):
@@ -122,21 +145,20 @@ class CalledFunction(Body):
 
     place: ClassVar = "messages.tool_calls.function"
     name: str
-    arguments: Annotated[
-        str, BeforeValidator(lambda given: json.dumps(given) if isinstance(given, dict) else given)
-    ] = ""
+    arguments: CallArguments = ""
 
     @property
     def parsed(self) -> dict[str, Any] | str:
         """The arguments as an object; as text if they are none, as a model may have written them.
 
+        No arguments are an empty object, and what only JSON's rules are against, such as NaN or half a character, is
+        mended as in answers.
+
         Raises:
             LargeJsonError: they have too many parts, or too deep ones.
         """
-        try:
-            found = read_json(self.arguments.encode())
-        except json.JSONDecodeError:
-            return self.arguments
+        written = arguments_of(self.arguments)
+        found = read_json(written.encode()) if written is not None else None
         return found if isinstance(found, dict) else self.arguments
 
 
@@ -222,8 +244,10 @@ class Function(Body):
     place: ClassVar = "tools.function"
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonSchemaBody | None = None
     strict: bool | None = None
+    """With true, what a grammar of a call cannot hold of `parameters` is refused; else it is left to the model, and
+    named."""
 
 
 class Tool(Body):
@@ -310,11 +334,9 @@ class ChatRequest(ReasoningFields, Sampled):
     """An older form of `tools`: the answer has a `function_call` then."""
     function_call: Literal["none", "auto"] | FunctionName | None = None
     """An older form of `tool_choice`."""
-    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    """Functions; other types of tools are refused."""
-    tool_choice: Annotated[_Choice | None, BeforeValidator(lambda given: "required" if given == "any" else given)] = (
-        None
-    )
+    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS), only("tools", ("function",))] | None = None
+    """Functions; other types of tools are ignored and named."""
+    tool_choice: Annotated[_Choice | None, named_choice("function", "allowed_tools")] = None
     """`any` is another name of `required`."""
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None

@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 # A collection with one error at most, where it would have one for each of millions of items.
 Many = Annotated[list[Item], Field(fail_fast=True)]
 Named = Annotated[dict[str, Item], Field(fail_fast=True)]
-_MOST_NOTED, _NAME = 32, 64  # names of one request, and characters of a name
+_MOST_NOTED, _NAME, _PATH = 32, 64, 128  # names of one request, and characters of a name, and of a path
 MAX_PARTS = 200_000  # objects, lists, and fields of objects
 MAX_DEPTH = 100  # of lists and objects in each other
 
@@ -33,10 +33,14 @@ class UnknownFields:
     Attributes:
         names: Dotted paths without indices, such as `messages.annotations`, in the order in which they were found; the
             first 32, in printable ASCII.
+        left: Likewise, parts of schemas that are left to the model.
+        changes: Likewise, what of the messages was changed for the model, such as `merged: user`.
     """
 
     def __init__(self, *, refuse: bool = False) -> None:
         self.names: list[str] = []
+        self.left: list[str] = []
+        self.changes: list[str] = []
         self._refuse = refuse
 
     def note(self, place: str, names: Sequence[str]) -> None:
@@ -69,6 +73,52 @@ def note_ignored(place: str, name: str) -> None:
     noted = _current.get()
     if noted is not None:
         noted.note(place, [name])
+
+
+def only(place: str, kinds: Sequence[str], default: str | None = None) -> BeforeValidator:
+    """Leave objects of other types out of a list, and note these, as `Body` notes fields that it does not know.
+
+    Args:
+        place: Where the list is in a request.
+        kinds: The types that are served.
+        default: The type of an object that names none; None to have that checked later.
+
+    Example:
+        >>> only("tools", ["function"]).func([{"type": "function"}, {"type": "web_search"}])
+        [{'type': 'function'}]
+    """
+
+    def kept(given: Any) -> Any:
+        if not isinstance(given, list):
+            return given
+        found = []
+        for item in given:
+            kind = item.get("type", default) if isinstance(item, dict) else None
+            if isinstance(kind, str) and kind not in kinds:
+                note_ignored(place, kind)
+            else:
+                found.append(item)
+        if given and not found and default is not None:
+            kind = given[0].get("type")
+            raise ValueError(f"one must be of a type that is served: {', '.join(kinds)}; got only such as {kind!a}")
+        return found
+
+    return BeforeValidator(kept)
+
+
+def note_left(paths: Sequence[str]) -> None:
+    """Note parts of schemas that are left to the model."""
+    noted = _current.get()
+    if noted is not None:
+        told = (_printable(path, _PATH) for path in paths[:_MOST_NOTED])
+        noted.left = list(dict.fromkeys([*noted.left, *told]))[:_MOST_NOTED]
+
+
+def note_changed(change: str) -> None:
+    """Note what of the messages was changed for the model."""
+    noted = _current.get()
+    if noted is not None and change not in noted.changes and len(noted.changes) < _MOST_NOTED:
+        noted.changes.append(change)
 
 
 class Body(BaseModel):
@@ -123,9 +173,9 @@ def _names_of(kind: type[BaseModel]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
-def _printable(name: str) -> str:
+def _printable(name: str, most: int = _NAME) -> str:
     """A name that can stand in a header and in a line of a log."""
-    return "".join(char if char.isascii() and (char.isalnum() or char in "_-.") else "?" for char in name[:_NAME])
+    return "".join(char if char.isascii() and (char.isalnum() or char in "_-.$") else "?" for char in name[:most])
 
 
 class LargeJsonError(ValueError):

@@ -27,6 +27,10 @@ _Schema = Annotated[
 _Choice = Annotated[Many[str], Field(min_length=1)]
 
 
+# Of which `true` allows anything.
+JsonSchemaBody = Annotated[dict[str, Any], BeforeValidator(lambda given: {} if given is True else given)]
+
+
 def _as_biases(given: Any) -> Any:
     """Pairs of a token and its bias as a dict; `false` for a token that must not come, as llama.cpp takes it."""
     if isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given):
@@ -78,11 +82,13 @@ class AnswerForm:
         field: The field that asks for it.
         kind: `"json"` by a schema, a text that `"regex"` matches, one of some texts (`"choice"`), or `"grammar"`.
         value: The schema, the regular expression, the texts, or the grammar in GBNF or Lark.
+        strict: Whether what a grammar cannot hold of a schema is refused, in place of left to the model.
     """
 
     field: str
     kind: FormKind
     value: Any
+    strict: bool = False
 
 
 class TextFormat(Body):
@@ -106,8 +112,9 @@ class JsonSchema(Body):
     place: ClassVar = "response_format.json_schema"
     name: str = "answer"
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: JsonSchemaBody | None = Field(default=None, alias="schema")
     strict: bool | None = None
+    """With true, what a grammar cannot hold of the schema is refused; else it is left to the model, and named."""
 
 
 class SchemaFormat(Body):
@@ -177,7 +184,9 @@ class FormFields(Body):
         """All that is asked for."""
         inner = self.structured_outputs or StructuredOutputs()
         found = [
-            AnswerForm("response_format", "json", _schema_of(self.response_format)),
+            AnswerForm(
+                "response_format", "json", _schema_of(self.response_format), strict=_is_strict(self.response_format)
+            ),
             AnswerForm("json_schema", "json", self.json_schema),
             AnswerForm("guided_json", "json", self.guided_json),
             AnswerForm("structured_outputs.json", "json", inner.json_),
@@ -247,6 +256,10 @@ class Sampled(FormFields, TextRequest):
     def with_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+
+def _is_strict(form: ResponseFormat | None) -> bool:
+    return isinstance(form, SchemaFormat) and form.json_schema.strict is True
 
 
 def _schema_of(form: ResponseFormat | None) -> Mapping[str, Any] | None:

@@ -17,7 +17,7 @@ from kvboost_hf.server.apis.chat_jobs import start_chat
 from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.apis.wire import PINGED_EVENTS, EventStream, PostedRoute
-from kvboost_hf.server.chats.tools import ToolCall
+from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.jobs import Keep
 from kvboost_hf.server.protocol import TooLongError
@@ -109,7 +109,8 @@ class _Reply:
     marks: Sequence[_Mark]
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
     content: list[dict[str, Any]] = field(default_factory=list)
-    called: bool = False
+    called: ToolCall | None = None  # the last piece of a call
+    arguments: str = ""  # of the last call, so far
     reason: str | None = None
     open: bool = False  # whether the last block is
 
@@ -148,12 +149,17 @@ class _Reply:
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
-        yield from self._close()
-        yield self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-        self.called = True
-        self.content[-1]["input"] = json.loads(call.arguments)
-        yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-        yield from self._close()
+        if self.called is None or self.called.ended:
+            yield from self._close()
+            yield self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            self.arguments = ""
+        self.called = call
+        self.arguments += call.arguments
+        if call.arguments:
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        if call.ended:
+            self.content[-1]["input"] = json.loads(self.arguments)
+            yield from self._close()
 
     def _open(self, block: dict[str, Any]) -> dict[str, Any]:
         self.content.append(block)
@@ -184,7 +190,7 @@ class _Reply:
         return {"stop_reason": self._stop_reason(stop), "stop_sequence": stop}
 
     def _stop_reason(self, stop: str | None) -> str:
-        if self.called:
+        if self.called is not None and not self.called.cut:
             return "tool_use"
         if stop is not None:
             return "stop_sequence"

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from kvboost_hf.server.requests.chat import MAX_TOOLS, CalledFunction, ChatRequest, MadeCall, Message, ToolName
 from kvboost_hf.server.requests.fields import Body, Many, Refusal
-from kvboost_hf.server.requests.sampled import MAX_STOPS
+from kvboost_hf.server.requests.sampled import MAX_STOPS, JsonSchemaBody
 
 _BILLING = "x-anthropic-billing-header:"  # a block of Claude Code's with a number that changes with each request
 _BETWEEN = "\n\n"  # texts of several blocks
@@ -195,12 +195,19 @@ class OwnTool(_Marked):
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: JsonSchemaBody
+    strict: bool | None = None
+    """With true, what a grammar of a call cannot hold of `input_schema` is refused."""
 
     @property
     def body(self) -> dict[str, Any]:
         """As in a chat."""
-        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        function: dict[str, Any] = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+        }
+        function |= {} if self.strict is None else {"strict": self.strict}
         return {"type": "function", "function": function}
 
 

@@ -25,7 +25,8 @@ from kvboost_hf.server.apis.ollama.schema import (
 from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.apis.texts import embed, filled, require_embeddings
 from kvboost_hf.server.apis.wire import JSON_LINES, EventStream, UntypedRoute
-from kvboost_hf.server.chats.tools import ToolCall, ToolCallStream
+from kvboost_hf.server.chats.calls import ToolCall
+from kvboost_hf.server.chats.tools import ToolCallStream
 from kvboost_hf.server.http.errors import ApiError, refused
 from kvboost_hf.server.jobs import Finished
 from kvboost_hf.server.requests.chat import ChatRequest, Message

@@ -12,10 +12,10 @@ from fastapi.responses import JSONResponse
 from kvboost_hf.server.apis.answers import CallReaders, Delta, Usage, deltas
 from kvboost_hf.server.apis.chat_jobs import start_chat
 from kvboost_hf.server.apis.context import RouteContext
-from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
+from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest, custom_input
 from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.apis.wire import NAMED_EVENTS, EventStream, PostedRoute
-from kvboost_hf.server.chats.tools import ToolCall
+from kvboost_hf.server.chats.calls import ToolCall
 
 
 def response_routes(context: RouteContext) -> APIRouter:
@@ -50,6 +50,7 @@ class _Reply:
     open: str | None = None  # the type of the last item, where it may grow
     text: str = ""  # of that one, and
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    called: ToolCall | None = None  # the last piece of a call
 
     async def whole(self) -> dict[str, Any]:
         """The whole response, as the last event has it."""
@@ -79,7 +80,6 @@ class _Reply:
         if delta.text or (logprobs and not thinking):  # those of reasoning have no place
             yield from self._grow("message", delta.text, logprobs)
         for call in delta.calls:
-            yield from self._close("completed")
             yield from self._call(call)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -147,21 +147,35 @@ class _Reply:
         return {"effort": options and options.effort, "summary": options and options.summary}
 
     def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
-        item = {
-            "id": f"fc_{uuid.uuid4().hex}",
-            "type": "function_call",
-            "status": "completed",
-            "call_id": call.id,
-            "arguments": call.arguments,
-        } | self.asked.named(call.name)
-        self.output.append(item)
-        place = {"item_id": item["id"], "output_index": len(self.output) - 1}
-        opened = item | {"status": "in_progress", "arguments": ""}
-        yield self._event("response.output_item.added", output_index=place["output_index"], item=opened)
-        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        yield self._event(
-            "response.function_call_arguments.done", **place, name=item["name"], arguments=call.arguments
-        )
+        """Add a piece to the call that is open, or to a new one."""
+        custom = self.asked.is_custom(call.name)
+        field, event = ("input", "custom_tool_call_input") if custom else ("arguments", "function_call_arguments")
+        if self.called is None or self.called.ended:
+            yield from self._close("completed")
+            item: dict[str, Any] = {
+                "id": f"{'ctc' if custom else 'fc'}_{uuid.uuid4().hex}",
+                "type": "custom_tool_call" if custom else "function_call",
+                "status": "in_progress",
+                "call_id": call.id,
+                field: "",
+            } | self.asked.named(call.name)
+            self.output.append(item)
+            self.text = ""
+            yield self._event("response.output_item.added", output_index=len(self.output) - 1, item=dict(item))
+        self.called = call
+        self.text += call.arguments
+        place = {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
+        told = call.arguments
+        if custom:  # whose input is a text, and no JSON
+            told = self.text = custom_input(self.text) if call.ended else self.text
+        if told and (call.ended or not custom):
+            yield self._event(f"response.{event}.delta", **place, delta=told)
+        if not call.ended:
+            return
+        item = self.output[-1] | {"status": "incomplete" if call.cut else "completed", field: self.text}
+        self.output[-1] = item
+        more = {} if custom else {"name": item["name"]}
+        yield self._event(f"response.{event}.done", **place, **more, **{field: self.text})
         yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
     def _response(self, status: str) -> dict[str, Any]:

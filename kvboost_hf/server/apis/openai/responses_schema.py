@@ -1,5 +1,6 @@
 """The schema of requests to `/v1/responses`, and the chat request that each stands for."""
 
+import json
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -9,6 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 from kvboost_hf.server.requests.chat import (
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
+    CallArguments,
     CalledFunction,
     ChatRequest,
     Function,
@@ -16,8 +18,10 @@ from kvboost_hf.server.requests.chat import (
     Message,
     MessageContent,
     ReasoningFields,
+    ToolName,
+    named_choice,
 )
-from kvboost_hf.server.requests.fields import Body, Many, Named, Refusal, note_ignored
+from kvboost_hf.server.requests.fields import Body, Many, Named, Refusal, only
 from kvboost_hf.server.requests.sampled import Length, TextRequest
 
 
@@ -41,16 +45,40 @@ class CallItem(Body):
     call_id: str
     name: str
     namespace: str | None = None
-    arguments: str
+    arguments: CallArguments = ""
     id: str | None = None
     status: str | None = None
+
+    @property
+    def function(self) -> CalledFunction:
+        """The call as chats have it."""
+        return CalledFunction(name=whole_name(self.namespace, self.name), arguments=self.arguments)
+
+
+class CustomCallItem(Body):
+    """A call of a custom tool."""
+
+    place: ClassVar = "input"
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str = ""
+    id: str | None = None
+    status: str | None = None
+
+    @property
+    def function(self) -> CalledFunction:
+        """The call as chats have it."""
+        arguments = json.dumps({"input": self.input}, ensure_ascii=False)
+        return CalledFunction(name=whole_name(self.namespace, self.name), arguments=arguments)
 
 
 class ResultItem(Body):
     """The result of a call."""
 
     place: ClassVar = "input"
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: MessageContent
     id: str | None = None
@@ -78,12 +106,19 @@ class ReasoningItem(Body):
     status: str | None = None
 
 
+_ITEMS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+)
+
+
 def _known(item: Any) -> Any:
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    if kind not in (None, "message", "function_call", "function_call_output", "reasoning"):
-        if kind == "item_reference":
-            raise ValueError("responses are not stored; send the items themselves, as clients do with store=False")
-        raise ValueError(f"items of type {kind!a} are not context")
+    if isinstance(item, dict) and item.get("type") == "item_reference":
+        raise ValueError("responses are not stored; send the items themselves, as clients do with store=False")
     return item
 
 
@@ -95,7 +130,9 @@ def _tag(item: Any) -> str:
 Item = Annotated[
     Annotated[SaidItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[ResultItem, Tag("function_call_output")]
+    | Annotated[ResultItem, Tag("custom_tool_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_tag),
     BeforeValidator(_known),
@@ -109,6 +146,50 @@ class FlatFunction(Function):
     type: Literal["function"]
 
 
+class InputFormat(Body):
+    """The form of a custom tool's input."""
+
+    place: ClassVar = "tools.format"
+    type: Literal["text", "grammar"]
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class CustomTool(Body):
+    """A tool whose input is a text, such as Codex's `apply_patch`; the model calls it with one argument, `input`."""
+
+    place: ClassVar = "tools"
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: InputFormat | None = None
+    """A grammar is told to the model, but not enforced."""
+
+    @property
+    def function(self) -> FlatFunction:
+        """The same as a function."""
+        said = self.description or ""
+        if self.format is not None and self.format.definition:
+            grammar = f"The input is text of this grammar ({self.format.syntax or 'lark'}):\n{self.format.definition}"
+            said = f"{said}\n\n{grammar}".lstrip()
+        parameters = {
+            "type": "object",
+            "properties": {"input": {"type": "string"}},
+            "required": ["input"],
+            "additionalProperties": False,
+        }
+        return FlatFunction(type="function", name=self.name, description=said or None, parameters=parameters)
+
+
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool, from the arguments that the model has written: one text, by whatever name."""
+    found = json.loads(arguments)
+    texts = [value for value in found.values() if isinstance(value, str)]
+    if isinstance(found.get("input"), str):
+        return str(found["input"])
+    return texts[0] if len(found) == len(texts) == 1 else "" if not found else arguments
+
+
 class Namespace(Body):
     """Tools of one kind, as Codex offers them; the model sees each as `NAMESPACE.NAME`."""
 
@@ -116,7 +197,7 @@ class Namespace(Body):
     type: Literal["namespace"]
     name: str
     description: str | None = None
-    tools: Annotated[Many[FlatFunction], Field(max_length=MAX_TOOLS)]
+    tools: Annotated[Many[FlatFunction], Field(max_length=MAX_TOOLS), only("tools.tools", ("function",))]
 
     @property
     def functions(self) -> list[FlatFunction]:
@@ -129,22 +210,34 @@ def whole_name(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-def _without_search(tools: Any) -> Any:
-    """Leave out searches of the web: Codex offers one to every model, which answers without."""
-    if not isinstance(tools, list):
-        return tools
-    kept = [tool for tool in tools if not (isinstance(tool, dict) and str(tool.get("type")).startswith("web_search"))]
-    if len(kept) < len(tools):
-        note_ignored("tools", "web_search")
-    return kept
-
-
 class FlatChoice(Body):
     """The tool to call."""
 
     place: ClassVar = "tool_choice"
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As in a chat."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class FlatAllowed(Body):
+    """The tools that may be called; the model is told of no others."""
+
+    place: ClassVar = "tool_choice"
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[Many[FlatChoice], Field(max_length=MAX_TOOLS), only("tool_choice.tools", ("function", "custom"))]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As in a chat."""
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": self.mode, "tools": [one.body for one in self.tools]},
+        }
 
 
 class PlainFormat(Body):
@@ -171,6 +264,9 @@ class TextOptions(Body):
     format: Annotated[PlainFormat | FlatSchema, Field(discriminator="type")] | None = None
 
 
+_Choice = Literal["none", "auto", "required"] | Annotated[FlatChoice | FlatAllowed, Field(discriminator="type")]
+
+
 def _with_one_head(messages: list[Message]) -> list[Message]:
     """Join what system and developer say first: many chat templates take one such message."""
     heads = list(takewhile(lambda message: message.role in ("system", "developer"), messages))
@@ -182,20 +278,21 @@ def _with_one_head(messages: list[Message]) -> list[Message]:
 class ResponseRequest(ReasoningFields, TextRequest):
     """A request to `/v1/responses`."""
 
-    input: str | Annotated[Many[Item], Field(min_length=1)]
+    input: str | Annotated[Many[Item], Field(min_length=1), only("input", (*_ITEMS, "item_reference"), "message")]
+    """A text, or items. Those of types that are not known are ignored and named."""
     instructions: str | None = None
     max_output_tokens: Length = None
     text: TextOptions | None = None
     tools: (
         Annotated[
-            Many[Annotated[FlatFunction | Namespace, Field(discriminator="type")]],
+            Many[Annotated[FlatFunction | CustomTool | Namespace, Field(discriminator="type")]],
             Field(max_length=MAX_TOOLS),
-            BeforeValidator(_without_search),
+            only("tools", ("function", "custom", "namespace")),
         ]
         | None
     ) = None
-    """Functions, and namespaces of them. Searches of the web are ignored and named, other types of tools refused."""
-    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    """Functions, namespaces of them, and custom tools. Other types of tools are ignored and named."""
+    tool_choice: Annotated[_Choice | None, named_choice("function", "custom", "allowed_tools")] = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Annotated[Any, Refusal("responses are not stored; send the whole conversation as input")] = (
         None
@@ -223,8 +320,8 @@ class ResponseRequest(ReasoningFields, TextRequest):
         """
         form = self.text.format if self.text is not None else None
         choice: Any = self.tool_choice
-        if isinstance(choice, FlatChoice):
-            choice = {"type": "function", "function": {"name": choice.name}}
+        if isinstance(choice, FlatChoice | FlatAllowed):
+            choice = choice.body
         functions = [tool.model_dump(exclude={"type"}) for tool in self.functions]
         fields = {
             **self.model_dump(include=set(TextRequest.model_fields) | set(ReasoningFields.model_fields)),
@@ -250,8 +347,20 @@ class ResponseRequest(ReasoningFields, TextRequest):
     @property
     def functions(self) -> list[FlatFunction]:
         """All tools that are offered."""
-        tools = self.tools or ()
-        return [one for tool in tools for one in (tool.functions if isinstance(tool, Namespace) else [tool])]
+        found: list[FlatFunction] = []
+        for tool in self.tools or ():
+            match tool:
+                case Namespace():
+                    found += tool.functions
+                case CustomTool():
+                    found.append(tool.function)
+                case FlatFunction():
+                    found.append(tool)
+        return found
+
+    def is_custom(self, name: str) -> bool:
+        """Whether a custom tool has this name."""
+        return any(isinstance(tool, CustomTool) and tool.name == name for tool in self.tools or ())
 
     def named(self, whole: str) -> dict[str, str]:
         """The name and namespace of a tool, as a call of it has them."""
@@ -275,9 +384,8 @@ class ResponseRequest(ReasoningFields, TextRequest):
                     reasoning = "".join(part.text for part in item.content or ()) or None
                 case ResultItem():
                     found.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
-                case CallItem():
-                    function = CalledFunction(name=whole_name(item.namespace, item.name), arguments=item.arguments)
-                    call = MadeCall(id=item.call_id, function=function)
+                case CallItem() | CustomCallItem():
+                    call = MadeCall(id=item.call_id, function=item.function)
                     if not found or found[-1].role != "assistant":
                         found.append(Message(role="assistant", reasoning_content=reasoning))
                         reasoning = None

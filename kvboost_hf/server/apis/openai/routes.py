@@ -17,7 +17,7 @@ from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.apis.texts import embed, filled, require_embeddings
 from kvboost_hf.server.apis.wire import EventStream, PostedRoute
-from kvboost_hf.server.chats.tools import ToolCall
+from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.jobs import Job, TokenLogprob
 from kvboost_hf.server.requests.chat import ChatRequest
 from kvboost_hf.server.requests.texts import CompletionRequest, EmbeddingRequest
@@ -75,15 +75,20 @@ class _ChatForm:
             head["usage"] = None
         for choice in range(choices):
             yield head | {"choices": [_delta(choice, {"role": "assistant", "content": ""})]}
-        sent = [0] * choices  # calls of each
+        sent = [-1] * choices  # the index of the last call of each
+        ended = [True] * choices  # whether that one is complete
         async for delta in deltas(self.jobs, self.readers):
             message: dict[str, Any] = _reasoned(delta) | ({"content": delta.text} if delta.text else {})
-            if delta.calls and self.asked.functions:
-                message["function_call"] = _function(delta.calls[0])
-            elif delta.calls:
-                first = sent[delta.choice]
-                message["tool_calls"] = [{"index": n} | _call(call) for n, call in enumerate(delta.calls, first)]
-                sent[delta.choice] += len(delta.calls)
+            pieces = []
+            for call in delta.calls:
+                begins, ended[delta.choice] = ended[delta.choice], call.ended
+                sent[delta.choice] += begins
+                told = _call(call) if begins else {"function": {"arguments": call.arguments}}
+                pieces.append({"index": sent[delta.choice]} | told)
+            if pieces and self.asked.functions:
+                message["function_call"] = pieces[0]["function"]
+            elif pieces:
+                message["tool_calls"] = pieces
             if message or delta.logprobs:
                 logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
                 yield head | {"choices": [_delta(delta.choice, message, logprobs)]}

@@ -1,0 +1,193 @@
+"""Reads arguments that are written as tags, and writes them as JSON of the types that a tool's schema has."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import regex  # type: ignore[import-untyped]
+
+from kvboost_hf.server.chats.tool_formats import Tags
+from kvboost_hf.server.chats.values import json_of, overlap
+
+_MAX_TAG = 512  # characters
+_SURROGATE = regex.compile("[\ud800-\udfff]")
+
+
+class TagsReader:
+    """Reads the arguments of one call, as a `ValueReader` does.
+
+    A text is told as it comes; a value of another type when it is complete. Without a schema, a value is a text. Of
+    arguments that come twice the first one counts.
+
+    Args:
+        tags: How arguments are written.
+        schema: The JSON schema of the arguments.
+
+    Attributes:
+        kind: `{`.
+        begun: Whether any argument has come.
+        done: Whether the call is complete.
+        stuck: Whether the text goes on as no call does.
+
+    Example:
+        >>> from kvboost_hf.server.chats.tool_formats import QWEN_XML
+        >>> reader = TagsReader(QWEN_XML.tags, {"properties": {"days": {"type": "integer"}}})
+        >>> reader.read("<parameter=days>\\n3\\n</parameter>\\n</function>"), reader.take(), reader.done
+        ('', '{"days": 3}', True)
+    """
+
+    kind = "{"
+
+    def __init__(self, tags: Tags, schema: Mapping[str, Any]) -> None:
+        self.begun = self.done = self.stuck = False
+        self._tags, self._schema = tags, schema
+        self._open = regex.compile(tags.open)
+        self._close = f"\n{tags.close}" if tags.lines else tags.close
+        self._out: list[str] = []
+        self._held = ""  # of a tag, or of a value
+        self._key: str | None = None  # of the value that is read
+        self._keys: set[str] = set()
+        self._is_text = self._starts = self._muted = False
+
+    def read(self, text: str) -> str:
+        """Read more text; returns what comes behind the call, or cannot be a part of it."""
+        while text and not self.done and not self.stuck:
+            text = self._read_tag(text) if self._key is None else self._read_value(text)
+        return text
+
+    def take(self) -> str:
+        """The JSON that was written since the last time."""
+        found, self._out = "".join(self._out), []
+        return found
+
+    def close(self) -> bool:
+        """End the JSON here; returns whether no argument was cut."""
+        exact = self._key is None and not self._held
+        if self._key is not None and self._is_text:
+            self._write(_escaped(self._held) + '"')
+        self._finish()
+        return exact
+
+    def _finish(self) -> None:
+        self._muted = False
+        self._write("}" if self.begun else "{}")
+        self.done = True
+
+    def _write(self, text: str) -> None:
+        if not self._muted:
+            self._out.append(text)
+
+    def _read_tag(self, text: str) -> str:
+        for at, char in enumerate(text, 1):
+            self._held = (self._held + char).lstrip()
+            if not self._held:
+                continue
+            found = self._open.match(self._held, partial=True)
+            if found is not None and not found.partial:
+                self._begin(found["key"].strip())
+                return text[at:]
+            if found is not None and len(self._held) <= _MAX_TAG:
+                continue
+            if self._tags.call_close.startswith(self._held):
+                if self._held == self._tags.call_close:
+                    self._finish()
+                    return text[at:]
+                continue
+            rest, self._held, self.stuck = self._held + text[at:], "", True
+            return rest
+        return ""
+
+    def _begin(self, key: str) -> None:
+        self._key, self._held, self._starts = key, "", self._tags.lines
+        self._muted = key in self._keys
+        self._keys.add(key)
+        types = self._types(key)
+        self._is_text = not types - {"string"}
+        if self._is_text:
+            self._write_key()
+            self._write('"')
+
+    def _write_key(self) -> None:
+        if self._muted or self._key is None:
+            return
+        self._write((", " if self.begun else "{") + f'"{_escaped(self._key)}": ')
+        self.begun = True
+
+    def _read_value(self, text: str) -> str:
+        held = self._held + text
+        if self._starts:
+            held, self._starts = held.removeprefix("\n"), False
+        end = held.find(self._tags.close)
+        if end < 0:
+            sure = len(held) - max(overlap(held, self._close), overlap(held, self._tags.close))
+            if self._is_text:
+                self._write(_escaped(held[:sure]))
+                held = held[sure:]
+            self._held = held
+            return ""
+        value = held[:end]
+        value = value.removesuffix("\n") if self._tags.lines else value
+        if self._is_text:
+            self._write(_escaped(value) + '"')
+        else:
+            self._write_key()
+            self._write(self._typed(value))
+        self._key, self._held, self._muted = None, "", False
+        return held[end + len(self._tags.close) :]
+
+    def _types(self, key: str) -> set[str]:
+        properties = self._schema.get("properties")
+        schema = properties.get(key) if isinstance(properties, dict) else None
+        return _types(schema, self._schema)
+
+    def _typed(self, value: str) -> str:
+        """A value as JSON of one of its types; as a text if it is of none of them."""
+        types, bare = self._types(self._key or ""), value.strip()
+        if "null" in types and bare in ("null", "None"):
+            return "null"
+        if "string" not in types:
+            if "boolean" in types and bare.lower() in ("true", "false", "1", "0"):
+                return "true" if bare.lower() in ("true", "1") else "false"
+            found = json_of(bare)
+            if found is not None and (found := _as_one_of(found, types)) is not None:
+                return found
+        return f'"{_escaped(value)}"'
+
+
+def _as_one_of(written: str, types: set[str]) -> str | None:
+    value = json.loads(written)
+    if isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types:
+        return str(int(value))
+    kinds = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+    kind = kinds.get(type(value), "null")
+    return written if kind in types or (kind == "integer" and "number" in types) else None
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
+    """The JSON types that a schema allows; empty if it says nothing of them."""
+    if not isinstance(schema, dict) or not depth:
+        return set()
+    declared = schema.get("type")
+    found = {declared} if isinstance(declared, str) else {one for one in declared or () if isinstance(one, str)}
+    for name in ("anyOf", "oneOf", "allOf"):
+        for part in schema.get(name) or () if isinstance(schema.get(name), list) else ():
+            found |= _types(part, root, depth - 1)
+    if not found and isinstance(schema.get("enum"), list):
+        found = {"string" if isinstance(one, str) else "null" if one is None else _kind(one) for one in schema["enum"]}
+    pointer = schema.get("$ref")
+    if not found and isinstance(pointer, str) and pointer.startswith("#/"):
+        target: Any = root
+        for step in pointer[2:].split("/"):
+            target = target.get(step) if isinstance(target, dict) else None
+        found = _types(target, root, depth - 1)
+    if not found and "properties" in schema:
+        found = {"object"}
+    return found | ({"null"} if schema.get("nullable") is True else set())
+
+
+def _kind(value: Any) -> str:
+    return "boolean" if isinstance(value, bool) else "integer" if isinstance(value, int) else "number"
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(_SURROGATE.sub("\ufffd", text), ensure_ascii=False)[1:-1]

@@ -1,0 +1,427 @@
+# ruff: noqa: RUF001
+"""The formats in which models write tool calls: `FORMATS`, a table, and `format_of`, which finds a model's own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import regex  # type: ignore[import-untyped]
+from transformers import PreTrainedTokenizerBase
+
+from kvboost_hf.server.chats.values import JSON, Spelling
+
+Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+Fields = Mapping[str, Mapping[str, Any]]
+
+
+class Tags(NamedTuple):
+    """How arguments are written as tags, one for each.
+
+    Args:
+        open: A pattern of what comes before a value, with its `key`.
+        close: The text behind a value.
+        call_close: The text behind the last value.
+        lines: Whether a line end at each end of a value belongs to the tags.
+        written: A tag with `{key}` and `{value}`, as the model writes it.
+    """
+
+    open: str
+    close: str
+    call_close: str
+    lines: bool
+    written: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """The format in which a family of models writes tool calls.
+
+    Args:
+        name: The models, for messages.
+        sign: A pattern that the chat templates of such models have, and no others.
+        fields: The regions of an answer, as the `fields` of a response template of transformers. The text of the
+            region `tool_calls` is read as `head` and the next ones say; an object with name and arguments is one, too.
+        head: A pattern of what comes before the arguments, with the `name`, and an `id` if there is one. The arguments
+            begin behind it, or at its group `args`. None where calls are JSON objects alone.
+        spelling: How values are written, besides JSON.
+        python: Whether arguments are those of a call of Python.
+        tags: How arguments are written as tags; None for an object.
+        marker: A text that nothing but calls begins with.
+        marked: Whether no other text looks like a call.
+        always: Whether answers without calls have marks of the format, too.
+        nothing: A tool that is not offered, and whose call does nothing.
+        before: Text before the first call, as a model must write it.
+        call: Text before the name, before the arguments and behind them; None where calls cannot be forced.
+        between: Text between calls; None if there is one call at most.
+        after: Text behind the last call.
+    """
+
+    name: str
+    sign: str
+    fields: Fields
+    head: str | None = None
+    spelling: Spelling = JSON
+    python: bool = False
+    tags: Tags | None = None
+    marker: str
+    marked: bool = True
+    always: bool = False
+    nothing: str | None = None
+    before: str = ""
+    call: tuple[str, str, str] | None = None
+    between: str | None = None
+    after: str = ""
+
+
+def _regions(open: str | list[str], close: str | list[str] | None = None, **more: Mapping[str, Any]) -> Fields:
+    """Text, calls between two marks, and other regions. A mark that is a pattern begins with `re:`."""
+    calls: dict[str, Any] = {"repeats": True, "content_args": {"strip": False}}
+    for side, mark in (("open", open), ("close", close)):
+        if isinstance(mark, str) and mark.startswith("re:"):
+            calls[f"{side}_pattern"] = mark.removeprefix("re:")
+        elif mark is not None:
+            calls[side] = mark
+    return {"content": {"content_args": {"strip": False}}, "tool_calls": calls, **more}
+
+
+def _left_out(pattern: str) -> dict[str, Any]:
+    """A mark that is no part of the text."""
+    return {"open_pattern": pattern, "close_pattern": "", "repeats": True}
+
+
+_NAME = r"(?P<name>[\w.:/-]{1,128})"
+_PYTHON_NAME = r"(?P<name>[^\W\d][\w.-]{0,127})"
+
+HERMES = ToolFormat(
+    name="Hermes, Qwen 2.5 and 3, Granite 4, SmolLM 3, ERNIE",
+    sign=r"<tool_call>(\\n|[^\w<]|\{%.{0,40}?%\})*\\?[\"']?name",
+    fields=_regions("<tool_call>", "</tool_call>"),
+    call=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
+    between="\n",
+    marker="<tool_call>",
+)
+QWEN_XML = ToolFormat(
+    name="Qwen 3 Coder, Qwen 3.5, Nemotron 3, Step 3.5",
+    sign=r"<tool_call>(\\n|\s|['\"+ -]|\}\}|\{\{)*<function=|<function=(example_function_name|name)>",
+    fields=_regions(["<tool_call>", "<function="], "</tool_call>"),
+    head=r"(?:<function=)?(?P<name>[^<>{}\s=\"]{1,128})\s*>",
+    tags=Tags(
+        r"<parameter=(?P<key>[^<>\n]+)>",
+        "</parameter>",
+        "</function>",
+        True,
+        "<parameter={key}>\n{value}\n</parameter>\n",
+    ),
+    call=("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
+    between="\n",
+    marker="<tool_call>",
+)
+SEED = ToolFormat(
+    name="Seed-OSS",
+    sign=r"<seed:tool_call>",
+    fields=_regions(["<seed:tool_call>"], "</seed:tool_call>"),
+    head=r"<function=(?P<name>[^<>{}\s=\"]{1,128})\s*>",
+    tags=Tags(
+        r"<parameter=(?P<key>[^<>\n]+)>",
+        "</parameter>",
+        "</function>",
+        False,
+        "<parameter={key}>{value}</parameter>\n",
+    ),
+    call=("<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>"),
+    between="\n",
+    marker="<seed:tool_call>",
+)
+MINIMAX = ToolFormat(
+    name="MiniMax M2",
+    sign=r"<minimax:tool_call>",
+    fields=_regions("<minimax:tool_call>", "</minimax:tool_call>"),
+    head=r"<invoke name=\"?(?P<name>[^<>\"]{1,128})\"?\s*>",
+    tags=Tags(
+        r"<parameter name=\"?(?P<key>[^<>\"]+)\"?\s*>",
+        "</parameter>",
+        "</invoke>",
+        False,
+        '<parameter name="{key}">{value}</parameter>\n',
+    ),
+    before="<minimax:tool_call>\n",
+    call=('<invoke name="', '">\n', "</invoke>\n"),
+    between="",
+    after="</minimax:tool_call>",
+    marker="<minimax:tool_call>",
+)
+GLM = ToolFormat(
+    name="GLM 4.5 to 4.7",
+    sign=r"<arg_key>",
+    fields=_regions("<tool_call>", "</tool_call>"),
+    head=r"(?P<name>[\w.:/-]{1,128})(?P<args>[\s<])",
+    tags=Tags(
+        r"<arg_key>\s*(?P<key>[^<>]+?)\s*</arg_key>\s*<arg_value>",
+        "</arg_value>",
+        "",
+        False,
+        "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+    ),
+    call=("<tool_call>", "\n", "</tool_call>"),
+    between="\n",
+    marker="<tool_call>",
+)
+_MISTRAL_FIELDS = _regions("[TOOL_CALLS]", r"re:(?=\[TOOL_CALLS\])")
+_MISTRAL_HEAD = _NAME + r"(?:\[CALL_ID\](?P<id>\w{0,64}))?(?:\[ARGS\])?\s*(?P<args>\{)"
+MISTRAL_NAMED = ToolFormat(
+    name="Mistral since its eleventh tokenizer",
+    sign=r"\[TOOL_CALLS\](?s:.*)\[ARGS\]",
+    fields=_MISTRAL_FIELDS,
+    head=_MISTRAL_HEAD,
+    call=("[TOOL_CALLS]", "[ARGS]", ""),
+    between="",
+    marker="[TOOL_CALLS]",
+)
+MISTRAL = ToolFormat(
+    name="older Mistral",
+    sign=r"\[TOOL_CALLS\]",
+    fields=_MISTRAL_FIELDS,
+    head=_MISTRAL_HEAD,
+    before="[TOOL_CALLS][",
+    call=('{"name": "', '", "arguments": ', "}"),
+    between=", ",
+    after="]",
+    marker="[TOOL_CALLS]",
+)
+DEEPSEEK = ToolFormat(
+    name="DeepSeek V3, R1 and V3.1",
+    sign="<｜tool▁call(s)?▁begin｜>",
+    fields=_regions(
+        "re:(?:<｜tool▁calls▁begin｜>\\s*)?<｜tool▁call▁begin｜>",
+        r"re:(?:\s*```\s*)?<｜tool▁call▁end｜>",
+        marks=_left_out("<｜tool▁calls▁end｜>"),
+    ),
+    head=r"function<｜tool▁sep｜>(?P<name>[\w.:/-]{1,128})\s*```(?:json)?\s*(?P<args>\{)|"
+    r"(?!function<)(?P<name>[\w.:/-]{1,128})<｜tool▁sep｜>\s*(?:```(?:json)?\s*)?(?P<args>\{)",
+    before="<｜tool▁calls▁begin｜>",
+    call=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    between="",
+    after="<｜tool▁calls▁end｜>",
+    marker="<｜tool▁call",
+)
+KIMI = ToolFormat(
+    name="Kimi K2",
+    sign=r"<\|tool_call_begin\|>|<\|im_system\|>tool_declare",
+    fields=_regions(
+        r"re:(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>",
+        "<|tool_call_end|>",
+        marks=_left_out(r"<\|tool_calls_section_end\|>"),
+    ),
+    head=r"\s*(?P<id>(?:functions\.)?(?P<name>[\w./-]{1,128})(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+    before="<|tool_calls_section_begin|>",
+    call=("<|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    between=None,
+    after="<|tool_calls_section_end|>",
+    marker="<|tool_call",
+)
+HARMONY = ToolFormat(
+    name="gpt-oss",
+    sign=r"<\|channel\|>(?s:.*)to=functions|to=functions(?s:.*)<\|channel\|>",
+    fields=_regions(
+        r"re:(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))?\s*to=functions\.",
+        ["<|call|>", "<|end|>", "<|return|>"],
+        thinking={
+            "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis"
+            r"(?:\s*<\|constrain\|>\w+)?\s*<\|message\|>",
+            "close": ["<|end|>", "<|return|>"],
+            "repeats": True,
+        },
+        marks=_left_out(
+            r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)(?:\s*<\|constrain\|>\w+)?\s*<\|message\|>"
+            r"|<\|(?:end|return|call)\|>"
+        ),
+    ),
+    head=r"(?P<name>[\w.:/-]{1,128})(?:\s|json|<\|channel\|>(?:commentary|analysis)|<\|constrain\|>)*<\|message\|>",
+    call=("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
+    between=None,
+    marker="<|channel|>commentary to=",
+    always=True,
+)
+COHERE = ToolFormat(
+    name="Command R7B and A",
+    sign=r"<\|START_ACTION\|>",
+    fields=_regions(
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        marks=_left_out(r"<\|(?:START|END)_(?:RESPONSE|TEXT)\|>"),
+    ),
+    before="<|START_ACTION|>[\n    ",
+    call=('{"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}"),
+    between=None,
+    after="\n]<|END_ACTION|>",
+    marker="<|START_ACTION|>",
+    always=True,
+)
+COMMAND_R = ToolFormat(
+    name="Command R",
+    sign=r"Action:(?s:.*)\\?[\"']tool_name|\\?[\"']tool_name(?s:.*)Action:",
+    fields=_regions(r"re:Action:\s*```json", "```"),
+    before="Action: ```json\n[\n    ",
+    call=('{\n        "tool_name": "', '",\n        "parameters": ', "\n    }"),
+    between=",\n    ",
+    after="\n]```",
+    marker="Action:",
+    nothing="directly_answer",
+)
+GEMMA = ToolFormat(
+    name="FunctionGemma and Gemma 4",
+    sign=r"<start_function_call>|<\|tool_call>\s*call:|<\|tool_call>",
+    fields=_regions(["<start_function_call>", "<|tool_call>"], ["<end_function_call>", "<tool_call|>"]),
+    head=r"call:(?P<name>[\w.:/-]{1,128})\s*(?P<args>\{)",
+    spelling=Spelling(bare_keys=True, delimiters=("<escape>", '<|"|>')),
+    marker="<start_function_call>",
+)
+LFM = ToolFormat(
+    name="LFM2",
+    sign=r"<\|tool_(call|list)_start\|>",
+    fields=_regions("<|tool_call_start|>", "<|tool_call_end|>"),
+    head=_PYTHON_NAME + r"\s*(?P<args>\()",
+    python=True,
+    marker="<|tool_call_start|>",
+)
+OLMO = ToolFormat(
+    name="OLMo 3",
+    sign=r"<function_calls>",
+    fields=_regions("<function_calls>", "</function_calls>"),
+    head=_PYTHON_NAME + r"\s*(?P<args>\()",
+    python=True,
+    marker="<function_calls>",
+)
+INTERN = ToolFormat(
+    name="InternLM 2.5",
+    sign=r"<\|action_start\|>",
+    fields=_regions("re:<\\|action_start\\|>\\s*<\\|plugin\\|>", "<|action_end|>"),
+    call=('<|action_start|><|plugin|>\n{"name": "', '", "parameters": ', "}<|action_end|>"),
+    between=None,
+    marker="<|action_start|>",
+)
+TOOLCALL = ToolFormat(
+    name="Nemotron Nano 2",
+    sign=r"<TOOLCALL>",
+    fields=_regions("<TOOLCALL>", "</TOOLCALL>"),
+    before="<TOOLCALL>[",
+    call=('{"name": "', '", "arguments": ', "}"),
+    between=", ",
+    after="]</TOOLCALL>",
+    marker="<TOOLCALL>",
+)
+TOOL_CALLS = ToolFormat(
+    name="Jamba, MiniMax M1, Hunyuan",
+    sign=r"<tool_calls>",
+    fields=_regions("<tool_calls>", "</tool_calls>"),
+    before="<tool_calls>[",
+    call=('{"name": "', '", "arguments": ', "}"),
+    between=", ",
+    after="]</tool_calls>",
+    marker="<tool_calls>",
+)
+GRANITE = ToolFormat(
+    name="Granite 3, Phi 4 mini",
+    sign=r"<\|tool_call\|>|<\|/tool\|>",
+    fields=_regions(["<|tool_call|>", "functools["], "<|/tool_call|>"),
+    before="<|tool_call|>[",
+    call=('{"name": "', '", "arguments": ', "}"),
+    between=", ",
+    after="]",
+    marker="<|tool_call|>",
+)
+PYTHONIC = ToolFormat(
+    name="Llama 3.2 and 4 with calls of Python, ToolACE",
+    sign=r"\[func_name1\(|\[\w*func(tion)?_?name\w*\(",
+    fields=_regions(r"re:\A\s*(?:<\|python_(?:start|tag)\|>\s*)?(?=\[\s*[^\W\d][\w.-]*\s*\()", "<|python_end|>"),
+    head=_PYTHON_NAME + r"\s*(?P<args>\()",
+    python=True,
+    marker="<|python_start|>",
+    marked=False,
+)
+# A call as an example, with a placeholder for the name: templates that list tools as JSON have `"parameters"`, too.
+_EXAMPLE = r"\{{1,2}\s*\\?[\"']name\\?[\"']\s*:\s*(\\?[\"'][\w <>$-]+\\?[\"']|[\w <>$-]+)\s*,\s*\\?[\"']%s\\?[\"']\s*:"
+LLAMA = ToolFormat(
+    name="Llama 3",
+    sign=r"<\|python_tag\|>|" + _EXAMPLE % "parameters",
+    fields=_regions(
+        r're:\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|function)")|<\|python_tag\|>(?=\w+\.call\()'
+    ),
+    head=r"(?P<name>\w{1,128})\.call(?P<args>\()",
+    python=True,
+    call=('{"name": "', '", "parameters": ', "}"),
+    between=None,
+    marker="<|python_tag|>{",
+    marked=False,
+)
+XLAM = ToolFormat(
+    name="xLAM, Hammer",
+    sign=_EXAMPLE % "arguments",
+    fields=_regions(r're:\A\s*(?:```(?:json)?\s*)?(?=\[?\s*\{\s*"(?:name|type|function)")', "```"),
+    before="[",
+    call=('{"name": "', '", "arguments": ', "}"),
+    between=", ",
+    after="]",
+    marker='[{"name"',
+    marked=False,
+)
+FORMATS = (  # the first whose sign a template has
+    HARMONY,
+    SEED,
+    MINIMAX,
+    GLM,
+    QWEN_XML,
+    DEEPSEEK,
+    KIMI,
+    COHERE,
+    LFM,
+    GEMMA,
+    OLMO,
+    INTERN,
+    TOOLCALL,
+    HERMES,
+    TOOL_CALLS,
+    GRANITE,
+    MISTRAL_NAMED,
+    MISTRAL,
+    COMMAND_R,
+    PYTHONIC,
+    LLAMA,
+    XLAM,
+)
+
+
+def format_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> ToolFormat:
+    """The format in which a model writes tool calls, by its chat template.
+
+    Raises:
+        ValueError: the chat template has no place for tools, or shows none of the formats that are known here.
+    """
+    known = known_format(template_for(tokenizer, tools))
+    if known is None:
+        names = "; ".join(each.name for each in FORMATS)
+        raise ValueError(
+            "`tools` needs a model that writes calls in a format that is known here; the chat template of this one "
+            f"shows none of {names}. Give its tokenizer a `response_template`."
+        )
+    return known
+
+
+def known_format(template: str) -> ToolFormat | None:
+    """The format that a chat template shows; None for none that is known."""
+    return next((known for known in FORMATS if regex.search(known.sign, template)), None)
+
+
+def template_for(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> str:
+    """The chat template for chats with tools.
+
+    Raises:
+        ValueError: there is none, or it has no place for tools.
+    """
+    template = tokenizer.get_chat_template(tools=[dict(tool) for tool in tools]) if tokenizer.chat_template else ""
+    if "tools" not in template:
+        raise ValueError(
+            "`tools` needs a model whose chat template has a place for them, and that of this one has none. "
+            "Leave `tools` out, or load a tokenizer with such a template."
+        )
+    return template

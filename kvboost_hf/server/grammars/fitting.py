@@ -1,0 +1,773 @@
+"""Fits JSON schemas to what a grammar can hold, and names the rest, which is left to the model.
+
+What means the same in other words is put so. References are resolved, whatever they refer to: all of them lead to
+`$defs` then. Annotations and unknown keywords are left out.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from kvboost_hf.server.grammars.patterns import rust
+from kvboost_hf.server.grammars.schemas import objects_in, require_ends
+
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
+)
+_COUNTS = (
+    ("minLength", "maxLength"),
+    ("minItems", "maxItems"),
+    ("minProperties", "maxProperties"),
+)
+_COUNTABLE = range(2**31)
+_AS_GIVEN = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_LISTS = ("anyOf", "oneOf", "allOf")
+_NEVER_HELD = (
+    "if",
+    "then",
+    "else",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "propertyNames",
+    "contains",
+    "maxContains",
+    "uniqueItems",
+    "not",
+)
+_JOINS = ("$ref", *_LISTS, "if", "dependentSchemas")
+# What is left out of these may tell of other properties, so that an object cannot be closed.
+_MAY_NAME_MORE = (
+    "$ref",
+    "$dynamicRef",
+    "$recursiveRef",
+    "patternProperties",
+    "if",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+)
+_NOTES = ("contentEncoding", "contentMediaType", "contentSchema")
+_MOST_PATHS, _MOST_TRIALS = 32, 64
+OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+class Left(NamedTuple):
+    """A part of a schema that is left to the model.
+
+    Args:
+        path: The names and places that lead to it from the schema, such as `properties.tags.uniqueItems`.
+        why: Why a grammar does not hold it.
+        note: Whether it only says how to read a value, so that leaving it out breaks no promise.
+    """
+
+    path: str
+    why: str
+    note: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """A schema as a grammar holds it.
+
+    Args:
+        schema: For the grammar.
+        left: What is left to the model.
+        name: The schema in errors, such as "The parameters of the tool 'look'".
+        place: The field that it is in, such as `tools.look.parameters`.
+        strict: Whether the client asks for all of it.
+    """
+
+    schema: Mapping[str, Any]
+    left: tuple[Left, ...] = ()
+    name: str
+    place: str
+    strict: bool
+
+    def require(self) -> "Fitted":
+        """Raise `ValueError` if the client asks for all of it, and something is left to the model."""
+        found = next((left for left in self.left if not left.note), None)
+        if self.strict and found is not None:
+            where = f"`{found.path}` of {self.name}" if found.path else self.name
+            raise ValueError(
+                f"{where} cannot be enforced: {found.why}. Leave that out, or send strict: false, with which it is "
+                "left to the model."
+            )
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """The whole paths of what is left to the model; the first 32."""
+        return [".".join(filter(None, (self.place, left.path))) for left in self.left[:_MOST_PATHS]]
+
+
+def fit(schema: Any, *, name: str, place: str, strict: bool, is_object: bool) -> Fitted:
+    """Fit a schema to what a grammar can hold.
+
+    Args:
+        schema: Of a client; nested 100 deep at most.
+        name: The schema in errors.
+        place: The field that it is in.
+        strict: Whether the client asks for all of it.
+        is_object: Whether the value is an object, whatever the schema says.
+
+    Raises:
+        ValueError: The client asks for all of it, and something cannot be held.
+
+    Example:
+        >>> schema = {"type": "array", "items": {"type": "string", "format": "colour"}, "uniqueItems": True}
+        >>> found = fit(schema, name="It", place="json", strict=False, is_object=False)
+        >>> found.names
+        ['json.items.format', 'json.uniqueItems']
+        >>> found.schema
+        {'type': 'array', 'items': {'type': 'string'}}
+    """
+    fitter = _Fitter(schema)
+    found = fitter.whole()
+    result = Fitted(schema=found, left=tuple(fitter.left), name=name, place=place, strict=strict)
+    if is_object and "object" not in _types(found.get("type", list(_TYPES))):
+        result = replace(result, left=(*result.left, Left("type", "arguments are an object")), schema=OBJECT)
+    elif is_object:
+        result = replace(result, schema={**found, "type": "object"})
+    try:
+        require_ends(result.schema)
+    except ValueError as error:
+        if strict:
+            raise ValueError(f"{name} cannot be enforced: {error}") from error
+        return replace(result, left=(Left("$ref", str(error)),), schema=OBJECT if is_object else {})
+    return result.require()
+
+
+def narrowed(fitted: Fitted, compiles: Callable[[Mapping[str, Any]], bool]) -> Fitted:
+    """Leave to the model what a grammar of the schema cannot be compiled with.
+
+    Args:
+        fitted: A schema with which a grammar could not be compiled, maybe for another reason.
+        compiles: Whether one can be compiled with a schema.
+
+    Raises:
+        ValueError: The client asks for all of it.
+    """
+    search = _Search(fitted.schema, compiles)
+    schema = search.schema()
+    return replace(fitted, schema=schema, left=(*fitted.left, *search.left)).require()
+
+
+def opened(fitted: Fitted) -> Fitted:
+    """Leave all of a schema to the model, besides whether it is an object.
+
+    Raises:
+        ValueError: The client asks for all of it.
+    """
+    left = Left("", "its grammar is too large")
+    schema = OBJECT if fitted.schema.get("type") == "object" else {}
+    return replace(fitted, schema=schema, left=(*fitted.left, left)).require()
+
+
+@dataclass
+class _Fitter:
+    """Fits one schema.
+
+    Args:
+        root: The schema.
+
+    Attributes:
+        left: What is left to the model.
+    """
+
+    root: Any
+    left: list[Left] = field(default_factory=list)
+    _names: dict[str, str] = field(default_factory=dict)  # of what is referred to, by pointer
+    _taken: set[str] = field(default_factory=set)  # of these names
+    _new: list[tuple[str, Any]] = field(default_factory=list)  # of these, those to fit yet
+
+    def whole(self) -> dict[str, Any]:
+        """The schema, whose references lead to `$defs`."""
+        self._anchors = dict(_anchors(self.root))
+        # In a schema with a name of its own, references begin there.
+        inner = list(self.root.values()) if isinstance(self.root, dict) else []
+        named = [part for part in objects_in(inner) if isinstance(part.get("$id"), str)]
+        self._elsewhere = {id(part) for part in objects_in(named)}
+        found = self.schema(self.root, "")
+        if not isinstance(found, dict):
+            if found is False:
+                self._leave("", "it allows no value")
+            found = {}
+        defs: dict[str, Any] = {}
+        while self._new:
+            pointer, target = self._new.pop()
+            path = ".".join(_steps(pointer))
+            defs[self._names[pointer]] = self.schema(target, path)
+        return {**found, "$defs": defs} if defs else found
+
+    def schema(self, given: Any, path: str) -> Any:
+        """A part of it."""
+        if isinstance(given, bool):
+            return given
+        if not isinstance(given, dict):
+            self._leave(path, "it is no schema")
+            return True
+        found: dict[str, Any] = {}
+        if _is_never(given.get("not")):
+            return False
+        self._values(given, found, path)
+        self._numbers(given, found, path)
+        self._text(given, found, path)
+        self._array(given, found, path)
+        self._object(given, found, path)
+        self._joined(given, found, path)
+        for name in _NEVER_HELD:
+            if name in given and not self._says_nothing(name, given, found):
+                self._leave(_under(path, name), "a grammar has no way to say it")
+        if "properties" in found and any(name in given and name not in found for name in _MAY_NAME_MORE):
+            found.setdefault("additionalProperties", True)
+        for name in _NOTES:
+            if name in given:
+                self._leave(_under(path, name), "it says how to read a text", note=True)
+        return _nullable(found) if given.get("nullable") is True else found
+
+    def _leave(self, path: str, why: str, *, note: bool = False) -> None:
+        if len(self.left) < 4 * _MOST_PATHS or not note:
+            self.left.append(Left(path, why, note))
+
+    def _values(self, given: dict[str, Any], found: dict[str, Any], path: str) -> None:
+        """`type`, `enum` and `const`."""
+        asked = given.get("type")
+        names = asked if isinstance(asked, list) else [asked]
+        known = [_type(name) for name in names]
+        if asked is not None and "any" not in known:
+            kept = list(dict.fromkeys(name for name in known if name in _TYPES))
+            if len(kept) < len(names) or not kept:
+                self._leave(_under(path, "type"), f"a type must be one of {', '.join(_TYPES)}")
+            else:
+                found["type"] = kept if isinstance(asked, list) and len(kept) > 1 else kept[0]
+        refused = given.get("not")
+        for name in ("enum", "const"):
+            if name not in given:
+                continue
+            values = given[name] if name == "enum" else [given[name]]
+            if not isinstance(values, list) or not values:
+                self._leave(_under(path, name), "it must be a list of values, and have one at least")
+                continue
+            if given.get("nullable") is True and name == "enum" and None not in values:
+                values = [*values, None]
+            fitting = [value for value in values if "type" not in found or _is_of(value, found["type"], given)]
+            if not fitting:
+                self._leave(_under(path, "type"), f"no value of `{name}` is of this type")
+                found.pop("type", None)
+                fitting = values
+            if _denied(refused) is not None:
+                fitting = [value for value in fitting if value not in (_denied(refused) or ())] or fitting
+            if name in given:
+                found[name] = fitting if name == "enum" else fitting[0]
+        if "const" in found:
+            found.pop("enum", None)
+        elif _denied_types(refused) and "type" in found:
+            kept = [name for name in _types(found["type"]) if name not in _denied_types(refused)]
+            if kept:
+                found["type"] = kept
+
+    def _numbers(self, given: dict[str, Any], found: dict[str, Any], path: str) -> None:
+        for name in _AS_GIVEN:
+            value = given.get(name)
+            if value is None or isinstance(value, bool):
+                continue
+            if not isinstance(value, int | float) or (name == "multipleOf" and value <= 0):
+                self._leave(_under(path, name), f"it must be a number, got {str(value)[:40]!r}")
+                continue
+            found[name] = value
+        for plain, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            if given.get(exclusive) is True and plain in found:  # as before draft 6
+                found[exclusive] = found.pop(plain)
+        for low, high in _COUNTS:
+            for name in (low, high):
+                value = given.get(name)
+                if value is None:
+                    continue
+                if isinstance(value, bool) or not isinstance(value, int | float) or value not in _COUNTABLE:
+                    self._leave(_under(path, name), f"it must be a count, got {str(value)[:40]!r}")
+                else:
+                    found[name] = int(value)
+            if low in found and high in found and found[low] > found[high]:
+                self._leave(_under(path, low), f"it is above `{high}`")
+                del found[low], found[high]
+        bounds = [found.get(name) for name in ("minimum", "maximum")]
+        if None not in bounds and bounds[0] > bounds[1]:  # type: ignore[operator]
+            self._leave(_under(path, "minimum"), "it is above `maximum`")
+            del found["minimum"], found["maximum"]
+
+    def _text(self, given: dict[str, Any], found: dict[str, Any], path: str) -> None:
+        kind = given.get("format")
+        if isinstance(kind, str) and kind in _FORMATS:
+            found["format"] = kind
+        elif kind is not None:
+            self._leave(_under(path, "format"), "no grammar is known for it", note=True)
+        if "pattern" not in given:
+            return
+        patterns = self._patterns(given["pattern"], _under(path, "pattern"))
+        if patterns:
+            found["pattern"] = patterns[0]
+        if patterns[1:]:
+            found["allOf"] = [{"pattern": pattern} for pattern in patterns[1:]]
+
+    def _patterns(self, pattern: Any, path: str) -> tuple[str, ...]:
+        if not isinstance(pattern, str):
+            self._leave(path, "a pattern must be a text")
+            return ()
+        found, exact = rust(pattern)
+        if not exact:
+            self._leave(path, "a grammar does not look around, and does not remember what has matched")
+        return found
+
+    def _array(self, given: dict[str, Any], found: dict[str, Any], path: str) -> None:
+        items, places = given.get("items"), given.get("prefixItems")
+        if isinstance(items, list):  # as before draft 2020-12
+            items, places = given.get("additionalItems"), items
+        if isinstance(places, list) and places:
+            found["prefixItems"] = [
+                self.schema(each, f"{_under(path, 'prefixItems')}.{n}") for n, each in enumerate(places)
+            ]
+        if items is not None:
+            found["items"] = self.schema(items, _under(path, "items"))
+        if "items" not in found and "unevaluatedItems" in given and not _joins(given):
+            found["items"] = self.schema(given["unevaluatedItems"], _under(path, "unevaluatedItems"))
+        if "contains" in given and given.get("minContains") != 0:
+            count = given.get("minContains", 1)
+            if isinstance(count, int) and count > found.get("minItems", 0):
+                found["minItems"] = count
+
+    def _object(self, given: dict[str, Any], found: dict[str, Any], path: str) -> None:
+        properties = given.get("properties")
+        if isinstance(properties, dict):
+            found["properties"] = {
+                name: self.schema(each, f"{_under(path, 'properties')}.{name}") for name, each in properties.items()
+            }
+        elif properties is not None:
+            self._leave(_under(path, "properties"), "they must be schemas by name")
+        by_pattern = given.get("patternProperties")
+        if isinstance(by_pattern, dict):
+            found |= self._by_pattern(by_pattern, path)
+        if by_pattern and "patternProperties" not in found:
+            found["additionalProperties"] = True
+        elif "additionalProperties" in given:
+            found["additionalProperties"] = self.schema(
+                given["additionalProperties"], _under(path, "additionalProperties")
+            )
+        elif "unevaluatedProperties" in given and not _joins(given):
+            found["additionalProperties"] = self.schema(
+                given["unevaluatedProperties"], _under(path, "unevaluatedProperties")
+            )
+        self._names_of_properties(given, found, path)
+        required = given.get("required")
+        if isinstance(required, list):
+            names = [name for name in required if isinstance(name, str)]
+            closed = found.get("additionalProperties") is False and "patternProperties" not in found
+            known = found.get("properties", {})
+            lost = [name for name in names if known.get(name, True) is False or (closed and name not in known)]
+            if lost:
+                self._leave(_under(path, "required"), f"there can be no property {lost[0][:64]!r}")
+            if kept := [name for name in names if name not in lost]:
+                found["required"] = list(dict.fromkeys(kept))
+
+    def _by_pattern(self, given: dict[str, Any], path: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for pattern, each in given.items():
+            inner = f"{_under(path, 'patternProperties')}.{pattern}"
+            patterns, exact = rust(pattern)
+            if not exact or len(patterns) > 1:
+                # Names that a wider pattern matches would have to keep to what is not said of them.
+                self._leave(inner, "a grammar does not look around, and does not remember what has matched")
+                return {}
+            found[patterns[0]] = self.schema(each, inner)
+        return {"patternProperties": found} if found else {}
+
+    def _names_of_properties(self, given: dict[str, Any], found: dict[str, Any], path: str) -> None:
+        """`propertyNames`, where properties can be said by their names."""
+        names = given.get("propertyNames")
+        if not isinstance(names, dict) or "properties" in found or "patternProperties" in found:
+            return
+        rest = found.get("additionalProperties", True)
+        values = names.get("enum", [names["const"]] if "const" in names else None)
+        pattern = names.get("pattern")
+        if isinstance(values, list) and all(isinstance(value, str) for value in values):
+            found |= {"properties": {value: rest for value in values}, "additionalProperties": False}
+        elif isinstance(pattern, str) and names.keys() <= {"type", "pattern", *_SAYS_NOTHING}:
+            patterns, exact = rust(pattern)
+            if exact and len(patterns) == 1:
+                found |= {"patternProperties": {patterns[0]: rest}, "additionalProperties": False}
+
+    def _joined(self, given: dict[str, Any], found: dict[str, Any], path: str) -> None:
+        for name in ("$ref", "$dynamicRef", "$recursiveRef"):
+            if name in given and id(given) in self._elsewhere and str(given[name]).startswith("#"):
+                self._leave(_under(path, name), "it is in a schema that has an `$id` of its own")
+            elif name in given:
+                found |= self._reference(given[name], _under(path, name))
+        for name in _LISTS:
+            parts = given.get(name)
+            if parts is None:
+                continue
+            if not isinstance(parts, list) or not parts:
+                self._leave(_under(path, name), "it must be a list of schemas, and have one at least")
+                continue
+            inner = [self.schema(each, f"{_under(path, name)}.{n}") for n, each in enumerate(parts)]
+            if name == "oneOf":
+                if not self._are_apart(parts):
+                    self._leave(_under(path, name), "a value may be of several of these schemas, as with anyOf")
+                name = "anyOf" if "anyOf" not in given else "allOf"
+                inner = [{"anyOf": inner}] if name == "allOf" else inner
+            found[name] = [*found.get(name, []), *inner]
+
+    def _reference(self, pointer: Any, path: str) -> dict[str, Any]:
+        """A reference to the same as `pointer`; nothing for what is not in the schema."""
+        if not isinstance(pointer, str):
+            self._leave(path, "a reference must be a text")
+            return {}
+        local = self._local(pointer)
+        if local == "#":
+            return {"$ref": "#"}
+        target = _target(self.root, local) if local is not None else None
+        if local is None or not isinstance(target, dict | bool):
+            self._leave(path, f"there is nothing in the schema that {pointer[:100]!r} refers to")
+            return {}
+        if local not in self._names:
+            last = (_steps(local) or ["root"])[-1]
+            name = next(each for each in _numbered(last) if each not in self._taken)
+            self._names[local] = name
+            self._taken.add(name)
+            self._new.append((local, target))
+        name = self._names[local].replace("~", "~0").replace("/", "~1").replace("%", "%25")
+        return {"$ref": f"#/$defs/{name}"}
+
+    def _local(self, pointer: str) -> str | None:
+        """A reference as a pointer from the whole schema; None for what is elsewhere."""
+        base, _, rest = pointer.partition("#")
+        start = ""
+        if base:
+            known = self._anchors.get(base)
+            if known is None:
+                return None
+            start = known
+        if rest and not rest.startswith("/"):
+            known = self._anchors.get(f"#{rest}")
+            return None if known is None else f"#{known}"
+        return f"#{start}{rest}"
+
+    def _are_apart(self, parts: list[Any]) -> bool:
+        """Whether no value can be of two of these schemas."""
+        flat = [self._flat(part) for part in parts]
+        return all(_apart(one, other) for n, one in enumerate(flat) for other in flat[:n]) if len(flat) < 65 else False
+
+    def _flat(self, part: Any) -> Any:
+        for _ in range(8):
+            if not isinstance(part, dict) or not isinstance(part.get("$ref"), str):
+                return part
+            local = self._local(part["$ref"])
+            part = self.root if local == "#" else _target(self.root, local) if local is not None else None
+        return part
+
+    def _says_nothing(self, name: str, given: dict[str, Any], found: dict[str, Any]) -> bool:
+        """Whether leaving a keyword out changes nothing, with what was found."""
+        value = given[name]
+        match name:
+            case "not":
+                return value is False or self._is_denied(value, found)
+            case "uniqueItems":
+                return value is not True or found.get("maxItems", 2) < 2
+            case "if":
+                return not {"then", "else"} & given.keys()
+            case "then" | "else":
+                return True  # told with `if`
+            case "unevaluatedProperties":
+                return value is True or not _joins(given) or found.get("additionalProperties") is False
+            case "unevaluatedItems":
+                return value is True or not _joins(given) or found.get("items") is False
+            case "propertyNames":
+                held = found.get("additionalProperties") is False and "additionalProperties" not in given
+                known = isinstance(value, dict) and (value.keys() & {"enum", "const", "pattern"}) and held
+                return bool(known) or _is_any_text(value) or self._names_are_held(value, given, found)
+            case "contains":
+                return given.get("minContains") == 0 and "maxContains" not in given
+            case "maxContains":
+                return "contains" not in given
+            case _:
+                return not value
+
+    def _names_are_held(self, value: Any, given: dict[str, Any], found: dict[str, Any]) -> bool:
+        if not isinstance(value, dict) or "properties" in given or "patternProperties" in given:
+            return False
+        return ("properties" in found or "patternProperties" in found) and found["additionalProperties"] is False
+
+    def _is_denied(self, value: Any, found: dict[str, Any]) -> bool:
+        """Whether what `not` denies is not among what was found."""
+        denied, types = _denied(value), _denied_types(value)
+        if denied is not None:
+            values = found.get("enum", [found["const"]] if "const" in found else None)
+            return values is not None and not any(one in denied for one in values)
+        return bool(types) and "type" in found and not set(_types(found["type"])) & set(types)
+
+
+_SAYS_NOTHING = ("title", "description", "default", "examples", "$comment", "deprecated")
+
+
+@dataclass
+class _Search:
+    """Finds what a grammar cannot be compiled with, by compiling it without.
+
+    Args:
+        root: The schema.
+        compiles: Whether a grammar can be compiled with a schema.
+
+    Attributes:
+        left: What was left out.
+    """
+
+    root: Mapping[str, Any]
+    compiles: Callable[[Mapping[str, Any]], bool]
+    left: list[Left] = field(default_factory=list)
+    _trials: int = 0
+
+    def schema(self) -> Mapping[str, Any]:
+        """The schema without it."""
+        if self._holds(self.root):
+            return self.root
+        self._defs = dict(self.root.get("$defs", {}))
+        for name in self._failing([(name, each) for name, each in self._defs.items()]):
+            self._defs[name] = self._part(self._defs[name], f"$defs.{name}")
+        found = self._part({name: value for name, value in self.root.items() if name != "$defs"}, "")
+        if isinstance(found, dict) and self._is_fine(found):
+            return {**found, **({"$defs": self._defs} if self._defs else {})}
+        self.left = [Left("", "its grammar is too large, or allows no value")]
+        return OBJECT if self.root.get("type") == "object" else {}
+
+    def _holds(self, schema: Any) -> bool:
+        self._trials += 1
+        return self._trials <= _MOST_TRIALS and self.compiles(schema)
+
+    def _is_fine(self, schema: Any) -> bool:
+        return self._holds({**schema, **({"$defs": self._defs} if self._defs else {})})
+
+    def _failing(self, parts: list[tuple[Any, Any]]) -> list[Any]:
+        """The keys of those schemas that no grammar can be compiled with."""
+        parts = [(key, part) for key, part in parts if isinstance(part, dict) and part]
+        tried = [part for _, part in parts]
+        if not parts or self._is_fine({"type": "array", "prefixItems": tried, "minItems": len(tried)}):
+            return []
+        if len(parts) == 1:
+            return [parts[0][0]]
+        half = len(parts) // 2
+        return [*self._failing(parts[:half]), *self._failing(parts[half:])]
+
+    def _part(self, schema: Any, path: str) -> Any:
+        """A part of the schema without it."""
+        found = dict(schema)
+        inner = dict(_inner(found))
+        for keys in self._failing(list(inner.items())):
+            _put(found, keys, self._part(inner[keys], ".".join(filter(None, (path, *map(str, keys))))))
+        if self._is_fine(found):
+            return found
+        for name in [name for name in found if name not in ("properties", "type")] + ["properties", "type"]:
+            fewer = {key: value for key, value in found.items() if key != name}
+            if name == "patternProperties":
+                fewer["additionalProperties"] = True
+            if name in found and self._is_fine(fewer):
+                self.left.append(Left(_under(path, name), "no grammar can be compiled with it"))
+                return fewer
+        self.left.append(Left(path, "no grammar can be compiled with it"))
+        return True
+
+
+def _inner(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The schemas in one, with the keys that lead there."""
+    for name in ("properties", "patternProperties"):
+        yield from (((name, key), each) for key, each in schema.get(name, {}).items())
+    for name in (*_LISTS, "prefixItems"):
+        yield from (((name, n), each) for n, each in enumerate(schema.get(name, ())))
+    for name in ("items", "additionalProperties"):
+        if name in schema:
+            yield (name,), schema[name]
+
+
+def _put(schema: dict[str, Any], keys: tuple[Any, ...], value: Any) -> None:
+    if len(keys) == 1:
+        schema[keys[0]] = value
+        return
+    outer = schema[keys[0]]
+    schema[keys[0]] = inner = dict(outer) if isinstance(outer, dict) else list(outer)
+    inner[keys[1]] = value
+
+
+def _under(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _type(name: Any) -> Any:
+    """A name of a type, also in capitals, as Google's API has it."""
+    return name.lower() if isinstance(name, str) and name.lower() in (*_TYPES, "any") else None
+
+
+def _types(kind: Any) -> list[str]:
+    return kind if isinstance(kind, list) else [kind]
+
+
+def _is_of(value: Any, kind: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a value is of a type, or of one of several."""
+    if value is None and given.get("nullable") is True:
+        return True
+    for name in _types(kind):
+        match name:
+            case "boolean":
+                fits = isinstance(value, bool)
+            case "integer":
+                fits = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
+            case "number":
+                fits = isinstance(value, int | float) and not isinstance(value, bool)
+            case "string":
+                fits = isinstance(value, str)
+            case "null":
+                fits = value is None
+            case "array":
+                fits = isinstance(value, list)
+            case _:
+                fits = isinstance(value, dict)
+        if fits:
+            return True
+    return False
+
+
+def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of the same, or null: OpenAPI's `nullable`."""
+    if "type" in schema and not any(name in schema for name in ("const", *_JOINS)):
+        types = _types(schema["type"])
+        return schema if "null" in types else {**schema, "type": [*types, "null"]}
+    if not schema:
+        return schema
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _is_never(schema: Any) -> bool:
+    """Whether every value is of this schema."""
+    return schema is True or (isinstance(schema, dict) and schema.keys() <= set(_SAYS_NOTHING))
+
+
+def _is_any_text(schema: Any) -> bool:
+    return _is_never(schema) or (
+        isinstance(schema, dict) and schema.get("type") == "string" and schema.keys() <= {"type", *_SAYS_NOTHING}
+    )
+
+
+def _denied(schema: Any) -> list[Any] | None:
+    """The values of a schema that has nothing but such."""
+    if not isinstance(schema, dict) or not schema.keys() <= {"const", "enum"}:
+        return None
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, list) else None
+
+
+def _denied_types(schema: Any) -> list[str]:
+    """The types of a schema that has nothing but such; none of numbers, of which one is a part of the other."""
+    if not isinstance(schema, dict) or schema.keys() != {"type"}:
+        return []
+    found = _types(schema["type"])
+    return [] if any(name not in _TYPES or name in ("number", "integer") for name in found) else found
+
+
+def _joins(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema puts several together."""
+    return any(name in schema for name in _JOINS)
+
+
+def _apart(one: Any, other: Any) -> bool:
+    """Whether no value can be of both schemas."""
+    if one is False or other is False:
+        return True
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    values = [_values(schema) for schema in (one, other)]
+    if None not in values:
+        return not any(value in values[1] for value in values[0])  # type: ignore[operator,union-attr]
+    kinds = [_kinds(schema) for schema in (one, other)]
+    if not kinds[0] & kinds[1]:
+        return True
+    if kinds[0] & kinds[1] != {"object"}:
+        return False
+    both = [
+        (left, right)
+        for name in set(_required(one)) & set(_required(other))
+        if (left := one["properties"].get(name)) is not None and (right := other["properties"].get(name)) is not None
+    ]
+    return any(
+        _values(left) is not None and _values(right) is not None and _apart(left, right) for left, right in both
+    )
+
+
+def _required(schema: Mapping[str, Any]) -> list[str]:
+    required, properties = schema.get("required"), schema.get("properties")
+    if not isinstance(required, list) or not isinstance(properties, dict):
+        return []
+    return [name for name in required if isinstance(name, str)]
+
+
+def _values(schema: Any) -> list[Any] | None:
+    if not isinstance(schema, dict):
+        return None
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, list) else None
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """The types of values that a schema allows, with "number" for integers, too."""
+    values = _values(schema)
+    if values is not None:
+        return {kind for value in values for kind in _TYPES if kind != "integer" and _is_of(value, kind, {})}
+    known = {_type(name) for name in _types(schema.get("type"))}
+    if not known <= set(_TYPES):
+        return set(_TYPES) - {"integer"}
+    found = {"number" if kind == "integer" else str(kind) for kind in known}
+    return found | {"null"} if schema.get("nullable") is True else found
+
+
+def _anchors(root: Any) -> Iterator[tuple[str, str]]:
+    """Names that references may have, and the pointers that they stand for."""
+    left: list[tuple[Any, str]] = [(root, "")]
+    for part, pointer in left:
+        if isinstance(part, dict):
+            for key, prefix in (("$id", ""), ("id", ""), ("$anchor", "#"), ("$dynamicAnchor", "#")):
+                name = part.get(key)
+                if isinstance(name, str) and name.strip("#"):
+                    yield (name if name.startswith("#") else prefix + name.rstrip("#")), pointer
+            left += [
+                (each, f"{pointer}/{_escaped(name)}") for name, each in part.items() if isinstance(each, dict | list)
+            ]
+        elif isinstance(part, list):
+            left += [(each, f"{pointer}/{n}") for n, each in enumerate(part) if isinstance(each, dict | list)]
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1").replace("%", "%25")
+
+
+def _steps(pointer: str) -> list[str]:
+    return [step.replace("~1", "/").replace("~0", "~") for step in unquote(pointer).split("/")[1:]]
+
+
+def _target(root: Any, pointer: str) -> Any:
+    for step in _steps(pointer):
+        if isinstance(root, dict):
+            root = root.get(step)
+        elif isinstance(root, list) and step.isdecimal() and int(step) < len(root):
+            root = root[int(step)]
+        else:
+            return None
+    return root
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    number = 2
+    while True:
+        yield f"{name}-{number}"
+        number += 1

@@ -1,0 +1,507 @@
+# ruff: noqa: E501, RUF001
+"""What models of each format write: parts of their chat templates, answers, and the calls in these.
+
+`RECORDED` has, by the name of the format in `tool_formats`, a part of such a chat template and answers: each with the
+text around calls, the reasoning where the format marks it, and the calls.
+"""
+
+from typing import Any, NamedTuple
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {"name": name, "description": "", "parameters": {"type": "object", "properties": properties}},
+    }
+    for name, properties in {
+        "get_weather": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "units": {"enum": ["celsius", "fahrenheit"]},
+        },
+        "write_file": {
+            "path": {"type": "string"},
+            "content": {"type": "string"},
+            "mode": {"type": ["integer", "null"]},
+        },
+        "search": {
+            "query": {"type": "string"},
+            "options": {"$ref": "#/$defs/options"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "exact": {"type": "boolean"},
+            "limit": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        },
+        "get_time": {},
+    }.items()
+]
+TOOLS[2]["function"]["parameters"]["$defs"] = {"options": {"type": "object", "properties": {"deep": {}}}}
+
+CODE = 'def main():\n    print("a < b", \'é\')\n\n\tif x:\n        return {"k": [1]}\n'
+PARIS: tuple[str, Any] = ("get_weather", {"city": "Paris", "days": 3})
+TOKYO: tuple[str, Any] = ("get_weather", {"city": "東京", "days": 10})
+FILE: tuple[str, Any] = ("write_file", {"path": "src/main.py", "content": CODE})
+FOUND: tuple[str, Any] = (
+    "search",
+    {"query": "x", "options": {"deep": {"a": [1, None]}}, "tags": ["a", "b"], "exact": True, "limit": None},
+)
+TIME: tuple[str, Any] = ("get_time", {})
+
+
+class Recorded(NamedTuple):
+    """An answer and what is in it."""
+
+    text: str
+    calls: list[tuple[str, Any]]
+    content: str = ""
+    reasoning: str = ""
+    ids: tuple[str, ...] = ()
+
+
+_CODE_JSON = '"def main():\\n    print(\\"a < b\\", \'\\u00e9\')\\n\\n\\tif x:\\n        return {\\"k\\": [1]}\\n"'
+_FOUND_JSON = '{"query": "x", "options": {"deep": {"a": [1, null]}}, "tags": ["a", "b"], "exact": true, "limit": null}'
+_FILE_JSON = '{"path": "src/main.py", "content": ' + _CODE_JSON + "}"
+_QWEN_FOUND = """<tool_call>
+<function=search>
+<parameter=query>
+x
+</parameter>
+<parameter=options>
+{"deep": {"a": [1, null]}}
+</parameter>
+<parameter=tags>
+["a", "b"]
+</parameter>
+<parameter=exact>
+True
+</parameter>
+<parameter=limit>
+null
+</parameter>
+</function>
+</tool_call>"""
+_GLM_FOUND = (
+    "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>x</arg_value>\n<arg_key>options</arg_key>\n"
+    '<arg_value>{"deep": {"a": [1, null]}}</arg_value>\n<arg_key>tags</arg_key>\n<arg_value>["a", "b"]</arg_value>\n'
+    "<arg_key>exact</arg_key>\n<arg_value>true</arg_value>\n<arg_key>limit</arg_key>\n<arg_value>null</arg_value>\n"
+    "</tool_call>"
+)
+
+RECORDED: dict[str, tuple[str, list[Recorded]]] = {
+    "HERMES": (
+        "{%- if tools %}{{- '<tools>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{- \"</tools>\\n\\nFor "
+        "each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
+        'tags:\\n<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>'
+        '<|im_end|>\\n" }}{% endif %}',
+        [
+            Recorded(
+                '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>',
+                [PARIS],
+            ),
+            Recorded(
+                'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
+                '</tool_call>\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "\\u6771\\u4eac", "days": 10}}'
+                "\n</tool_call>",
+                [PARIS, TOKYO],
+                "Let me see.",
+            ),
+            Recorded(f'<tool_call>{{"name": "write_file", "arguments": {_FILE_JSON}}}</tool_call>', [FILE]),
+            Recorded(f'<tool_call>{{"arguments": {_FOUND_JSON}, "name": "search"}}</tool_call>', [FOUND]),
+            Recorded('<tool_call>\n{"name": "get_time"}\n</tool_call>', [TIME]),
+            Recorded('<tool_call>\n{"name": "get_time", "arguments": null}\n</tool_call>', [TIME]),
+            Recorded('<tool_call>\n{"name": "get_time", "arguments": ""}\n</tool_call>', [TIME]),
+            Recorded('<tool_call>\n{"name": "get_time", "arguments": "{}"}\n</tool_call>', [TIME]),
+            Recorded('<tool_call>\n{"name": "get_time", "parameters": {}}\n</tool_call>', [TIME]),
+            Recorded(
+                '<tool_call>\n{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\", \\"days\\": 3}"}\n'
+                "</tool_call>",
+                [PARIS],
+            ),
+            Recorded(
+                '<tool_call>\n{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}\n</tool_call>',
+                [PARIS],
+            ),
+            Recorded(
+                '<tool_call>\n{"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris", '
+                '"days": 3}}}\n</tool_call>',
+                [PARIS],
+            ),
+            # A bracket too few, and one too many.
+            Recorded(
+                '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}\n</tool_call>', [PARIS]
+            ),
+            Recorded(
+                '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}}\n</tool_call>',
+                [PARIS],
+            ),
+            Recorded('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}', [PARIS]),
+            Recorded(
+                "<tool_call>\n{'name': 'get_weather', 'arguments': {'city': 'Paris', 'days': 3}}\n</tool_call>",
+                [PARIS],
+            ),
+            Recorded(
+                '<tool_call><tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
+                "</tool_call>",
+                [PARIS],
+                "<tool_call>",
+            ),
+            Recorded(
+                '<tool_call>\n{"name": "write_file", "arguments": {"path": "a", "content": "<tool_call></tool_call>"}}\n'
+                "</tool_call> Done.",
+                [("write_file", {"path": "a", "content": "<tool_call></tool_call>"})],
+                "Done.",
+            ),
+        ],
+    ),
+    "QWEN_XML": (
+        '{% if tools %}{{ tools }}{{- "\\n\\nIf you choose to call a function ONLY reply in the following format with NO '
+        "suffix:\\n\\n<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>\\nvalue_1\\n"
+        "</parameter>\\n</function>\\n</tool_call>\" }}{% endif %}{{- '\\n<tool_call>\\n<function=' + tool_call.name }}",
+        [
+            Recorded(
+                "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n"
+                "</parameter>\n</function>\n</tool_call>",
+                [PARIS],
+            ),
+            Recorded(
+                "I write it.\n\n<tool_call>\n<function=write_file>\n<parameter=path>\nsrc/main.py\n</parameter>\n"
+                f"<parameter=content>\n{CODE}\n</parameter>\n</function>\n</tool_call>",
+                [FILE],
+                "I write it.",
+            ),
+            Recorded(_QWEN_FOUND, [FOUND]),
+            Recorded("<tool_call>\n<function=get_time>\n</function>\n</tool_call>", [TIME]),
+            Recorded(
+                "<function=get_weather>\n<parameter=city>\n東京\n</parameter>\n<parameter=days>\n10\n</parameter>\n"
+                "</function>\n</tool_call>",  # without the first tag
+                [TOKYO],
+            ),
+            Recorded(
+                "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n"
+                "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
+                [PARIS, TIME],
+            ),
+            Recorded(
+                '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>',
+                [PARIS],
+            ),
+            Recorded(
+                "<tool_call>\n<function=write_file>\n<parameter=path>\na\n</parameter>\n<parameter=content>\n"
+                "</param> </function\n\n</parameter>\n<parameter=mode>\nNone\n</parameter>\n</function>\n</tool_call>",
+                [("write_file", {"path": "a", "content": "</param> </function\n", "mode": None})],
+            ),
+        ],
+    ),
+    "SEED": (
+        "{% if tools %}{{ tools }}<seed:tool_call>\n<function=example_function_name>{% endif %}",
+        [
+            Recorded(
+                "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>3"
+                "</parameter>\n</function>\n</seed:tool_call>",
+                [PARIS],
+            ),
+        ],
+    ),
+    "MINIMAX": (
+        "{%- set toolcall_begin_token   = '<minimax:tool_call>' -%}{% if tools %}{{ tools }}<invoke name=\"tool-name-1\">"
+        '\n<parameter name="param-key-1">param-value-1</parameter>\n</invoke>{% endif %}',
+        [
+            Recorded(
+                '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+                '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="write_file">\n<parameter name="path">'
+                f'src/main.py</parameter>\n<parameter name="content">{CODE}</parameter>\n</invoke>\n</minimax:tool_call>',
+                [PARIS, FILE],
+            ),
+        ],
+    ),
+    "GLM": (
+        "{% if tools %}{{ tools }}output the function name and arguments within the following XML format:\n<tool_call>"
+        "{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n...\n</tool_call>{% endif %}",
+        [
+            Recorded(
+                "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+                "<arg_value>3</arg_value>\n</tool_call>",
+                [PARIS],
+            ),
+            Recorded(
+                "\nI look.\n<tool_call>get_weather<arg_key>city</arg_key><arg_value>東京</arg_value><arg_key>days</arg_key>"
+                "<arg_value>10</arg_value></tool_call>",
+                [TOKYO],
+                "\nI look.",
+            ),
+            Recorded(
+                "<tool_call>write_file\n<arg_key>path</arg_key>\n<arg_value>src/main.py</arg_value>\n<arg_key>content"
+                f"</arg_key>\n<arg_value>{CODE}</arg_value>\n</tool_call>",
+                [FILE],
+            ),
+            Recorded(_GLM_FOUND, [FOUND]),
+            Recorded("<tool_call>get_time\n</tool_call>", [TIME]),
+            Recorded("<tool_call>get_time</tool_call>", [TIME]),
+        ],
+    ),
+    "MISTRAL": (
+        "{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{{ '[TOOL_CALLS] [' }}",
+        [
+            Recorded('[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]', [PARIS]),
+            Recorded(
+                '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, {"name": '
+                '"get_time", "arguments": {}, "id": "VvvODy9mT"}]',
+                [PARIS, TIME],
+            ),
+        ],
+    ),
+    "MISTRAL_NAMED": (
+        "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{{ '[TOOL_CALLS]' + name + '[ARGS]' + args }}",
+        [
+            Recorded('[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3}', [PARIS]),
+            Recorded(
+                'I look.[TOOL_CALLS]get_weather[CALL_ID]Hq3cVbN1x[ARGS]{"city": "Paris", "days": 3}'
+                f"[TOOL_CALLS]write_file[ARGS]{_FILE_JSON}",
+                [PARIS, FILE],
+                "I look.",
+                ids=("Hq3cVbN1x",),
+            ),
+            Recorded('[TOOL_CALLS]get_weather{"city": "東京", "days": 10}', [TOKYO]),
+            Recorded("[TOOL_CALLS]get_time[ARGS]{}", [TIME]),
+        ],
+    ),
+    "DEEPSEEK": (
+        "{{ tools }}{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>'}}",
+        [
+            Recorded(
+                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+                '{"city": "Paris", "days": 3}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+                [PARIS],
+            ),
+            Recorded(
+                "Both.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+                '{"city": "Paris", "days": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_time\n'
+                "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+                [PARIS, TIME],
+                "Both.",
+            ),
+            Recorded(
+                '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "東京", "days": 10}'
+                f"<｜tool▁call▁end｜><｜tool▁call▁begin｜>write_file<｜tool▁sep｜>{_FILE_JSON}<｜tool▁call▁end｜>"
+                "<｜tool▁calls▁end｜>",
+                [TOKYO, FILE],
+            ),
+        ],
+    ),
+    "KIMI": (
+        "{% if tools -%}{{ '<|im_system|>tool_declare<|im_middle|>' }}{{- tools | tojson -}}{%- endif -%}",
+        [
+            Recorded(
+                "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+                '{"city": "Paris", "days": 3}<|tool_call_end|><|tool_call_begin|>functions.get_time:1'
+                "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+                [PARIS, TIME],
+                "I look.",
+                ids=("functions.get_weather:0", "functions.get_time:1"),
+            ),
+            Recorded(
+                "<|tool_calls_section_begin|>\n<|tool_call_begin|> functions.write_file:12 <|tool_call_argument_begin|> "
+                f"{_FILE_JSON} <|tool_call_end|>\n<|tool_calls_section_end|>",
+                [FILE],
+                ids=("functions.write_file:12",),
+            ),
+        ],
+    ),
+    "HARMONY": (
+        "{% if tools %}{{ tools }}{% endif %}{{- '<|start|>assistant to=functions.' + name + '<|channel|>commentary '"
+        " + content_type + '<|message|>' }}",
+        [
+            Recorded(
+                "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary "
+                'to=functions.get_weather <|constrain|>json<|message|>{"city":"Paris","days":3}<|call|>',
+                [PARIS],
+                reasoning="Need weather.",
+            ),
+            Recorded(
+                "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary<|message|>I write it."
+                "<|end|><|start|>assistant<|channel|>commentary to=functions.write_file<|constrain|>json<|message|>"
+                + _FILE_JSON,
+                [FILE],
+                "I write it.",
+                "So.",
+            ),
+            Recorded(
+                "<|channel|>analysis<|message|>So.<|end|><|start|>assistant to=functions.get_time<|channel|>commentary "
+                "json<|message|>{}<|call|>",
+                [TIME],
+                reasoning="So.",
+            ),
+            Recorded(
+                "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>It is <b>.<|return|>",
+                [],
+                "It is <b>.",
+                "So.",
+            ),
+            Recorded("<|channel|>commentary to=functions.get_time <|constrain|>json<|message|><|call|>", [TIME]),
+            Recorded("<|channel|>final<|message|>Yes.", [], "Yes."),
+        ],
+    ),
+    "COHERE": (
+        '{% if tools %}{{ tools }}{% endif %}<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": }]<|END_ACTION|>',
+        [
+            Recorded(
+                '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Paris", '
+                '"days": 3}},\n    {"tool_call_id": "1", "tool_name": "get_time", "parameters": {}}\n]<|END_ACTION|>',
+                [PARIS, TIME],
+            ),
+            Recorded("<|START_RESPONSE|>It is 7.<|END_RESPONSE|>", [], "It is 7."),
+        ],
+    ),
+    "COMMAND_R": (
+        "{% if tools %}{{ tools }} Write 'Action:' followed by a json-formatted list of actions: ```json\n[\n    {\n"
+        '        "tool_name": title of the tool in the specification,\n        "parameters": a list\n    }\n]```{% endif %}',
+        [
+            Recorded(
+                'Action: ```json\n[\n    {\n        "tool_name": "get_weather",\n        "parameters": {\n            '
+                '"city": "Paris",\n            "days": 3\n        }\n    }\n]\n```',
+                [PARIS],
+            ),
+            Recorded(
+                'Action:```json\n[\n    {\n        "tool_name": "directly_answer",\n        "parameters": {}\n    }\n]\n```',
+                [],
+            ),
+            Recorded(
+                'Plan: both.\nAction: ```json\n[{"tool_name": "get_time", "parameters": {}}, {"tool_name": '
+                '"get_weather", "parameters": {"city": "東京", "days": 10}}]```',
+                [TIME, TOKYO],
+                "Plan: both.",
+            ),
+        ],
+    ),
+    "GEMMA": (
+        "{% if tools %}{{ tools }}{% endif %}{{- '<start_function_call>call:' + name -}}",
+        [
+            Recorded(
+                "<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:3}<end_function_call>", [PARIS]
+            ),
+            Recorded(
+                f"<start_function_call>call:write_file{{path:<escape>src/main.py<escape>,content:<escape>{CODE}<escape>}}"
+                "<end_function_call><start_function_call>call:get_time{}<end_function_call>",
+                [FILE, TIME],
+            ),
+            Recorded(
+                'I look.<|tool_call>call:search{query:<|"|>x<|"|>,options:{deep:{a:[1,null]}},tags:[<|"|>a<|"|>,'
+                '<|"|>b<|"|>],exact:true,limit:null}<tool_call|>',
+                [FOUND],
+                "I look.",
+            ),
+        ],
+    ),
+    "LFM": (
+        '{%- if tools -%}{%- set s = "List of tools: <|tool_list_start|>[" -%}{{ tools }}{% endif %}',
+        [
+            Recorded(
+                '<|tool_call_start|>[get_weather(city="Paris", days=3)]<|tool_call_end|>I look.', [PARIS], "I look."
+            ),
+            Recorded(
+                '<|tool_call_start|>[search(query=\'x\', options={"deep": {"a": [1, None]}}, tags=[\'a\', "b"], '
+                "exact=True, limit=None), get_time()]<|tool_call_end|>",
+                [FOUND, TIME],
+            ),
+            Recorded(
+                '<|tool_call_start|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]<|tool_call_end|>',
+                [PARIS],
+            ),
+        ],
+    ),
+    "OLMO": (
+        "{% if tools %}<functions>{{ tools }}</functions>{% endif %}{{ '<function_calls>' + calls + '</function_calls>' }}",
+        [
+            Recorded(
+                '<function_calls>get_weather(city="Paris", days=3)\nget_time()\n</function_calls>', [PARIS, TIME]
+            ),
+        ],
+    ),
+    "INTERN": (
+        "{% if tools %}{{ tools }}{% endif %}{{ '<|action_start|><|plugin|>' }}",
+        [
+            Recorded(
+                'I look.<|action_start|><|plugin|>\n{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}'
+                "<|action_end|>\n",
+                [PARIS],
+                "I look.",
+            ),
+        ],
+    ),
+    "TOOLCALL": (
+        '{% if tools %}<AVAILABLE_TOOLS>{{ tools }}{{- \'<TOOLCALL>[{{"name": "tool_name1", "arguments": \' }}{% endif %}',
+        [
+            Recorded(
+                '<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, {"name": "get_time", '
+                '"arguments": {}}]</TOOLCALL>',
+                [PARIS, TIME],
+            ),
+        ],
+    ),
+    "TOOL_CALLS": (
+        "{% if tools %}<available_tools>{{ tools }}</available_tools>{% endif %}{{- '<tool_calls>[' -}}",
+        [
+            Recorded(
+                '<tool_calls>[\n    {"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n]</tool_calls>',
+                [PARIS],
+            ),
+            Recorded(
+                '<tool_calls>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n{"name": "get_time", '
+                '"arguments": {}}\n</tool_calls>',
+                [PARIS, TIME],
+            ),
+        ],
+    ),
+    "GRANITE": (
+        "{% if tools %}{{ tools }} respond with <|tool_call|> followed by a JSON list of tools used.{% endif %}",
+        [
+            Recorded('<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]', [PARIS]),
+            Recorded(
+                '<|tool_call|>{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}<|/tool_call|>',
+                [PARIS],
+            ),
+            Recorded('functools[{"name": "get_time", "arguments": {}}]', [TIME]),
+        ],
+    ),
+    "PYTHONIC": (
+        "{% if tools %}{{ tools }} You MUST put it in the format of [func_name1(params_name1=params_value1), "
+        "func_name2(params)]{% endif %}",
+        [
+            Recorded('[get_weather(city="Paris", days=3)]', [PARIS]),
+            Recorded(
+                "<|python_start|>[get_weather(city='Paris', days=3), get_weather(city=\"東京\", days=10)]<|python_end|>",
+                [PARIS, TOKYO],
+            ),
+            Recorded("[get_time()]", [TIME]),
+        ],
+    ),
+    "LLAMA": (
+        '{% if tools %}{{- \'Respond in the format {"name": function name, "parameters": dictionary of argument name '
+        "and its value}. Do not use variables.' }}{{ tools }}{% endif %}",
+        [
+            Recorded('{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}', [PARIS]),
+            Recorded('<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}', [PARIS]),
+            Recorded(
+                '{"type": "function", "name": "get_weather", "parameters": {"city": "Paris", "days": 3}}', [PARIS]
+            ),
+            Recorded('{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}', [PARIS]),
+            Recorded(
+                '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}; {"name": "get_time", "parameters": '
+                "{}}",
+                [PARIS, TIME],
+            ),
+            Recorded('{"name": "get_time"}', [TIME]),
+            Recorded('<|python_tag|>get_weather.call(city="Paris", days=3)', [PARIS]),
+        ],
+    ),
+    "XLAM": (
+        "{% if tools %}{{ tools }}The output MUST strictly adhere to the following JSON format: "
+        '[{"name": "func_name1", "arguments": {"argument1": "value1"}}]{% endif %}',
+        [
+            Recorded('[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]', [PARIS]),
+            Recorded(
+                '```json\n[{"name": "get_time", "arguments": {}}, {"name": "get_weather", "arguments": {"city": "東京", '
+                '"days": 10}}]\n```',
+                [TIME, TOKYO],
+            ),
+        ],
+    ),
+}
