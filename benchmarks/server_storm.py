@@ -255,7 +255,7 @@ def refused(client: Client, prompts: Prompts, tally: Tally, draw: random.Random)
             ("/v1/chat/completions", good | {"n": 99}, KEY, 400),
             ("/v1/chat/completions", good | {"model": "other"}, KEY, 404),
             ("/v1/chat/completions", good, "wrong", 401),
-            ("/v1/completions", {"model": "reader", "prompt": [5] * 9000}, KEY, 413),
+            ("/v1/completions", {"model": "reader", "prompt": [5] * 9000}, KEY, 400),
             ("/v1/completions", {"model": "reader", "prompt": [5, -1]}, KEY, 400),
             ("/v1/responses", {"model": "reader", "input": 5}, KEY, 400),
             ("/v1/embeddings", {"model": "reader", "input": "a"}, KEY, 404),

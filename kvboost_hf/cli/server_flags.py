@@ -204,6 +204,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         "files, less a fifth, and at most 4096)"
     )
     live = "tokens of all running requests together, at most (default: what fits in memory)"
+    unasked = "tokens of an answer, at most, where a request gives no length (default: what the context has room for)"
     shown = "(default: %(default)s)"
     for flag, kind, default, metavar, text in (
         ("max-batch-size", int, _SERVER.max_batch_size, None, f"requests that run at once {shown}"),
@@ -220,7 +221,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         ("max-model-len", int, None, "TOKENS", "tokens of a prompt and its answer, at most (default: the model's)"),
         ("max-live-tokens", int, None, "TOKENS", live),
         ("planner-safety-margin", float, _SERVER.safety_margin, "SHARE", f"share of the memory to leave free {shown}"),
-        ("max-tokens", int, _SERVER.default_max_tokens, None, f"tokens of a chat's answer without a length {shown}"),
+        ("max-tokens", int, None, None, unasked),
         ("timeout-s", float, _SERVER.timeout_s, None, f"seconds until a request is given up {shown}"),
         ("drain-s", float, _SERVER.drain_s, None, f"seconds that requests have left on shutdown {shown}"),
     ):

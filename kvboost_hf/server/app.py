@@ -1,7 +1,7 @@
 """`make_app`: the FastAPI app, which answers the requests of all APIs with an engine."""
 
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ import anyio
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse
+from starlette.routing import Route
 
 from kvboost_hf import __version__
 from kvboost_hf.server.apis.anthropic.messages import message_routes
@@ -22,7 +23,7 @@ from kvboost_hf.server.apis.openai.routes import chat_routes, completion_routes,
 from kvboost_hf.server.chats.encoding import Encoder
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.http.errors import add_handlers
-from kvboost_hf.server.http.guard import RequestGuard
+from kvboost_hf.server.http.guard import PrivateNetwork, RequestGuard
 from kvboost_hf.server.http.metrics import Meter
 from kvboost_hf.server.http.turns import Turns
 from kvboost_hf.server.jobs import SamplingDefaults
@@ -84,37 +85,40 @@ def make_app(
 
     app = FastAPI(title="kvboost_hf", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.context = context  # see `PostedRoute`
-    add_handlers(app)
-    for routes in _ROUTES:
-        app.include_router(routes(context))
-    app.include_router(_page_routes())
-    _add_middleware(app, settings, tracer_provider)
+    routers = [*(routes(context) for routes in _ROUTES), _page_routes()]
+    for router in routers:
+        app.include_router(router)
+    routes = [route for router in (app.router, *routers) for route in router.routes if isinstance(route, Route)]
+    add_handlers(app, routes)
+    _add_middleware(app, settings, [route.path for route in routes if "{" not in route.path], tracer_provider)
     return app
 
 
-def _add_middleware(app: FastAPI, settings: ServerSettings, tracer_provider: Any) -> None:
+def _add_middleware(app: FastAPI, settings: ServerSettings, paths: Collection[str], tracer_provider: Any) -> None:
     """Add what requests pass before they come to a route; what is added last is passed first."""
     if tracer_provider is not None:
         from kvboost_hf.server.http.traces import TraceRequests
 
         # Inside the guard: who has no key makes no spans.
         app.add_middleware(TraceRequests, provider=tracer_provider, model=settings.model_name)
-    app.add_middleware(RequestGuard, settings=settings)
+    app.add_middleware(RequestGuard, settings=settings, paths=paths)
     if settings.cors_origins:
         # Around the guard: browsers ask what they may do without a key.
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(settings.cors_origins),
+            allow_origins=[origin.rstrip("/") for origin in settings.cors_origins],
             allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
             expose_headers=[
                 "X-Request-Id",
                 "X-KVBoost-Reuse",
+                "X-KVBoost-Length",
                 "X-KVBoost-Ignored",
                 "X-KVBoost-Changed",
                 "Retry-After",
             ],
         )
+        app.add_middleware(PrivateNetwork)
 
 
 def _route_context(

@@ -9,6 +9,8 @@ from kvboost_hf.errors import KVBoostError
 
 Reuse = Literal["exact"] | Repair  # "exact", or how moved K/V is repaired
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "constraint", "error"]
+LimitedBy = Literal["request", "context", "server", "logprobs"]
+FIRST_TOKENS = 1024  # of an answer, that memory is kept for when it starts
 
 
 class ConstraintError(KVBoostError):
@@ -146,6 +148,7 @@ class Job:
         timeout_s: Seconds from `submit` after which the job ends; None for no limit.
         skip_special_tokens: Leave special tokens out of the text. Some models mark calls of tools with them.
         prediction: Token ids of a text that the answer may have parts of, which then come with fewer forwards.
+        limited_by: What `SamplingOptions.max_tokens` comes from.
     """
 
     ids: Sequence[int]
@@ -162,11 +165,17 @@ class Job:
     timeout_s: float | None = None
     skip_special_tokens: bool = True
     prediction: Sequence[int] = ()
+    limited_by: LimitedBy = "request"
 
     @property
     def longest(self) -> int:
         """Tokens of prompt and answer, at most."""
         return len(self.ids) + self.options.max_tokens
+
+    @property
+    def reserved(self) -> int:
+        """Tokens of prompt and answer that memory is kept for when the job starts; long answers get more later."""
+        return len(self.ids) + min(self.options.max_tokens, FIRST_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from kvboost_hf.server.jobs import Job, Listener, Session, SessionChange
 
@@ -16,6 +16,7 @@ _SIZES = {  # as GGUF files name them, which Ollama's clients read, and as trans
     "attention.head_count_kv": "num_key_value_heads",
     "vocab_size": "vocab_size",
 }
+UNLIMITED = 2**31  # tokens of the context of a model that has no table of positions
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -36,12 +37,25 @@ class TooLongError(ValueError):
 
     Args:
         max_prompt_tokens: The longest prompt that there is room for, with as many new tokens.
-        max_new_tokens: The longest answer that there is room for, with this prompt.
+        tokens: How many tokens the prompt has; None if they were not counted.
+        limit: Tokens of a prompt and its answer, at most; None if that is not known.
+        estimated: Whether `tokens` is an estimate, because the text was not tokenized.
+        what: What is too long, as messages to clients call it.
     """
 
-    def __init__(self, message: str, max_prompt_tokens: int, max_new_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        message: str,
+        max_prompt_tokens: int,
+        *,
+        tokens: int | None = None,
+        limit: int | None = None,
+        estimated: bool = False,
+        what: Literal["messages", "prompt", "text"] = "prompt",
+    ) -> None:
         super().__init__(message)
-        self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
+        self.max_prompt_tokens, self.tokens, self.limit = max_prompt_tokens, tokens, limit
+        self.estimated, self.what = estimated, what
 
 
 class DrainingError(RuntimeError):
@@ -113,7 +127,7 @@ class Engine(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer together, at most: a job with more can never run."""
+        """Tokens of a prompt and its answer together, at most, by context and memory: a job with more cannot run."""
         ...
 
     @property

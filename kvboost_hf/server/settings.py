@@ -80,7 +80,8 @@ class ServerSettings:
         safety_margin: Share of the memory that is left free then; None plans nothing.
         embeddings: Answer `/v1/embeddings`, for which a causal language model is a poor choice.
         auto_truncate: Leave out the beginning of prompts that are too long, in place of refusing them.
-        default_max_tokens: Length of a chat's answer where the request gives none.
+        default_max_tokens: Tokens of an answer, at most, where the request gives no length; None for as many as the
+            context has room for.
         timeout_s: Seconds from the arrival of a request until it is given up.
         drain_s: Seconds that requests have left when the server is told to end.
         ping_s: A stream that is silent for so many seconds sends a comment, so that no proxy closes it.
@@ -117,7 +118,7 @@ class ServerSettings:
     safety_margin: float | None = 0.15
     embeddings: bool = False
     auto_truncate: bool = False
-    default_max_tokens: int = 1024
+    default_max_tokens: int | None = None
     timeout_s: float = 600.0
     drain_s: float = 30.0
     ping_s: float = 15.0
@@ -150,7 +151,6 @@ class ServerSettings:
             "max_batch_size",
             "max_queue_size",
             "prefill_chunk_size",
-            "default_max_tokens",
             "timeout_s",
             "ping_s",
             "max_body_bytes",
@@ -161,6 +161,11 @@ class ServerSettings:
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
+        if self.default_max_tokens is not None and self.default_max_tokens < 1:
+            raise ValueError(
+                f"`default_max_tokens` must be positive, got {self.default_max_tokens}. Pass None for as many as the "
+                "context has room for."
+            )
         for name in ("batch_window_ms", "drain_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` must be 0 or more, got {getattr(self, name)}.")

@@ -1,5 +1,6 @@
 """Names of `kvboost_hf.server`."""
 
+from kvboost_hf.server import jobs
 from kvboost_hf.server.apis.anthropic.schema import MessagesRequest
 from kvboost_hf.server.apis.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
 from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
@@ -14,6 +15,7 @@ from kvboost_hf.server.chats.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL
 from kvboost_hf.server.chats.tools import Parsed, ToolCallStream, joined
 from kvboost_hf.server.chats.values import ValueReader, arguments_of, json_of
 from kvboost_hf.server.engine import model_runner as memory
+from kvboost_hf.server.engine import task, worker
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns, embed
 from kvboost_hf.server.engine.intake import EngineLimits, WaitingLine
 from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit

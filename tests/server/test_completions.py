@@ -12,7 +12,7 @@ def test_a_text_goes_on(at: Listening, engine: FakeEngine, tokenizer: Any) -> No
     answer = at.openai.completions.create(model="reader", prompt="What does", temperature=0)
     assert answer.choices[0].text == "Anna plays the piano."
     assert list(engine.job.ids) == tokenizer.encode("What does")
-    assert (engine.job.options.max_tokens, engine.job.options.temperature) == (16, 0)
+    assert (engine.job.options.max_tokens, engine.job.options.temperature) == (2**31 - len(engine.job.ids), 0)
     assert answer.usage is not None
     assert answer.usage.total_tokens == len(engine.job.ids) + 4
 

@@ -123,7 +123,7 @@ def test_refusals_of_the_engine(at: Listening, engine: FakeEngine, stream: bool)
     assert _error(full, 429)["type"] == "rate_limit_error"
     assert full.headers["retry-after"] == "3"
     engine.error = TooLongError("At most 7 tokens.", 7)
-    error = _error(at.http.post("/v1/chat/completions", json=CHAT | {"stream": stream}), 413)
+    error = _error(at.http.post("/v1/chat/completions", json=CHAT | {"stream": stream}), 400)
     assert (error["code"], error["max_prompt_tokens"]) == ("context_length_exceeded", 7)
     engine.error = DrainingError("ends")
     assert _error(at.http.post("/v1/chat/completions", json=CHAT | {"stream": stream}), 503)["code"] == "draining"

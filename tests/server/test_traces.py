@@ -60,7 +60,7 @@ def test_a_request_has_a_span_and_those_of_its_phases(traced: tuple[Listening, S
         "gen_ai.provider.name": "kvboost_hf",
         "gen_ai.request.model": "reader",
         "gen_ai.response.model": "reader",
-        "gen_ai.request.max_tokens": SETTINGS.default_max_tokens,
+        "gen_ai.request.max_tokens": engine.job.options.max_tokens,
         "gen_ai.request.temperature": 1.0,
         "gen_ai.request.top_p": 1.0,
         "gen_ai.request.seed": 3,

@@ -7,7 +7,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Request
 
@@ -32,8 +32,8 @@ async def start_chat(
     body: ChatRequest,
     request: Request,
     *,
-    ids: Sequence[int] | None = None,
-    most: int | None = None,
+    ids: list[int] | None = None,
+    new: int | None = None,
     keep: Sequence[Keep] = (),
 ) -> tuple[RequestJobs, CallReaders]:
     """Submit a job for each answer that a request asks for.
@@ -43,30 +43,39 @@ async def start_chat(
         body: The request.
         request: As it came.
         ids: The tokens of the prompt; None to encode the messages.
+        new: Tokens of an answer; None for what the body asks for.
         keep: Beginnings of the prompt to pin, besides what the body asks for.
-        most: Tokens of an answer, as far as the context has room for them; None for what the body asks for.
 
     Returns:
         The jobs, and readers of the tool calls in their texts.
     """
     context.require_model(body.model)
     choices = context.require_choices(body.n or 1)
-    asked = body.max_completion_tokens or body.max_tokens
+    asked = new if new is not None else body.max_completion_tokens or body.max_tokens
     salt = context.salt(request, body.prompt_cache_key, body.cache_salt)
+    what: Literal["messages", "prompt"] = "messages" if ids is None else "prompt"
     if ids is None:
-        ids = await context.encode_asked(body, request, new=asked or 1)
+        ids = await context.encode_asked(body, request, new=context.wanted(asked))
+    ids = context.fitted(ids, asked, what=what, truncates=body.truncates)
     reading = reading_of(context, body, ids)
     readers = reading.readers(choices)
-    most = asked or context.room(ids, most)
-    context.require_few_logprobs(choices * most, body.reported)
+    length = context.length(ids, asked, reported=context.reportable(choices, body.reported))
+    context.require_few_logprobs(choices * length.tokens, body.reported)
     predicted: Sequence[int] = ()
     if body.prediction is not None and body.prediction.text:
         predicted = await context.encode(body.prediction.text, request)
     jobs = []
     constraints = await constraints_of(context, body, request, salt, choices)
     for number, constraint in enumerate(map(reading.constrained, constraints)):
-        options = context.options(body, max_tokens=most, logprobs=body.reported, choice=number, constraint=constraint)
-        job = context.job(ids, options, salt=salt, asked=body, skip_special_tokens=not reading.keeps_special)
+        options = context.options(body, length=length, logprobs=body.reported, choice=number, constraint=constraint)
+        job = context.job(
+            ids,
+            options,
+            salt=salt,
+            asked=body,
+            skip_special_tokens=not reading.keeps_special,
+            limited_by=length.limited_by,
+        )
         jobs.append(replace(job, prediction=predicted, keep=tuple(keep)))
     return context.start(jobs, request, body), readers
 

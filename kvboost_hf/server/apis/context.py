@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from starlette.requests import Request
 
@@ -16,7 +16,16 @@ from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.http.errors import ApiError, refused
 from kvboost_hf.server.http.metrics import Meter
 from kvboost_hf.server.http.turns import Turns, in_thread
-from kvboost_hf.server.jobs import Constraint, Job, Keep, Reuse, SamplingDefaults, SamplingOptions, TokenLogprob
+from kvboost_hf.server.jobs import (
+    Constraint,
+    Job,
+    Keep,
+    LimitedBy,
+    Reuse,
+    SamplingDefaults,
+    SamplingOptions,
+    TokenLogprob,
+)
 from kvboost_hf.server.protocol import Engine, QueueFullError, TooLongError
 from kvboost_hf.server.requests.chat import ChatRequest, Message, Tool
 from kvboost_hf.server.requests.fields import LargeJsonError, require_few_parts
@@ -27,10 +36,18 @@ from kvboost_hf.server.settings import ServerSettings, prompt_salt
 T = TypeVar("T")
 
 MAX_LOGPROBS = 500_000  # of all tokens of a request
+_ANSWER_PART = 8  # of the context, that a prompt which is cut leaves for an answer without a length
 _PINNED_SHARE = 0.5  # of the store's budget, that all clients together may have pinned
 _RETENTION_S = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86_400.0}
 _REPAIR_HEADER = "x-kvboost-repair"
 _REUSES = ("exact", *get_args(get_args(Reuse)[1]))
+
+
+class Length(NamedTuple):
+    """How long an answer may get."""
+
+    tokens: int
+    limited_by: LimitedBy
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +165,7 @@ class RouteContext:
             return await unless_gone(request, None, work)
 
     async def encode_asked(self, body: ChatRequest, request: Request, *, new: int = 1) -> list[int]:
-        """Encode the chat of a request, as its fields say."""
+        """Encode the chat of a request, as its fields say. See `encode`."""
         ids = await self.encode_chat(
             body.messages,
             body.offered,
@@ -205,19 +222,19 @@ class RouteContext:
         return 0 <= token < self.engine.vocab_size
 
     def options(
-        self, request: Sampled, *, max_tokens: int, logprobs: int | None, choice: int, constraint: Constraint | None
+        self, request: Sampled, *, length: Length, logprobs: int | None, choice: int, constraint: Constraint | None
     ) -> SamplingOptions:
         """The `SamplingOptions` of one choice of a request."""
         bias = request.logit_bias or {}
         if any(token >= self.engine.vocab_size for token in bias):
             raise refused("logit_bias", f"Tokens must be below {self.engine.vocab_size}, got {max(bias)}.")
         least = request.min_tokens or 0
-        if least > max_tokens:
-            raise refused("min_tokens", f"It must not be above max_tokens, {max_tokens}, got {least}. Lower it.")
+        if least > length.tokens and length.limited_by == "request":
+            raise refused("min_tokens", f"It must not be above max_tokens, {length.tokens}, got {least}. Lower it.")
         chosen = {name: getattr(request, name) for name in self.sampling.body}
         return SamplingOptions(
-            max_tokens=max_tokens,
-            min_tokens=least,
+            max_tokens=length.tokens,
+            min_tokens=min(least, length.tokens),
             **self.sampling.body | {name: value for name, value in chosen.items() if value is not None},
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
@@ -227,11 +244,65 @@ class RouteContext:
             constraint=constraint,
         )
 
-    def room(self, ids: Sequence[int], wanted: int | None = None) -> int:
-        """Tokens of an answer as far as the context has room for them; without `wanted`, as the settings say."""
-        wanted = self.settings.default_max_tokens if wanted is None else wanted
-        most = self.engine.max_model_len if self.settings.max_model_len is None else self.settings.max_model_len
-        return min(wanted, max(1, most - len(ids)))
+    @property
+    def context_length(self) -> int:
+        """Tokens of a prompt and its answer together, at most."""
+        most = self.settings.max_model_len
+        return self.engine.max_model_len if most is None else min(most, self.engine.max_model_len)
+
+    def wanted(self, asked: int | None) -> int:
+        """Tokens of an answer that a prompt which is too long has to leave room for: those that are asked for, but
+        half of the context at most."""
+        return 1 if asked is None else min(asked, self.context_length // 2)
+
+    def fitted(
+        self, ids: list[int], asked: int | None, *, what: Literal["messages", "prompt"], truncates: bool
+    ) -> list[int]:
+        """A prompt that leaves room for an answer.
+
+        Args:
+            ids: The prompt.
+            asked: Tokens of the answer that are asked for; None for no length.
+            what: What the prompt is made of.
+            truncates: Leave out its beginning where it is too long.
+
+        Raises:
+            TooLongError: It has as many tokens as the context, or more.
+        """
+        limit = self.context_length
+        most = limit - self.wanted(asked)
+        if truncates or self.settings.auto_truncate:
+            if asked is None and len(ids) > most:
+                most = limit - limit // _ANSWER_PART
+            return ids[-most:]
+        if len(ids) <= limit - (asked != 0):
+            return ids
+        message = f"A prompt of {len(ids)} tokens leaves no room for an answer in the context window of {limit}."
+        error = TooLongError(message, most, tokens=len(ids), limit=limit, what=what)
+        self.meter.refused(error)
+        raise error
+
+    def length(self, ids: Sequence[int], asked: int | None, *, reported: int | None) -> Length:
+        """How long an answer may get: as long as is asked for, but no longer than there is room for.
+
+        Args:
+            ids: The prompt.
+            asked: Tokens that are asked for; None for no length.
+            reported: Tokens that there may be log probabilities of, as `reportable` says; None for any number.
+        """
+        room, cap = self.context_length - len(ids), self.settings.default_max_tokens
+        if asked is not None and asked <= room:
+            return Length(asked, "request")
+        found = Length(room, "context")
+        if asked is None and cap is not None and cap < room:
+            found = Length(cap, "server")
+        if reported is None or found.tokens <= reported:
+            return found
+        return Length(max(1, reported), "logprobs")
+
+    def reportable(self, answers: int, logprobs: int | None) -> int | None:
+        """Tokens of each answer that one response can have log probabilities of; None where none are asked for."""
+        return None if logprobs is None else MAX_LOGPROBS // ((1 + logprobs) * answers)
 
     def salt(self, request: Request, cache_key: str | None, cache_salt: str | None = None) -> bytes:
         """The salt of a request, which separates K/V by API key, `prompt_cache_key` and `cache_salt`."""
@@ -245,6 +316,7 @@ class RouteContext:
         salt: bytes,
         asked: Sampled | None = None,
         skip_special_tokens: bool = True,
+        limited_by: LimitedBy = "request",
     ) -> Job:
         """Make the job of one answer.
 
@@ -254,6 +326,7 @@ class RouteContext:
             salt: The salt of the request.
             asked: Says what ends the answer; None for the model's tokens alone.
             skip_special_tokens: Leave them out of the text where `asked` says nothing else.
+            limited_by: What limits the length of the answer.
 
         Raises:
             ApiError: The prompt has no tokens, or a token that ends the answer is none of the model's.
@@ -267,6 +340,7 @@ class RouteContext:
             salt=salt,
             timeout_s=self.settings.timeout_s,
             skip_special_tokens=skip_special_tokens,
+            limited_by=limited_by,
         )
         if asked is None:
             return job
@@ -323,6 +397,10 @@ class RouteContext:
             if (ttl_s := _RETENTION_S.get(asked.prompt_cache_retention or "")) is not None:
                 jobs = [replace(job, keep=(*job.keep, self.keep(ttl_s))) for job in jobs]
         jobs = [replace(job, **fields) for job in jobs]
+        if any(job.options.max_tokens for job in jobs):
+            shortest = min(jobs, key=lambda job: job.options.max_tokens)
+            told = f"max_tokens={shortest.options.max_tokens}, limited_by={shortest.limited_by}"
+            request.scope["length"] = told
         try:
             return RequestJobs(self.engine, jobs, self.meter, figures)
         except TooLongError as error:

@@ -41,6 +41,7 @@ class RequestJobs:
         self._tickets: list[Ticket] = []
         self._last: dict[int, float] = {}  # by job, when tokens came
         self.first, self.finished = jobs[0], dict[int, Finished]()
+        self._jobs = jobs
         self._figures = figures
         # Of several answers to one prompt the first one says how much of it was reused.
         firsts = {id(job.ids): n for n, job in reversed(list(enumerate(jobs)))}
@@ -104,6 +105,14 @@ class RequestJobs:
             f"moved={sum(event.moved_tokens for event in firsts)}, "
             f"computed={sum(event.computed_tokens for event in ended.values())}, ttft_ms={1000 * first_s:.1f}"
         )
+
+    def limit(self, n: int, reason: str | None) -> dict[str, Any]:
+        """What the end of answer `n` says besides its reason, where a limit of the server's own has ended it."""
+        job = self._jobs[n]
+        # A call that a stop text has cut has the reason "length", too.
+        if reason != "length" or self.finished[n].reason != "length" or job.limited_by in ("request", "context"):
+            return {}
+        return {"length_limit": {"max_tokens": job.options.max_tokens, "limited_by": job.limited_by}}
 
     def cancel(self) -> None:
         """Cancel the jobs that have not ended. It may be called any number of times."""

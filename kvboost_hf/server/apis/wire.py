@@ -24,12 +24,18 @@ from kvboost_hf.server.http.turns import in_thread
 from kvboost_hf.server.requests.fields import LargeJsonError, read_json, unknown_fields
 
 _JSON = "application/json"
+_KIND = 64  # characters of a content type in an error
+_GZIP = b"\x1f\x8b"
 _SMALL = 2**16  # bytes that are read faster than a thread could be asked to
 _log = logging.getLogger("kvboost_hf.server")
 
 
 class PostedRoute(APIRoute):
-    """A route with a body of JSON. The app's `state.context` is its `RouteContext`.
+    """A route with a body of JSON, of any content type, as `curl -d` sends it. The app's `state.context` is its
+    `RouteContext`.
+
+    Pages in browsers, whose requests have an origin, must send the content type of JSON: then the browser asks first
+    whether the server lets pages of that origin call it.
 
     The names of unknown fields are in the header `x-kvboost-ignored` of the answer and in the log, and are counted.
     What of the messages was changed for the model is in the header `x-kvboost-changed`, and in the log.
@@ -40,6 +46,18 @@ class PostedRoute(APIRoute):
 
         async def handle_posted(request: Request) -> Response:
             context: RouteContext = request.app.state.context
+            kind = request.headers.get("content-type", "")
+            if not _is_json(kind):
+                if "origin" in request.headers and request.method != "GET":
+                    raise ApiError(
+                        415,
+                        f"Web pages must send JSON as such, got the content type {kind[:_KIND]!a}. Send the header "
+                        f"'Content-Type: {_JSON}'.",
+                        code="unsupported_media_type",
+                    )
+                others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
+                request.scope["headers"] = [*others, (b"content-type", _JSON.encode())]
+                request.scope["sent_type"] = kind
             with unknown_fields(refuse=context.settings.strict_requests) as unknown:
                 response = await handle(_Posted(request.scope, request.receive))
             if ignored := [*unknown.names, *unknown.left]:
@@ -54,30 +72,31 @@ class PostedRoute(APIRoute):
         return handle_posted
 
 
-class UntypedRoute(PostedRoute):
-    """A route that takes JSON of any content type, as `curl -d` sends it.
-
-    Pages in browsers, whose requests have an origin, must send the content type of JSON: then the browser asks first
-    whether the server lets pages of that origin call it.
-    """
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_untyped(request: Request) -> Response:
-            if request.method == "POST" and not request.headers.get("content-type", "").startswith(_JSON):
-                if "origin" in request.headers:
-                    raise ApiError(415, f"Web pages must send JSON as such. Send the header 'Content-Type: {_JSON}'.")
-                others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
-                request.scope["headers"] = [*others, (b"content-type", _JSON.encode())]
-            return await handle(request)
-
-        return handle_untyped
+def _is_json(kind: str) -> bool:
+    """Whether a content type is one of JSON, such as `application/json; charset=utf-8`."""
+    name = kind.partition(";")[0].strip().lower()
+    return name == _JSON or (name.startswith("application/") and name.endswith("+json"))
 
 
 class _Posted(Request):
     async def json(self) -> Any:
         raw = await self.body()
+        try:
+            return await self._read(raw)
+        except json.JSONDecodeError as error:
+            raise json.JSONDecodeError(f"{error.msg}{self._hint(raw)}", "", 0) from error
+
+    def _hint(self, raw: bytes) -> str:
+        """What a body that is no JSON may be."""
+        if raw.startswith(_GZIP):
+            return ". It begins as gzip does: send the header 'Content-Encoding: gzip' with it"
+        kind = self.scope.get("sent_type")
+        if kind is None:
+            return ""
+        given = f"says {kind[:_KIND]!a}" if kind else "is not there"
+        return f". The header Content-Type {given}: send JSON, and 'Content-Type: {_JSON}'"
+
+    async def _read(self, raw: bytes) -> Any:
         try:
             if len(raw) <= _SMALL:
                 return read_json(raw)

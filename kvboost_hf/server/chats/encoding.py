@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import anyio.lowlevel
 from jinja2 import TemplateError
@@ -23,8 +23,10 @@ from kvboost_hf.server.http.turns import Turns, in_thread
 from kvboost_hf.server.protocol import TooLongError
 
 Told = list[dict[str, Any]]  # messages, or tools, as chat templates take them
+What = Literal["messages", "prompt", "text"]
 _PLACES = 3  # of which long texts leave one
 _LONG = 2**15  # characters, which take some 30 ms
+_CHARS = 4  # of a token, on average, for the estimate of a text that is not tokenized
 _TRIED = 8  # characters for each token of the context: most texts have more tokens than that
 _SEAM = 64  # tokens that may become fewer when a text goes on
 _KEPT_BYTES = 2**26  # of tokens of known parts of chats, for all clients together
@@ -86,9 +88,9 @@ class Encoder:
             QueueFullError: too many texts of this client wait.
         """
         limit = self._limit(new, truncates, whole)
-        kept = limit.kept(text)
+        kept = limit.kept(text, "prompt")
         async with self._place(client, len(kept)) as tokenizer:
-            return await in_thread(lambda: _encode(tokenizer, limit.tried(tokenizer, kept), special=special))
+            return await in_thread(lambda: _encode(tokenizer, limit.tried(tokenizer, kept, "prompt"), special=special))
 
     async def tokens(self, ids: list[int], *, new: int, whole: bool = False, truncates: bool = False) -> list[int]:
         """Tokens that came in place of a text: no more than the context has, or `TooLongError`. See `text`."""
@@ -98,7 +100,7 @@ class Encoder:
         limit = self._limit(new, truncates, whole)
         if limit.truncates:
             return ids[-self._context :]
-        raise limit.error(f"{len(ids)} tokens")
+        raise limit.error(f"{len(ids)} tokens", len(ids), "prompt")
 
     async def chat(
         self,
@@ -127,7 +129,7 @@ class Encoder:
         """
         limit = self._limit(new, truncates)
         if len(messages) > self._context and not limit.truncates:  # each has a token at least
-            raise limit.error(f"{len(messages)} messages")
+            raise limit.error(f"{len(messages)} messages", len(messages), "messages", estimated=True)
         chat = _Chat(messages, tools, rendering)
         size = sum(map(len, texts_in(chat.given)))
         async with self._place(owner[0], size) as tokenizer:
@@ -193,7 +195,7 @@ class Encoder:
 
     def _chat(self, tokenizer: Any, chat: "_Chat", owner: Owner, limit: "_Limit") -> list[int]:
         rendered = chat.rendered(self._tokenizer)
-        text = limit.tried(tokenizer, limit.kept(rendered))
+        text = limit.tried(tokenizer, limit.kept(rendered, "messages"), "messages")
         cut = self._markers.cut(chat.given)
         if cut is None:
             return self._known.encode(tokenizer, text, owner)
@@ -241,16 +243,17 @@ class _Limit:
     truncates: bool
     whole: bool
 
-    def kept(self, text: str) -> str:
+    def kept(self, text: str, what: What) -> str:
         """As much of a text as may be tokenized."""
         most = self.reach.most(text, self.context)
         if len(text) <= most:
             return text
         if self.truncates:
             return text[-most:]
-        raise self.error(f"{len(text)} characters, which are more than {self.context} tokens")
+        length = f"{len(text)} characters, which are more than {self.context} tokens"
+        raise self.error(length, max(self.context + 1, len(text) // _CHARS), what, estimated=True)
 
-    def tried(self, tokenizer: Any, text: str) -> str:
+    def tried(self, tokenizer: Any, text: str, what: What) -> str:
         """As much of a text as may be tokenized, found out by a part of it: all of it would take time and memory."""
         size = _TRIED * self.context
         if len(text) <= 2 * size:
@@ -261,20 +264,19 @@ class _Limit:
             return text
         if self.truncates:
             return part
-        raise self.error(f"more than {tokens - _SEAM} tokens")
+        raise self.error(f"more than {tokens - _SEAM} tokens", tokens * len(text) // size, what, estimated=True)
 
-    def error(self, length: str) -> TooLongError:
+    def error(self, length: str, tokens: int, what: What, *, estimated: bool = False) -> TooLongError:
+        most, message = self.context, f"A text of {length} is longer than the model's context of {self.context}. "
         if self.whole:
-            return TooLongError(
-                f"A text of {length} is longer than the model's context of {self.context}. Cut it into several.",
-                self.context,
+            message, what = f"{message}Cut it into several.", "text"
+        else:
+            most = max(self.context - self.new, 0)
+            message = (
+                f"A prompt of {length} with {self.new} new ones exceeds the context window of {self.context}. "
+                f"Shorten it to {most} tokens, or ask for fewer new ones."
             )
-        most = max(self.context - self.new, 0)
-        return TooLongError(
-            f"A prompt of {length} with {self.new} new ones exceeds the context window of {self.context}. Shorten it "
-            f"to {most} tokens, or ask for fewer new ones.",
-            most,
-        )
+        return TooLongError(message, most, tokens=tokens, limit=self.context, estimated=estimated, what=what)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,24 +6,41 @@ turns.
 
 import threading
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvboost_hf.ngrams import common_prefix
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns
 from kvboost_hf.server.engine.task import Task
-from kvboost_hf.server.jobs import FinishReason, Job
+from kvboost_hf.server.jobs import FIRST_TOKENS, FinishReason, Job
 from kvboost_hf.server.protocol import DrainingError, QueueFullError, TooLongError
 
 T = TypeVar("T")
 _LOOK = 16  # jobs from the front that may be taken out of turn
 _PASSED = 8  # times that the first one may be passed over
 Waiting = TypeVar("Waiting")
+
+
+class Claim(Protocol):
+    """A job that takes memory, or is about to."""
+
+    @property
+    def client(self) -> bytes:
+        """Who asks."""
+        ...
+
+    @property
+    def reserved(self) -> int:
+        """Tokens of prompt and answer that memory is kept for."""
+        ...
+
+
+Claimed = TypeVar("Claimed", bound=Claim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +53,8 @@ class EngineLimits:
         prefill_chunk_size: Tokens of a prompt that are computed in one forward, at most.
         batch_window_ms: How long the first job after a pause waits for others, in milliseconds.
         max_model_len: Tokens of a prompt and its answer, at most; None for the number of positions of the model.
-        max_live_tokens: Tokens of all running jobs, with answers at their longest; None for no limit.
+        max_live_tokens: Tokens of all running jobs; None for no limit. Of an answer, `FIRST_TOKENS` count from its
+            start, and more when it gets longer. Where there is no room for more, a job is set aside until there is.
         max_client_share: The share of `max_queue_size` and of `max_live_tokens` that one client may take alone. It
             gets more only while what stays free is its part of what it has and what is free: so two clients with a
             share of 3/4 take 3/7 each, and 1/7 is left for others.
@@ -82,18 +100,42 @@ class EngineLimits:
                     f"A prompt of {prompt} tokens with {new} new ones takes {job.longest}, which exceeds {what} of "
                     f"{limit}. Shorten it to {most} tokens, or ask for fewer new ones.",
                     most,
-                    max(limit - prompt, 0),
+                    tokens=prompt,
+                    limit=limit,
                 )
 
-    def has_room(self, job: Job, running: Collection[Job]) -> bool:
+    def has_room(self, job: Claim, running: Collection[Claim]) -> bool:
         """Whether a job may start beside the running ones. A client without a running job may exceed the batch."""
-        own = [other.longest for other in running if other.client == job.client]
+        own = [other.reserved for other in running if other.client == job.client]
         if len(running) >= (self.max_batch_size if own else 2 * self.max_batch_size):
             return False
         if self.max_live_tokens is None:
             return True
-        free = self.max_live_tokens - sum(other.longest for other in running) - job.longest
-        return free >= 0 and (not own or self._is_share(sum(own) + job.longest, free))
+        free = self.max_live_tokens - sum(other.reserved for other in running) - job.reserved
+        return free >= 0 and (not own or self._is_share(sum(own) + job.reserved, free))
+
+    def in_the_way(self, job: Claimed, more: int, running: Sequence[Claimed]) -> Claimed | None:
+        """Which of the running jobs has to wait so that one of them may take more memory; None where there is room.
+
+        It is the last one of the same client; where that has no other one, the last one of the client that has most.
+        The first of all goes on, so that all of them end.
+
+        Args:
+            job: The job with the long answer.
+            more: How many tokens more.
+            running: All running jobs, in the order in which they were admitted.
+        """
+        if self.max_live_tokens is None or len(running) < 2:
+            return None
+        held = Counter[bytes]()
+        for other in running:
+            held[other.client] += other.reserved
+        alone = sum(other.client == job.client for other in running) == 1
+        free = self.max_live_tokens - held.total() - more
+        if free >= 0 and (alone or self._is_share(held[job.client] + more, free)):
+            return None
+        client = held.most_common(1)[0][0] if alone else job.client
+        return next((other for other in reversed(running[1:]) if other.client == client), running[-1])
 
     def has_place(self, own: int, waiting: int) -> bool:
         """Whether a client with `own` waiting jobs may queue another one beside `waiting` jobs of all clients."""
@@ -184,7 +226,7 @@ class Intake:
             return ended
 
     def close(self) -> None:
-        """Take no more jobs, and have `admit` return None."""
+        """Take no more jobs, and have `wait` return False."""
         with self.changed:
             self.draining = self._closed = True
             self.changed.notify_all()
@@ -207,6 +249,18 @@ class Intake:
             while (task := self._next()) is not None:
                 self.admitted.append(task)
             return self.admitted[known:]
+
+    def set_aside(self, task: Task) -> None:
+        """Have an admitted task wait again, before all of its client and priority."""
+        with self.changed:
+            self.admitted.remove(task)
+            self._waiting.put_back(task)
+
+    @property
+    def begun(self) -> list[Task]:
+        """The tasks that were admitted and have not ended, with those that were set aside."""
+        with self.changed:
+            return [*self.admitted, *(task for task in self._waiting if task.session is not None)]
 
     def answer_calls(self) -> None:
         """Do what other threads have called for."""
@@ -267,6 +321,7 @@ class Intake:
         with self.changed:
             if task in self.admitted:
                 self.admitted.remove(task)
+                self._waiting.charge(task.client, max(len(task.ids) - FIRST_TOKENS, 0))
             self.finished[reason] += 1
             self._seconds_per_job = 0.8 * self._seconds_per_job + 0.2 * (now - (task.started or now))
             self.changed.notify_all()
@@ -294,7 +349,7 @@ class Intake:
         return task.left > self._limits.prefill_chunk_size
 
     def _has_room(self, task: Task) -> bool:
-        return self._limits.has_room(task.job, [other.job for other in self.admitted])
+        return self._limits.has_room(task, self.admitted)
 
     def _require_place(self, own: int, waiting: int) -> None:
         """Raise where a client with `own` waiting requests may not queue one more beside all that wait."""
@@ -318,10 +373,11 @@ class Intake:
 class WaitingLine(Generic[Waiting]):
     """A queue for each client, first in, first out, except for prompts that share a prefix; clients take turns.
 
-    The next job is of the client that has had the fewest tokens, of prompts and answers at their longest. Of that
-    client's jobs, those with the smallest `Job.priority` come first, and of these, one that begins like its last one:
-    it reuses what that computed. The order depends on how much clients ask, and on nothing that the prompts of other
-    salts say; priorities do not count between clients.
+    The next job is of the client that has had the fewest tokens, of prompts and answers, which count as
+    `Job.reserved` has them from their start, and later as long as they are. Of that client's jobs, those with the
+    smallest `Job.priority` come first, and of these, one that begins like its last one: it reuses what that computed.
+    The order depends on how much clients ask, and on nothing that the prompts of other salts say; priorities do not
+    count between clients.
 
     Args:
         job: Returns the job of an item that waits.
@@ -355,6 +411,14 @@ class WaitingLine(Generic[Waiting]):
             line.had = max(line.had, min(others, default=line.had))
         line.append(waiting)
 
+    def put_back(self, waiting: Waiting) -> None:
+        """Add a job that was taken before, in front of the others of its priority."""
+        self._lines[self._job(waiting).client].put_back(waiting)
+
+    def charge(self, client: bytes, tokens: int) -> None:
+        """Note that a client whose jobs were taken has had more tokens than these had reserved."""
+        self._lines[client].had += tokens
+
     def remove(self, waiting: Waiting) -> bool:
         """Take a job out of the line; returns whether it was in it."""
         line = self._lines.get(self._job(waiting).client)
@@ -373,7 +437,7 @@ class WaitingLine(Generic[Waiting]):
         """
         for line in sorted(self._lines.values(), key=lambda line: line.had):
             if (taken := line.take(fits, is_held)) is not None:
-                line.had += self._job(taken).longest
+                line.had += self._job(taken).reserved
                 return taken
         return None
 
@@ -391,6 +455,11 @@ class _Line(Generic[Waiting]):
     def append(self, waiting: Waiting) -> None:
         """Add a job behind those of its priority."""
         place = bisect_right(self.waiting, self.job(waiting).priority, key=lambda each: self.job(each).priority)
+        self.waiting.insert(place, waiting)
+
+    def put_back(self, waiting: Waiting) -> None:
+        """Insert a job before those of its priority."""
+        place = bisect_left(self.waiting, self.job(waiting).priority, key=lambda each: self.job(each).priority)
         self.waiting.insert(place, waiting)
 
     def take(self, fits: Callable[[Waiting], bool], is_held: Callable[[Waiting], bool]) -> Waiting | None:

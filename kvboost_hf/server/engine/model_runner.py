@@ -120,10 +120,10 @@ class ModelRunner:
             return self.forward(task.cache, ids, task.length)
 
     def known(self, task: Task) -> int:
-        """How many tokens of a task's prompt the store has, less than all of them; nothing is loaded."""
+        """How many tokens of what a task computes the store has, less than all of them; nothing is loaded."""
         cache = ChunkReuseCache(self.model, self.store, self.policy, task.job.salt, live_quant=self._live_quant)
         try:
-            return cache.stored_tokens(torch.tensor([task.job.ids], device=self.device))
+            return cache.stored_tokens(torch.tensor([task.to_compute], device=self.device))
         except StoreClosedError:  # who computes the prompt will notice
             return 0
 
@@ -154,6 +154,8 @@ class ModelRunner:
             most = 0
             cache = ChunkReuseCache(self.model, self.store, policy, job.salt, live_quant=self._live_quant)
         self._caches.add(cache)
+        if task.unwanted:
+            self.keep_nothing(cache)
         return cache, most
 
     def policy_of(self, job: Job) -> ReusePolicy:

@@ -76,16 +76,16 @@ class Prefill:
             How many tokens were computed, and the logits [1, vocab_size] of the last one.
         """
         runner = self._runner
-        ids, known = torch.tensor([task.job.ids], device=runner.device), task.done
-        wants_all = task.job.options.prompt_logprobs
+        ids, known = torch.tensor([task.to_compute], device=runner.device), task.done
+        wants_all = task.job.options.prompt_logprobs and not task.resumed
         if task.cache is None:
-            task.started = time.perf_counter()
+            task.started = task.started or time.perf_counter()
             task.cache, shared = runner.open(task, () if wants_all else others)
             task.cache.in_own_loop = True
             if not wants_all:
                 known = max(task.cache.stored_tokens(ids), shared)
                 task.spans = task.cache.movable_spans(ids, known)
-        stop = _piece_end(known, room, task.spans, len(task.job.ids)) if runner.in_pieces else len(task.job.ids)
+        stop = _piece_end(known, room, task.spans, ids.shape[1]) if runner.in_pieces else ids.shape[1]
         piece = ids[:, task.done : stop]
         if wants_all:
             kept = runner.forward_all(task.cache, piece, task.done)
@@ -131,7 +131,7 @@ class Decoding:
         return self._batch.nbytes
 
     def add(self, task: Task) -> None:
-        """Add a task whose prompt is computed and whose first token is about to be chosen."""
+        """Add a task whose prompt is computed, and whose last token is chosen or about to be."""
         self.tasks.append(task)
 
     def arrange(self, *, drafted: bool) -> list[tuple[Task, Exception]]:
@@ -226,7 +226,7 @@ class Speculation:
         """
         if predicted := self._predicted(task):
             return partial(self._check, task, predicted)
-        if self._drafts is not None and self._drafts.take(task.job):
+        if self._drafts is not None and self._drafts.take(task.job, len(task.ids)):
             return partial(self._draft, task, self._drafts)
         return None
 

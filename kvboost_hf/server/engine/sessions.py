@@ -128,8 +128,10 @@ class SessionTable:
         del self._sessions[client][id]
         self.pins.release(self._runner.store, client, id)
         for task in tasks:
-            if task.session is session and task.cache is not None:
-                self._runner.keep_nothing(task.cache)
+            if task.session is session:
+                task.unwanted = True
+                if task.cache is not None:
+                    self._runner.keep_nothing(task.cache)
         own = session.belongings
         return replace(own, roots=own.roots | roots), heads
 

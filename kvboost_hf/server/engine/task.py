@@ -16,11 +16,23 @@ from kvboost_hf.cache.store.removal import Belongings, Heads
 from kvboost_hf.server.generation.sampling import Sampler, score
 from kvboost_hf.server.generation.speculation import DraftedText, PredictedText
 from kvboost_hf.server.generation.text import TextStream
-from kvboost_hf.server.jobs import Finished, FinishReason, Job, JobEvent, Keep, Listener, Progress, TokenLogprob
+from kvboost_hf.server.jobs import (
+    FIRST_TOKENS,
+    Finished,
+    FinishReason,
+    Job,
+    JobEvent,
+    Keep,
+    Listener,
+    Progress,
+    TokenLogprob,
+)
 
 _log = logging.getLogger("kvboost_hf.server")
 _MOST_PIECES = 256  # whose keys are remembered
 _ID_BYTES = 12
+MORE_TOKENS = 256  # of a long answer, that memory is kept for at a time
+_SPARE_TOKENS = 64  # more than one forward adds
 
 
 @dataclass(slots=True, eq=False)
@@ -111,20 +123,56 @@ class Task:
     pinned: bool | None = None
     session: SessionRecord | None = None
     first: float | None = None  # when its first token was on the host
+    grown: int = 0  # tokens of the answer that memory is kept for, if more than for any
+    resumed: bool = False  # whether it was set aside after its first token
+    said: int = 0  # tokens of the answer that were computed before it was set aside, and are computed again
+    unwanted: bool = False  # whether its session was dropped, so that nothing of it is kept
 
     def cancel(self) -> None:
         """End the job before the engine's next forward. Any thread may call it."""
         self.cancelled = True
 
     @property
+    def client(self) -> bytes:
+        """Who asks."""
+        return self.job.client
+
+    @property
+    def reserved(self) -> int:
+        """Tokens of prompt and answer that memory is kept for."""
+        return len(self.job.ids) + min(self.job.options.max_tokens, self.room)
+
+    @property
+    def room(self) -> int:
+        """Tokens of the answer that memory is kept for, and more where it may not have as many."""
+        return max(FIRST_TOKENS, self.grown)
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether the answer is about to get longer than what memory is kept for."""
+        return len(self.ids) + _SPARE_TOKENS > self.room and self.room < self.job.options.max_tokens
+
+    @property
+    def to_compute(self) -> Sequence[int]:
+        """Token ids that the model computes before the next token is chosen: the prompt, and the answer so far."""
+        return [*self.job.ids, *self.ids[: self.said]] if self.said else self.job.ids
+
+    @property
     def left(self) -> int:
-        """Tokens of the prompt that are still to be computed, as far as is known."""
-        return len(self.job.ids) - max(self.done, self.known or 0)
+        """How many of `to_compute` are not computed yet, as far as is known."""
+        return len(self.job.ids) + self.said - max(self.done, self.known or 0)
 
     @property
     def length(self) -> int:
         """Tokens of prompt and answer that the model has computed, once the prompt is: all but the last one."""
         return len(self.job.ids) + len(self.ids) - 1
+
+    def set_aside(self) -> None:
+        """Let go of all K/V. When the task goes on, its text is loaded from the store, or computed again."""
+        self.cache = self.drafted = None
+        self.done, self.known, self.spans = 0, None, []
+        self.resumed, self.said = self.sampler is not None, max(len(self.ids) - 1, 0)
+        self.grown = len(self.ids) + FIRST_TOKENS
 
     def must_end(self, now: float) -> FinishReason | None:
         """Why the job ends before its next forward: `"cancelled"`, `"timeout"` or None."""
@@ -164,7 +212,7 @@ class Task:
 
     def note_report(self) -> None:
         """Take the counts of the prompt from the cache; those of a repair grow after the prompt."""
-        if self.cache is not None:
+        if self.cache is not None and not self.resumed:  # a later cache has counts of another text
             self.report = self.cache.report
 
     def add(self, token: int, logprob: TokenLogprob | None, now: float) -> FinishReason | None:

@@ -30,11 +30,11 @@ from kvboost_hf.server.engine.intake import EngineLimits, Intake
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.phases import Decoding, Prefill, Round, Speculation
 from kvboost_hf.server.engine.sessions import SessionTable
-from kvboost_hf.server.engine.task import SessionRecord, Task
+from kvboost_hf.server.engine.task import MORE_TOKENS, SessionRecord, Task
 from kvboost_hf.server.generation.sampling import choose_rows
 from kvboost_hf.server.generation.speculation import Drafts
 from kvboost_hf.server.jobs import ConstraintError, FinishReason, Job, Listener, Session, SessionChange, TokenLogprob
-from kvboost_hf.server.protocol import DrainingError, ModelCard, TooLongError
+from kvboost_hf.server.protocol import UNLIMITED, DrainingError, ModelCard, TooLongError
 
 _log = logging.getLogger("kvboost_hf.server")
 
@@ -80,7 +80,7 @@ class ModelEngine:
         self.model, self.tokenizer = model, tokenizer
         self._limits, self._card = EngineLimits(**limits), ModelCard.of(model)
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self._max_model_len = int(self._limits.max_model_len or positions or 2**31)
+        self._max_model_len = int(self._limits.max_model_len or positions or UNLIMITED)
         store, policy = store if store is not None else ChunkStore(model), policy or ReusePolicy()
         self._runner = ModelRunner(model, store, policy, live_quant, self._max_model_len)
         reason = self._runner.lending_reason
@@ -106,8 +106,8 @@ class ModelEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer, at most."""
-        return self._max_model_len
+        """Tokens of a prompt and its answer, at most, by the context and by the memory."""
+        return min(self._max_model_len, self._limits.max_live_tokens or self._max_model_len)
 
     @property
     def max_live_tokens(self) -> int | None:
@@ -136,6 +136,9 @@ class ModelEngine:
                 f"A text of {longest} tokens is longer than the model's context of {self._max_model_len}. Cut it into "
                 "several.",
                 self._max_model_len,
+                tokens=longest,
+                limit=self._max_model_len,
+                what="text",
             )
         job = EmbeddingJob(texts, client)
         self._intake.submit_embeddings(job)
@@ -161,7 +164,7 @@ class ModelEngine:
 
         def drop() -> tuple[bool, Belongings, Heads]:
             known = bool(self._sessions.of(client, id))
-            return known, *self._sessions.drop(client, id, salt, self._intake.admitted)
+            return known, *self._sessions.drop(client, id, salt, self._intake.begun)
 
         known, own, heads = self._intake.call(drop)
         freed = self.store.remove(own.under(heads), lambda records: own.keys(records, heads, lost=True))
@@ -180,7 +183,7 @@ class ModelEngine:
                 "draining": self._intake.draining,
                 "batch_bytes": self._decoding.batch_bytes,
                 **{name: self._counts[name] for name in ("prompt_tokens", "cached_tokens", "computed_tokens")},
-                **{name: self._counts[name] for name in ("generated_tokens", "steps")},
+                **{name: self._counts[name] for name in ("generated_tokens", "steps", "set_aside")},
                 "pieces": self._prefill.pieces,
                 "cached_tokens_by_tier": dict(self._tiers),
                 "finished": dict(self._intake.finished),
@@ -224,6 +227,7 @@ class ModelEngine:
     def _take_up(self) -> None:
         """Make room by ending tasks, and give it to others. Nobody waits longer for it than for one forward."""
         self._end_those_that_must()
+        self._give_long_answers_room()
         for task in self._intake.unseen(_LOOKED_UP):
             task.known = self._runner.known(task)
         self._prefill.add(self._intake.admit())
@@ -236,6 +240,25 @@ class ModelEngine:
         for task in list(self._intake.admitted):
             if (reason := task.must_end(now)) is not None:
                 self._end(task, reason)
+
+    def _give_long_answers_room(self) -> None:
+        """Keep more memory for answers that get long; where there is none, set tasks aside."""
+        for task in list(self._intake.admitted):
+            more = min(MORE_TOKENS, task.job.options.max_tokens - task.room)
+            while task in self._intake.admitted and task.needs_room:
+                other = self._limits.in_the_way(task, more, self._intake.admitted)
+                if other is None:
+                    task.grown = task.room + more
+                else:
+                    self._set_aside(other)
+
+    def _set_aside(self, task: Task) -> None:
+        """Store the K/V of a task, and have it wait until there is room again."""
+        self._counts["set_aside"] += 1
+        self._store(task)
+        self._forget(task)
+        task.set_aside()
+        self._intake.set_aside(task)
 
     def _embed(self) -> None:
         """Embed the next piece of a text."""
@@ -258,6 +281,10 @@ class ModelEngine:
             computed, logits = self._prefill.compute(task, room, [*self._decoding.tasks, *self._prefill.tasks])
             self._sessions.enter(task)
             if task.left:
+                return computed
+            if task.resumed:
+                self._prefill.remove(task)
+                self._decoding.add(task)
                 return computed
             self._begin(task)
             if not task.job.options.max_tokens:
@@ -337,6 +364,12 @@ class ModelEngine:
 
     def _end(self, task: Task, reason: FinishReason) -> None:
         """Store the K/V of a task, make room for others, and tell its listener."""
+        self._store(task)
+        self._forget(task)
+        self._intake.end(task, reason)
+
+    def _store(self, task: Task) -> None:
+        """Store the K/V of a task."""
         try:
             self._decoding.sync(task)
             if task.cache is not None:
@@ -345,9 +378,7 @@ class ModelEngine:
                 task.cache.store_tails()
                 self._sessions.end(task)
         except Exception:
-            _log.exception("K/V of a finished text could not be stored.")
-        self._forget(task)
-        self._intake.end(task, reason)
+            _log.exception("K/V of a text could not be stored.")
 
     def _fail(self, tasks: Sequence[Task], error: Exception) -> None:
         """End tasks whose forward has failed; nothing of what it has left behind is stored."""

@@ -21,6 +21,7 @@ from kvboost_hf.server.jobs import FinishReason, Job, TokenLogprob
 
 _log = logging.getLogger("kvboost_hf.server")
 Add = Callable[[int, TokenLogprob | None], FinishReason | None]  # tells of a token, and why the text ends with it
+_AHEAD = 64  # tokens that the draft model has positions for besides, at least, where it has not for the whole answer
 _FIRST, _LEAST, _MOST = 16, 4, 48  # tokens of a draft
 
 
@@ -63,13 +64,14 @@ class Drafts:
             return None
         return cls(model, draft, config if config is not None else DraftTreeConfig())
 
-    def take(self, job: Job) -> bool:
-        """Whether to draft for a job.
+    def take(self, job: Job, said: int) -> bool:
+        """Whether to draft behind the first `said` tokens of a job's answer.
 
-        There are no drafts for a job with a constraint, which would have to check each of them, nor for one that the
-        draft model has too few positions for: a failure of the draft model would end drafting for all.
+        There are no drafts for a job with a constraint, which would have to check each of them, nor for a text that
+        the draft model has too few positions for: a failure of the draft model would end drafting for all.
         """
-        fits = self._positions is None or len(job.ids) + job.options.max_tokens <= self._positions
+        longest = min(job.longest, len(job.ids) + said + max(self.config.depth, _AHEAD))
+        fits = self._positions is None or longest <= self._positions
         return fits and not self._failed and job.options.constraint is None
 
     def give_up(self, error: BaseException | None) -> None:

@@ -20,6 +20,7 @@ from kvboost_hf.server.jobs import ConstraintError
 # a model that prefers line ends to all else writes them until it has no tokens left.
 _SPACE = r" |\n {0,20}"
 _MAX_DIGITS, _MAX_SPACES = 40, 200  # in a row: of a number, and in a string
+_ASCII_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\t\n\v\f\r "}
 _QUOTE, _ESCAPE = b'"\\'
 
 
@@ -34,8 +35,52 @@ def json_schema(schema: Mapping[str, Any]) -> str:
 
 
 def regex(pattern: str) -> str:
-    """The grammar of texts that a regular expression, in the syntax of Rust, matches as a whole."""
-    return LLMatcher.grammar_from_regex(pattern)
+    """The grammar of texts that a regular expression, in the syntax of Rust, matches as a whole.
+
+    Its `\\d`, `\\w` and `\\s` are those of ASCII; see `ascii_pattern`.
+    """
+    return LLMatcher.grammar_from_regex(ascii_pattern(pattern))
+
+
+def ascii_pattern(pattern: str) -> str:
+    """A regular expression in the syntax of Rust whose `\\d`, `\\w` and `\\s` stand for characters of ASCII alone.
+
+    Rust's stand for those of all scripts, ECMA's for those of ASCII, and Python's depend on a flag. What is written by
+    a pattern of ASCII matches the client's own pattern in all of them. What must not be there (`\\D`, `[^\\d]`)
+    therefore stays as wide as Rust has it.
+
+    Example:
+        >>> print(ascii_pattern(r"\\d{4}-[\\w.]+ [^\\d]"))
+        [0-9]{4}-[[0-9A-Za-z_].]+ [^\\d]
+    """
+    written, at = "", 0
+    negations: list[bool] = []  # of the brackets that are open, whether each of them is a `[^`
+    while at < len(pattern):
+        piece = pattern[at : at + (2 if pattern[at] == "\\" else 1)]
+        at += len(piece)
+        if piece == "[":
+            # What begins a class is part of it, even if it looks like its end.
+            negated = pattern.startswith("^", at)
+            piece = "[^" if negated else "["
+            at += negated
+            if pattern.startswith(("]", ":"), at):
+                piece += pattern[at]
+                at += 1
+            negations.append(negated)
+        elif piece == "]" and negations:
+            negations.pop()
+        elif piece[0] == "\\":
+            piece = _ascii_escape(piece, sum(negations) % 2 == 1)
+        written += piece
+    return written
+
+
+def _ascii_escape(escape: str, negated: bool) -> str:
+    """An escape in place of another one that stands for more characters than ASCII has."""
+    letter = escape[1:]
+    if letter.lower() not in _ASCII_CLASSES or letter.isupper() != negated:
+        return escape
+    return f"[{'^' * negated}{_ASCII_CLASSES[letter.lower()]}]"
 
 
 def choice(texts: Sequence[str]) -> str:

@@ -8,11 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from kvboost_hf.server.protocol import DrainingError, QueueFullError, TooLongError
@@ -41,6 +42,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
         self.more: dict[str, Any] = {}  # told besides
+        self.counts = ""  # of a prompt that is too long, as Anthropic's API says them
 
     @property
     def body(self) -> dict[str, Any]:
@@ -50,14 +52,16 @@ class ApiError(Exception):
 
     def told(self, scope: Scope) -> dict[str, Any]:
         """The JSON object of the response, in the form of the API that the request is for."""
+        too_long = self.code == _TOO_LONG
         if is_ollama(scope):
-            return {"error": self.message}
+            return {
+                "error": f"the input length exceeds the context length: {self.message}" if too_long else self.message
+            }
         if not is_anthropic(scope):
             return self.body
         kind = _ANTHROPIC_TYPES.get(_anthropic_status(self), "api_error" if self.status >= 500 else _INVALID)
-        # By these words Claude Code knows that it has to shorten a conversation.
-        known = "prompt is too long: " if self.code == _TOO_LONG else ""
-        error = {"type": kind, "message": known + self.message}
+        # By these words, and the numbers, Claude Code knows that it has to shorten a conversation, and by how much.
+        error = {"type": kind, "message": (f"prompt is too long: {self.counts}" if too_long else "") + self.message}
         return {"type": "error", "error": error, "request_id": scope.get("request_id")}
 
     def response(self, scope: Scope) -> JSONResponse:
@@ -90,8 +94,10 @@ def api_error(error: Exception) -> ApiError:
             wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
             return ApiError(429, str(error), code="queue_full", headers=wait)
         case TooLongError():
-            found = ApiError(413, str(error), code=_TOO_LONG)
+            found = ApiError(400, _overflow(error), code=_TOO_LONG)
             found.more["max_prompt_tokens"] = error.max_prompt_tokens
+            if error.tokens is not None:
+                found.counts = f"{error.tokens} tokens > {error.limit} maximum. "
             return found
         case DrainingError():
             return ApiError(503, str(error), code="draining", headers={"Retry-After": "5"})
@@ -108,17 +114,51 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(500, "The server failed; its log says why.", code="internal_error", headers=close)
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Make an app answer all errors in this form."""
+def add_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
+    """Make an app, which has these routes, answer all errors in this form."""
 
-    async def handle(request: Request, error: Exception) -> JSONResponse:
+    async def handle(request: Request, error: Exception) -> Response:
         return api_error(error).response(request.scope)
 
-    for kind in (ApiError, QueueFullError, TooLongError, DrainingError, RequestValidationError, HTTPException):
+    async def handle_http(request: Request, error: Exception) -> Response:
+        methods = {
+            method
+            for route in routes
+            if route.matches(request.scope)[0] is not Match.NONE
+            for method in (route.methods or ())
+        }
+        methods |= {"HEAD"} if "GET" in methods else set()
+        match error:
+            case HTTPException(status_code=404):
+                return _no_route(request.scope["path"]).response(request.scope)
+            case HTTPException(status_code=405) if request.method == "OPTIONS":
+                return Response(status_code=204, headers={"Allow": ", ".join(sorted(methods))})
+            case HTTPException(status_code=405):
+                return _no_method(request, methods).response(request.scope)
+        return await handle(request, error)
+
+    for kind in (ApiError, QueueFullError, TooLongError, DrainingError, RequestValidationError):
         app.add_exception_handler(kind, handle)
+    app.add_exception_handler(HTTPException, handle_http)
     app.add_exception_handler(Exception, handle)
 
 
+def _no_route(path: str) -> ApiError:
+    return ApiError(
+        404,
+        f"Not Found: there is no route {path[:_PATH]!a}. Clients of OpenAI's API take the address with /v1 as "
+        "base URL, those of Anthropic's and Ollama's without. GET /docs lists all routes.",
+        code="not_found",
+    )
+
+
+def _no_method(request: Request, methods: set[str]) -> ApiError:
+    told, path = ", ".join(sorted(methods)), request.scope["path"][:_PATH]
+    message = f"{path!a} is served with {told}, got {request.method[:_METHOD]!a}. Send one of these."
+    return ApiError(405, message, code="method_not_allowed", headers={"Allow": told})
+
+
+_PATH, _METHOD = 256, 16  # characters of a path, and of a method, in an error
 _INVALID, _TOO_LONG = "invalid_request_error", "context_length_exceeded"
 _CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large", 429: "busy"}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -135,7 +175,19 @@ def _type(status: int) -> str:
 
 
 def _anthropic_status(error: ApiError) -> int:
-    return 400 if error.code == _TOO_LONG else {503: 529}.get(error.status, error.status)
+    return {503: 529}.get(error.status, error.status)
+
+
+def _overflow(error: TooLongError) -> str:
+    """What OpenAI's API says of a prompt that is too long, with the code: clients look for these words."""
+    if error.tokens is None:
+        return str(error)
+    noted = " (an estimate: it was not tokenized)" if error.estimated else ""
+    remedy = "Cut it into several" if error.what == "text" else f"Please reduce the length of the {error.what}"
+    return (
+        f"This model's maximum context length is {error.limit} tokens. However, your {error.what} resulted in "
+        f"{error.tokens} tokens{noted}. {remedy}: {error.max_prompt_tokens} tokens fit ({_TOO_LONG})."
+    )
 
 
 def _invalid(first: Mapping[str, Any], body: Any) -> ApiError:
@@ -146,6 +198,8 @@ def _invalid(first: Mapping[str, Any], body: Any) -> ApiError:
             return ApiError(400, f"{first['msg']}.", param=param, code="unsupported_parameter")
         case "json_invalid":
             return ApiError(400, f"The body must be JSON: {first['ctx']['error']}.", code="invalid_json")
+        case "missing" if first["loc"] == ("body",):
+            return ApiError(400, "The body must be JSON, but it is empty.", code="invalid_json")
         case "missing":
             param = ".".join(filter(None, (param, str(first["loc"][-1]))))
     message = str(first["msg"]).removeprefix("Value error, ").removesuffix(".")

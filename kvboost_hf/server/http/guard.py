@@ -12,9 +12,11 @@ import logging
 import re
 import time
 import uuid
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from itertools import dropwhile
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -22,6 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost_hf.server.http.errors import ApiError, is_anthropic
+from kvboost_hf.server.http.turns import in_thread
 from kvboost_hf.server.settings import ServerSettings
 
 _PROBES = frozenset({"/health", "/ready"})
@@ -33,6 +36,10 @@ _KEY_HEADERS = ("authorization", "x-api-key")
 _PATH = 256  # characters of a path in the log
 _BODIES = 16  # of the largest size, that may be in memory at the same time
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:@/?#\s]+)(:[0-9]*)?", re.IGNORECASE)
+_ENCODINGS = ("gzip", "x-gzip", "deflate")
+_ANY_ZLIB = 47  # for zlib: finds out by itself which of them it is
+_SHOWN = 64  # characters of a header in an error
+_PREFIXES = ("v1", "api")
 _HEARD = 8  # times the limit, so that who has sent too much reads the answer in place of a reset
 
 
@@ -62,7 +69,7 @@ class HeldBytes:
 
 
 class RequestBody:
-    """Stands between an app and its server for one request.
+    """Stands between an app and its server for one request, and unpacks what is compressed by gzip or deflate.
 
     A client that sends its body to the end before it reads would miss an answer that comes earlier: the connection
     would be reset under it. So what it still sends is read and thrown away when it is answered, for as long as a body
@@ -72,7 +79,7 @@ class RequestBody:
         headers: The headers of the request.
         receive: ASGI's `receive` of the server.
         send: ASGI's `send` of the server.
-        max_bytes: The most bytes of the body.
+        max_bytes: The most bytes of the body, as it comes and as it is unpacked.
         timeout_s: Seconds for all of it.
         held: The bytes of all bodies together.
 
@@ -94,6 +101,7 @@ class RequestBody:
         self._on_demand = headers.get("expect", "").lower() == "100-continue"
         self.gone, self.client = False, ""
         self._all, self._held = held, 0
+        self._unpacked = Unpacked(headers.get("content-encoding", ""))
 
     async def receive(self) -> Message:
         """Return the next message of the request, as ASGI has it.
@@ -107,12 +115,22 @@ class RequestBody:
         message = await self._next()
         if self._bytes > self._max_bytes:
             raise HTTPException(413, self.too_large)
+        if self._unpacked.packed and message["type"] == "http.request":
+            body = await self._unpacked.read(message.get("body", b""), self._max_bytes - self._held, last=self._whole)
+            message = {**message, "body": body}
+            if len(body) + self._held > self._max_bytes:
+                raise HTTPException(413, self.too_large)
         count = len(message.get("body", b""))
         if not self._all.take(self.client, count):
             why = "The server has no memory for this body beside those of other requests. Try again later."
             raise HTTPException(429, why, {"Retry-After": "1"})
         self._held += count
         return message
+
+    @property
+    def unknown_encoding(self) -> ApiError | None:
+        """Why the body cannot be unpacked, or None."""
+        return self._unpacked.refusal
 
     def forget(self) -> None:
         """Note that the body is no longer in memory."""
@@ -153,8 +171,65 @@ class RequestBody:
                 await self._next()
 
 
+class Unpacked:
+    """Unpacks a body that comes in pieces.
+
+    Args:
+        encoding: The header `Content-Encoding`.
+
+    Attributes:
+        packed: Whether there is anything to unpack.
+    """
+
+    def __init__(self, encoding: str) -> None:
+        name = encoding.strip().lower()
+        self.packed = name not in ("", "identity")
+        self._encoding, self._stream = name, zlib.decompressobj(_ANY_ZLIB)
+
+    @property
+    def refusal(self) -> ApiError | None:
+        """Why the encoding cannot be unpacked, or None."""
+        if not self.packed or self._encoding in _ENCODINGS:
+            return None
+        return ApiError(
+            415,
+            f"The header Content-Encoding must be one of {', '.join(_ENCODINGS)}, got {self._encoding[:_SHOWN]!a}. "
+            "Leave it out, and send the body as it is.",
+            code="unsupported_encoding",
+            headers={"Accept-Encoding": ", ".join(_ENCODINGS)},
+        )
+
+    async def read(self, piece: bytes, most: int, *, last: bool) -> bytes:
+        """Unpack the next piece, in a thread; one byte more than `most` bytes at most.
+
+        Raises:
+            HTTPException: It is not packed so.
+        """
+        try:
+            found = await in_thread(lambda: self._read(piece, most + 1))
+        except zlib.error as error:
+            raise HTTPException(400, f"{self._wrong}, and is not: {error}. Send it as it is.") from error
+        if last and len(found) <= most and not self._stream.eof:
+            raise HTTPException(400, f"{self._wrong}, but it ends too early. Send all of it.")
+        return found
+
+    def _read(self, piece: bytes, most: int) -> bytes:
+        found = self._stream.decompress(piece, most)
+        while self._stream.eof and self._stream.unused_data and len(found) < most:  # a file of gzip may have parts
+            rest = self._stream.unused_data
+            self._stream = zlib.decompressobj(_ANY_ZLIB)
+            found += self._stream.decompress(rest, most - len(found))
+        return found
+
+    @property
+    def _wrong(self) -> str:
+        return f"The body must be packed as {self._encoding}, as its header Content-Encoding says"
+
+
 class RequestGuard:
     """Middleware around all routes. A request for `HEAD` is answered as `GET`, without the body.
+
+    Paths that only lack `/v1`, or have a slash too many, are those of the route that is meant.
 
     Sets `scope["api_key"]` to the key that a request was let in with, and `scope["operator"]` to whether it may read
     figures of all clients.
@@ -162,10 +237,11 @@ class RequestGuard:
     Args:
         app: What it guards.
         settings: The keys, names and limits of the server.
+        paths: The paths of all routes.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self._app, self._settings = app, settings
+    def __init__(self, app: ASGIApp, settings: ServerSettings, paths: Collection[str] = ()) -> None:
+        self._app, self._settings, self._paths = app, settings, frozenset(paths)
         self._keys = [key.encode() for key in settings.api_keys]
         self._operators = [key.encode() for key in settings.operator_keys]
         self._held = HeldBytes(_BODIES * settings.max_body_bytes)
@@ -181,7 +257,8 @@ class RequestGuard:
         request_id = asked if _ID.fullmatch(asked) else uuid.uuid4().hex
         bare = scope["method"] == "HEAD"
         line = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:_PATH]}
-        scope = {**scope, "method": "GET" if bare else scope["method"], "request_id": request_id}
+        method, path = "GET" if bare else scope["method"], meant_path(scope["path"], self._paths)
+        scope = {**scope, "method": method, "path": path, "request_id": request_id}
         limits = self._settings
         body = RequestBody(headers, receive, send, limits.max_body_bytes, limits.body_timeout_s, self._held)
         answered = False
@@ -194,6 +271,8 @@ class RequestGuard:
                 told["X-Request-Id"] = request_id
                 if "reuse" in scope:
                     told["X-KVBoost-Reuse"] = scope["reuse"]
+                if "length" in scope:
+                    told["X-KVBoost-Length"] = scope["length"]
                 if is_anthropic(scope):
                     told["Request-Id"] = request_id
             elif bare:
@@ -239,6 +318,8 @@ class RequestGuard:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        if (unknown := body.unknown_encoding) is not None:
+            return unknown
         if body.length > self._settings.max_body_bytes:
             return ApiError(413, body.too_large, code="body_too_large")
         return None
@@ -254,6 +335,52 @@ class RequestGuard:
         # Without keys of operators, the one who has the only key sees no figures but his own.
         scope["operator"] = operates if self._operators else len(set(self._keys)) < 2
         return admitted or not self._keys
+
+
+def meant_path(path: str, known: Collection[str]) -> str:
+    """The path of a route that a client means, whose base URL lacks `/v1`, has it twice, or ends with a slash.
+
+    Example:
+        >>> known = ["/v1/models", "/v1/chat/completions", "/api/chat"]
+        >>> [meant_path(path, known) for path in ("//v1/models/", "/chat/completions", "/v1/api/chat", "/v1/other")]
+        ['/v1/models', '/v1/chat/completions', '/api/chat', '/v1/other']
+    """
+    if path in known:
+        return path
+    parts = [part for part in path.split("/") if part]
+    rest = list(dropwhile(lambda part: part in _PREFIXES, parts))
+    heads = [head for head in _PREFIXES if head == "v1" or head in parts[: len(parts) - len(rest)]]
+    tried = ["/" + "/".join(parts), *("/" + "/".join([head, *rest]) for head in heads)]
+    found = next((each for each in tried if each in known), None)
+    if found is None and rest[:1] == ["models"] and "/v1/models" in known:
+        return "/" + "/".join(["v1", *rest])  # and the name of one
+    return found or "/" + path.lstrip("/")
+
+
+class PrivateNetwork:
+    """Middleware that answers browsers which ask whether a page of the public internet may call this machine.
+
+    Args:
+        app: Decides of which origins pages may call the server at all.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asks = b"access-control-request-private-network"
+        if scope["type"] != "http" or scope["method"] != "OPTIONS" or asks not in dict(scope["headers"]):
+            await self._app(scope, receive, send)
+            return
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] < 400:
+                MutableHeaders(scope=message)["Access-Control-Allow-Private-Network"] = "true"
+            await send(message)
+
+        # Some releases of Starlette refuse it.
+        others = [header for header in scope["headers"] if header[0] != asks]
+        await self._app({**scope, "headers": others}, receive, tell)
 
 
 def require_operator(scope: Scope) -> None:

@@ -213,10 +213,13 @@ def read_json(raw: bytes) -> Any:
         LargeJsonError: it has too many parts, or they are nested too deep.
         json.JSONDecodeError: it is no JSON, or has texts that are no Unicode.
 
+    A mark of the byte order is skipped, and UTF-16 and UTF-32 are read as Python's `json` reads them.
+
     Example:
         >>> read_json(b'{"n": 2}')
         {'n': 2}
     """
+    raw = _as_utf8(raw)
     require_few_parts([raw])
     try:
         found = from_json(raw)
@@ -225,7 +228,7 @@ def read_json(raw: bytes) -> Any:
         if "recursion" in why:
             raise LargeJsonError(deep=True) from error
         if "escape" in why or "unicode" in why:  # such as half of a character
-            why += "; texts must be valid Unicode"
+            why += "; texts must be valid Unicode, in UTF-8"
         raise json.JSONDecodeError(why, "", 0) from error
     inner = [found]
     for _ in range(MAX_DEPTH):
@@ -233,6 +236,16 @@ def read_json(raw: bytes) -> Any:
     if inner:
         raise LargeJsonError(deep=True)
     return found
+
+
+def _as_utf8(raw: bytes) -> bytes:
+    encoding = json.detect_encoding(raw)
+    if encoding == "utf-8":
+        return raw
+    try:
+        return raw.decode(encoding).encode()
+    except UnicodeError as error:
+        raise json.JSONDecodeError(f"it looks like {encoding}, and is none: {error}. Send UTF-8", "", 0) from error
 
 
 def _inside(whole: Any) -> Any:

@@ -208,7 +208,7 @@ class Sampled(FormFields, TextRequest):
     n: Annotated[int, Field(ge=1)] | None = None
     """Answers to one prompt; `prompts x n` may be 16."""
     max_tokens: Length = None
-    """-1 for no limit but the context."""
+    """Tokens of the answer, at most; as many as the context has room for where it is more, left out, or -1."""
     stop: str | Annotated[Many[str], Field(max_length=MAX_STOPS)] | None = None
     """Texts that end the answer and are left out of it; empty ones are ignored."""
     include_stop_str_in_output: bool | None = None

@@ -50,7 +50,7 @@ class CompletionRequest(Sampled):
     """Texts, or lists of token ids."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, absent(-1)] = None
-    """16 where it is left out, or -1. 0 with `echo` for the prompt alone."""
+    """As many as the context has room for where it is more, left out, or -1. 0 with `echo` for the prompt alone."""
     echo: bool | None = None
     """Begin the answer with the prompt; with `logprobs`, with the log probabilities of its tokens, too: all of it is
     computed then, without reuse."""

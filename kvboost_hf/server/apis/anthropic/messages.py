@@ -19,8 +19,6 @@ from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.apis.wire import PINGED_EVENTS, EventStream, PostedRoute
 from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.http.errors import ApiError
-from kvboost_hf.server.jobs import Keep
-from kvboost_hf.server.protocol import TooLongError
 from kvboost_hf.server.requests.chat import ChatRequest
 
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
@@ -36,8 +34,8 @@ def message_routes(context: RouteContext) -> APIRouter:
         chat = await context.read(request, lambda: body.chat)
         marks = await _marks(context, body, chat, request)
         keep = [context.keep(_TTL_S[mark.ttl], None if mark.ids is None else len(mark.ids)) for mark in marks]
-        jobs, readers = await _start(context, chat, request, body.max_tokens, keep)
-        reply = _Reply(model, body.max_tokens, jobs, readers, marks)
+        jobs, readers = await start_chat(context, chat, request, new=body.max_tokens, keep=keep)
+        reply = _Reply(model, jobs, readers, marks)
         if body.stream:
             return EventStream(reply.events(), jobs, context.settings.ping_s, form=PINGED_EVENTS)
         return JSONResponse(await unless_gone(request, jobs, reply.whole()))
@@ -49,18 +47,6 @@ def message_routes(context: RouteContext) -> APIRouter:
         return {"input_tokens": len(await context.encode_asked(chat, request))}
 
     return router
-
-
-async def _start(
-    context: RouteContext, chat: ChatRequest, request: Request, max_tokens: int, keep: Sequence[Keep]
-) -> tuple[RequestJobs, CallReaders]:
-    """Submit the job, with a shorter answer where there is no memory for the longest one."""
-    try:
-        return await start_chat(context, chat, request, most=max_tokens, keep=keep)
-    except TooLongError as error:
-        if not error.max_new_tokens:
-            raise
-        return await start_chat(context, chat, request, most=error.max_new_tokens, keep=keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +89,6 @@ class _Reply:
     """The answer to one request: blocks that open, grow and close."""
 
     model: str
-    max_tokens: int
     jobs: RequestJobs
     readers: CallReaders
     marks: Sequence[_Mark]
@@ -187,7 +172,8 @@ class _Reply:
     @property
     def _end(self) -> dict[str, Any]:
         stop = self.jobs.finished[0].stop
-        return {"stop_reason": self._stop_reason(stop), "stop_sequence": stop}
+        told = {"stop_reason": self._stop_reason(stop), "stop_sequence": stop}
+        return told | self.jobs.limit(0, self.reason)
 
     def _stop_reason(self, stop: str | None) -> str:
         if self.called is not None and not self.called.cut:
@@ -196,8 +182,7 @@ class _Reply:
             return "stop_sequence"
         if self.reason != "length":
             return "end_turn"
-        cut = self.jobs.first.options.max_tokens < self.max_tokens
-        return "model_context_window_exceeded" if cut else "max_tokens"
+        return "model_context_window_exceeded" if self.jobs.first.limited_by == "context" else "max_tokens"
 
     @property
     def _usage(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from kvboost_hf.server.requests.chat import MAX_TOOLS, CalledFunction, ChatRequest, MadeCall, Message, ToolName
-from kvboost_hf.server.requests.fields import Body, Many, Refusal
+from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent
 from kvboost_hf.server.requests.sampled import MAX_STOPS, JsonSchemaBody
 
 _BILLING = "x-anthropic-billing-header:"  # a block of Claude Code's with a number that changes with each request
@@ -361,8 +361,9 @@ class CountRequest(Body):
 class MessagesRequest(CountRequest):
     """A request to `/v1/messages`."""
 
-    max_tokens: Annotated[int, Field(ge=0)]
-    """Less where the context has no room for as many; 0 computes the prompt for requests to come."""
+    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, absent(-1)] = None
+    """As many as the context has room for where it is more, left out, or -1; 0 computes the prompt for requests to
+    come."""
     stop_sequences: Annotated[Many[str], Field(max_length=MAX_STOPS)] | None = None
     """Texts that end the answer and are left out of it."""
     stream: bool | None = None

@@ -24,7 +24,7 @@ from kvboost_hf.server.apis.ollama.schema import (
 )
 from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.apis.texts import embed, filled, require_embeddings
-from kvboost_hf.server.apis.wire import JSON_LINES, EventStream, UntypedRoute
+from kvboost_hf.server.apis.wire import JSON_LINES, EventStream, PostedRoute
 from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.chats.tools import ToolCallStream
 from kvboost_hf.server.http.errors import ApiError, refused
@@ -40,7 +40,7 @@ _THINKS = re.compile(r"enable_thinking|reasoning_effort|reasoning_content|<think
 
 def ollama_routes(context: RouteContext) -> APIRouter:
     """Make a router with the routes for text and embeddings."""
-    router = APIRouter(route_class=UntypedRoute)
+    router = APIRouter(route_class=PostedRoute)
 
     @router.post("/api/chat")
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
@@ -86,7 +86,7 @@ async def _prompt_ids(
     context: RouteContext, body: OllamaGenerateRequest, asked: ChatRequest, request: Request
 ) -> list[int] | None:
     """The tokens of a prompt that is no whole chat; None for one that is."""
-    new, prompt = asked.max_tokens or 1, body.prompt or ""
+    new, prompt = context.wanted(asked.max_tokens), body.prompt or ""
     if body.raw or body.suffix:
         prompt = filled(context.tokenizer, prompt, body.suffix) if body.suffix else prompt
         return await context.tokens(prompt, request, "prompt", new=new)
@@ -145,6 +145,7 @@ class _Reply:
     def _end(self, reason: str | None) -> dict[str, Any]:
         finished = self.jobs.finished[0]
         told = {"done": True, "done_reason": "length" if reason == "length" else "stop"} | _figures(finished)
+        told |= self.jobs.limit(0, reason)
         if isinstance(self.asked, OllamaGenerateRequest) and not (self.asked.raw or self.asked.suffix):
             answer = finished.ids[:-1] if finished.ids and finished.ids[-1] in self.context.ends else finished.ids
             told["context"] = [*self.jobs.first.ids, *answer]
@@ -207,7 +208,7 @@ def _nanoseconds(seconds: float) -> int:
 
 def ollama_model_routes(context: RouteContext) -> APIRouter:
     """Make a router with the routes about models."""
-    router = APIRouter(route_class=UntypedRoute)
+    router = APIRouter(route_class=PostedRoute)
 
     @router.get("/api/version")
     async def version() -> dict[str, str]:
@@ -222,7 +223,7 @@ def ollama_model_routes(context: RouteContext) -> APIRouter:
         more = {
             "expires_at": _NEVER,
             "size_vram": context.engine.model_card.gpu_bytes,
-            "context_length": _context_length(context),
+            "context_length": context.context_length,
         }
         return {"models": [_listed(context, context.settings.model_name) | more]}
 
@@ -279,7 +280,7 @@ def _shown(context: RouteContext) -> dict[str, Any]:
         "general.architecture": card.family,
         "general.basename": context.settings.model_name,
         "general.parameter_count": card.parameters,
-        f"{card.family}.context_length": _context_length(context),
+        f"{card.family}.context_length": context.context_length,
     }
     return {
         "modelfile": f"FROM {context.settings.model_name}",
@@ -310,11 +311,6 @@ def _takes_tools(tokenizer: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _context_length(context: RouteContext) -> int:
-    most = context.settings.max_model_len
-    return context.engine.max_model_len if most is None else min(most, context.engine.max_model_len)
 
 
 def _since(context: RouteContext) -> str:

@@ -20,7 +20,7 @@ class OllamaOptions(Body):
 
     place: ClassVar = "options"
     num_predict: Annotated[Annotated[int, Field(ge=1)] | None, absent(*_UNLIMITED)] = None
-    """Tokens of the answer, at most; 0, -1 and -2 for the server's default."""
+    """Tokens of the answer, at most; as many as the context has room for where it is more, left out, 0, -1 or -2."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """0 takes the likeliest token."""
     top_k: Annotated[Annotated[int, Field(ge=0)] | None, absent(-1)] = None

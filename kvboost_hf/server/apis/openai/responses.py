@@ -142,6 +142,10 @@ class _Reply:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
     @property
+    def _incomplete(self) -> dict[str, Any]:
+        return {"reason": "max_output_tokens"} | self.jobs.limit(0, "length")
+
+    @property
     def _reasoning(self) -> dict[str, Any]:
         options = self.asked.reasoning
         return {"effort": options and options.effort, "summary": options and options.summary}
@@ -187,7 +191,7 @@ class _Reply:
             "created_at": int(self.created),
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": self._incomplete if status == "incomplete" else None,
             "model": self.model,
             "output": list(self.output),
             "instructions": self.asked.instructions,

@@ -282,6 +282,7 @@ class ResponseRequest(ReasoningFields, TextRequest):
     """A text, or items. Those of types that are not known are ignored and named."""
     instructions: str | None = None
     max_output_tokens: Length = None
+    """As `max_tokens` of chats."""
     text: TextOptions | None = None
     tools: (
         Annotated[

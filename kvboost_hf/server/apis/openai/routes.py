@@ -19,10 +19,9 @@ from kvboost_hf.server.apis.texts import embed, filled, require_embeddings
 from kvboost_hf.server.apis.wire import EventStream, PostedRoute
 from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.jobs import Job, TokenLogprob
+from kvboost_hf.server.protocol import UNLIMITED
 from kvboost_hf.server.requests.chat import ChatRequest
 from kvboost_hf.server.requests.texts import CompletionRequest, EmbeddingRequest
-
-_DEFAULT_TOKENS = 16  # as OpenAI's API has it
 
 
 def chat_routes(context: RouteContext) -> APIRouter:
@@ -62,6 +61,7 @@ class _ChatForm:
                     "message": self._message(answer),
                     "logprobs": self._logprobs(answer.logprobs),
                     "finish_reason": self._reason(answer.reason),
+                    **self.jobs.limit(index, answer.reason),
                 }
                 for index, answer in enumerate(answers)
             ],
@@ -93,7 +93,8 @@ class _ChatForm:
                 logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
                 yield head | {"choices": [_delta(delta.choice, message, logprobs)]}
             if delta.reason is not None:
-                yield head | {"choices": [_delta(delta.choice, {}, reason=self._reason(delta.reason))]}
+                last = _delta(delta.choice, {}, reason=self._reason(delta.reason))
+                yield head | {"choices": [last | self.jobs.limit(delta.choice, delta.reason)]}
         if self.asked.with_usage:
             yield head | {"choices": [], "usage": Usage.of(self.jobs.finished, choices, self.readers).body}
 
@@ -161,35 +162,39 @@ def completion_routes(context: RouteContext) -> APIRouter:
 
 async def _jobs(context: RouteContext, body: CompletionRequest, request: Request) -> list[Job]:
     """A job for each answer to each prompt."""
-    answers, most = body.computed, _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    answers = body.computed
     context.require_choices(answers * len(body.prompts), "n" if body.best_of is None else "best_of")
-    prompts = [await _prompt(context, body, prompt, request, most) for prompt in body.prompts]
+    prompts = [await _prompt(context, body, prompt, request) for prompt in body.prompts]
     told = sum(len(ids) for ids in prompts) if body.echo else 0
-    context.require_few_logprobs(answers * (told + len(prompts) * most), body.logprobs)
+    reported = context.reportable(answers, body.logprobs)
+    if reported is not None:
+        reported = (reported - told) // len(prompts)
+    lengths = [context.length(ids, body.max_tokens, reported=reported) for ids in prompts]
+    context.require_few_logprobs(answers * (told + sum(length.tokens for length in lengths)), body.logprobs)
     salt = context.salt(request, body.prompt_cache_key, body.cache_salt)
     constraints = iter(await constraints_of(context, body, request, salt, answers * len(prompts)))
     jobs = []
-    for ids in prompts:
+    for ids, length in zip(prompts, lengths, strict=True):
         for choice in range(answers):
             options = context.options(
-                body, max_tokens=most, logprobs=body.logprobs, choice=choice, constraint=next(constraints)
+                body, length=length, logprobs=body.logprobs, choice=choice, constraint=next(constraints)
             )
             if answers > body.answers and options.logprobs is None:
                 options = replace(options, logprobs=0)  # to choose by
             if body.echo and body.logprobs is not None:
                 options = replace(options, prompt_logprobs=True)
-            jobs.append(context.job(ids, options, salt=salt, asked=body))
+            jobs.append(context.job(ids, options, salt=salt, asked=body, limited_by=length.limited_by))
     return jobs
 
 
 async def _prompt(
-    context: RouteContext, body: CompletionRequest, prompt: str | list[int], request: Request, new: int
+    context: RouteContext, body: CompletionRequest, prompt: str | list[int], request: Request
 ) -> list[int]:
     if body.suffix and isinstance(prompt, str):
         prompt = filled(context.tokenizer, prompt, body.suffix)
-    special = body.add_special_tokens is not False
+    special, new = body.add_special_tokens is not False, context.wanted(body.max_tokens)
     ids = await context.tokens(prompt, request, "prompt", new=new, truncates=body.truncates, special=special)
-    return body.truncated(ids)
+    return context.fitted(body.truncated(ids), body.max_tokens, what="prompt", truncates=body.truncates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +226,8 @@ class _TextForm:
         choices = []
         for choice, answer in enumerate(answers):
             text, logprobs = self._echo(choice) + answer.text, self._logprobs(answer.logprobs, 0)
-            choices.append(_choice(choice, text, logprobs, answer.reason))
+            job = choice // self.asked.answers * self.asked.computed
+            choices.append(_choice(choice, text, logprobs, answer.reason) | self.jobs.limit(job, answer.reason))
         return self._head() | {"choices": choices, "usage": self._usage()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
@@ -235,7 +241,8 @@ class _TextForm:
                 continue
             logprobs = self._logprobs(delta.logprobs, offsets[delta.choice]) if delta.logprobs else None
             offsets[delta.choice] += sum(len(self.context.token_text(one.token)) for one in delta.logprobs)
-            yield head | {"choices": [_choice(delta.choice, delta.text, logprobs, delta.reason)]}
+            told = _choice(delta.choice, delta.text, logprobs, delta.reason)
+            yield head | {"choices": [told | self.jobs.limit(delta.choice, delta.reason)]}
         if self.asked.with_usage:
             yield head | {"choices": [], "usage": self._usage()}
 
@@ -321,6 +328,7 @@ def model_routes(context: RouteContext) -> APIRouter:
     """Make a router with `/v1/models`."""
     router = APIRouter()
     settings = context.settings
+    lengths = _lengths(context)
 
     def described(name: str) -> dict[str, Any]:
         """As both OpenAI's and Anthropic's clients have it."""
@@ -331,6 +339,7 @@ def model_routes(context: RouteContext) -> APIRouter:
             "created": context.created,
             "owned_by": "kvboost_hf",
             "default_sampling": context.sampling.body,
+            **lengths,
             "type": "model",
             "display_name": name,
             "created_at": opened,
@@ -348,3 +357,23 @@ def model_routes(context: RouteContext) -> APIRouter:
         return described(context.require_model(name))
 
     return router
+
+
+def _lengths(context: RouteContext) -> dict[str, Any]:
+    """Tokens of a prompt and its answer, under the names that clients look for; none where there is no limit."""
+    most, card = context.context_length, context.engine.model_card
+    meta = {"n_params": card.parameters, "size": card.num_bytes}
+    sizes = {"n_vocab": "vocab_size", "n_embd": "embedding_length"}
+    meta |= {name: card.sizes[size] for name, size in sizes.items() if size in card.sizes}
+    if most >= UNLIMITED:
+        return {"meta": meta}
+    names = (
+        "max_model_len",  # vLLM, SGLang
+        "context_length",  # OpenRouter
+        "context_window",  # Groq
+        "max_context_length",  # LM Studio, Mistral
+        "max_input_tokens",  # Anthropic
+        "max_tokens",
+    )
+    meta |= {"n_ctx": most, "n_ctx_train": most}  # llama.cpp
+    return {name: most for name in names} | {"meta": meta}
