@@ -47,6 +47,7 @@ from kvboost_hf.server.jobs import (
     Keep,
     Listener,
     Progress,
+    ReasoningSpan,
     SamplingDefaults,
     SamplingOptions,
     Session,
