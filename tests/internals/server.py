@@ -48,6 +48,7 @@ from kvboost_hf.server.jobs import (
     Keep,
     Listener,
     Progress,
+    ReasoningSpan,
     SamplingDefaults,
     SamplingOptions,
     Session,

@@ -187,7 +187,7 @@ def test_requests_without_a_prompt_load_and_unload(
         ("/api/chat", CHAT | {"messages": [*ASK, {"role": "user", "images": ["iVBO"]}]}, 400, "leave images out"),
         ("/api/chat", CHAT | {"options": {"temperature": 9}}, 400, "options.temperature: Input should be less"),
         ("/api/chat", CHAT | {"format": "yaml"}, 400, "format"),
-        ("/api/chat", CHAT | {"tools": [{"type": "web"}]}, 400, "tools.0.type"),
+        ("/api/chat", CHAT | {"tools": [{"type": "function"}]}, 400, "tools.0.function"),
         ("/api/generate", GENERATE | {"suffix": "s"}, 400, "Leave suffix out"),
         ("/api/generate", GENERATE | {"template": "t"}, 400, "template: "),
         ("/api/generate", GENERATE | {"context": [1, 10**6]}, 400, "Tokens must be from 0 to 1471, got 1000000"),

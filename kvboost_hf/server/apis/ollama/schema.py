@@ -7,7 +7,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError, model_validator
 
 from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Tool
-from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent
+from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent, only
 from kvboost_hf.server.requests.sampled import MAX_STOPS
 
 _Added = Annotated[float, Field(ge=-2, le=2)]
@@ -48,7 +48,7 @@ class OllamaFunction(Body):
 
     place: ClassVar = "messages.tool_calls.function"
     name: str
-    arguments: dict[str, Any] | str = Field(default_factory=dict)
+    arguments: dict[str, Any] | str | None = None
     index: int | None = None
 
 
@@ -122,7 +122,8 @@ class OllamaChatRequest(_Asked):
 
     messages: Many[OllamaMessage] | None = None
     """Without any, the answer says that the model is loaded."""
-    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS), only("tools", ("function",))] | None = None
+    """Functions; other types of tools are ignored and named."""
 
     @property
     def chat(self) -> ChatRequest:
