@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kvboost_hf.cache.tiers.sealed import read_tier_key
+from kvboost_hf.cache.tiers.record import read_tier_key
 from kvboost_hf.cli.server_flags import REFUSED
 from kvboost_hf.config import DraftTreeConfig, StreamingConfig
 from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from kvboost_hf.config import Repair
 from kvboost_hf.errors import KVBoostError
@@ -126,6 +126,20 @@ class SamplingDefaults:
         return asdict(self)
 
 
+class ReasoningSpan(NamedTuple):
+    """The reasoning at the beginning of an answer.
+
+    Args:
+        open: The text before it.
+        close: The text behind it.
+        opened: Whether the prompt ends with `open`.
+    """
+
+    open: str
+    close: str
+    opened: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One text to continue.
@@ -136,6 +150,7 @@ class Job:
         stop: Texts that end the answer.
         ends: Tokens that end the answer.
         include_stop: Leave the stop text, or the token, that ends the answer in it.
+        reasoning: The reasoning of the answer, which stop texts do not end; None where the model marks none.
         salt: Jobs share K/V only with jobs of the same salt.
         client: The client. Clients take turns, whatever their salts are.
         priority: The client's waiting jobs with the smallest number run first. It does not count between
@@ -156,6 +171,7 @@ class Job:
     stop: tuple[str, ...] = ()
     ends: frozenset[int] = frozenset()
     include_stop: bool = False
+    reasoning: ReasoningSpan | None = None
     salt: bytes = b""
     client: bytes = b""
     priority: int = 0

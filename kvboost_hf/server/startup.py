@@ -20,6 +20,7 @@ from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.compat import attn_implementation, bytes_per_token, input_device
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.outputs import Progress
+from kvboost_hf.server.chats.tool_formats import told_of_tools
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.http.guard import JsonLines
 from kvboost_hf.server.settings import ServerSettings
@@ -60,6 +61,7 @@ class Chosen:
         api_keys: Number of API keys.
         operator_keys: Number of keys of operators.
         chats: Whether the model has a chat template.
+        tools: In whose format calls of tools are found, or why requests with tools are refused.
     """
 
     model: str
@@ -88,6 +90,7 @@ class Chosen:
     api_keys: int
     operator_keys: int
     chats: bool
+    tools: str
 
     @classmethod
     def of(
@@ -137,6 +140,7 @@ class Chosen:
             api_keys=len(settings.api_keys),
             operator_keys=len(settings.operator_keys),
             chats=getattr(engine.tokenizer, "chat_template", None) is not None,
+            tools=told_of_tools(engine.tokenizer)[0],
         )
 
     def page(self, url: str) -> str:
@@ -151,6 +155,7 @@ class Chosen:
             *((name, f"{tier['location']} ({_size(tier['bytes'])} held)") for name, tier in self.tiers.items()),
             *([("in tiers", self._in_tiers)] if self.tiers else ()),
             ("reuse", self._reuse),
+            ("tools", self.tools),
             ("drafts", self.drafts or "none (--speculative-draft-model)"),
             ("API keys", str(self.api_keys or "none: everybody who reaches the address may ask (--api-key-file)")),
             ("address", f"{url}/v1, and a page to try it at {url}/"),

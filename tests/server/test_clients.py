@@ -383,7 +383,7 @@ class TestAnthropic:
             ({"api_key": "other"}, {}, "AuthenticationError", "API key"),
             ({}, {"model": "writer"}, "NotFoundError", "There is no model"),
             ({}, {"messages": [{"role": "user", "content": LONG}]}, "BadRequestError", "prompt is too long"),
-            ({}, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "BadRequestError", "web_search"),
+            ({}, {"tools": [{"name": "web search", "input_schema": {}}]}, "BadRequestError", "name"),
         ],
     )
     def test_errors(self, module: Any, client: Any, changes: Any, ask: Any, kind: str, says: str) -> None:

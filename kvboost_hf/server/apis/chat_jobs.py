@@ -15,13 +15,14 @@ from kvboost_hf.server.apis.answers import CallReaders
 from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.apis.request_jobs import RequestJobs
 from kvboost_hf.server.chats.reasoning import AfterReasoning, AnswerReader, ReasoningMarks, ReasoningReader, marks_of
-from kvboost_hf.server.chats.tools import ToolCallStream
+from kvboost_hf.server.chats.tool_formats import known_format
+from kvboost_hf.server.chats.tools import REASONING_FIELDS, ToolCallStream
 from kvboost_hf.server.grammars.fitting import Fitted, fit
 from kvboost_hf.server.grammars.structured import choice, json_schema, regex, tool_calls, written
 from kvboost_hf.server.http.errors import refused
-from kvboost_hf.server.jobs import Constraint, Keep
+from kvboost_hf.server.http.notes import note_left
+from kvboost_hf.server.jobs import Constraint, Keep, ReasoningSpan
 from kvboost_hf.server.requests.chat import ChatRequest, ToolChoice
-from kvboost_hf.server.requests.fields import note_left
 from kvboost_hf.server.requests.sampled import AnswerForm, Sampled
 
 _TAIL = 32  # tokens at the end of a prompt, of which the opening mark is the last text
@@ -76,7 +77,7 @@ async def start_chat(
             skip_special_tokens=not reading.keeps_special,
             limited_by=length.limited_by,
         )
-        jobs.append(replace(job, prediction=predicted, keep=tuple(keep)))
+        jobs.append(replace(job, prediction=predicted, keep=tuple(keep), reasoning=reading.span(job.stop)))
     return context.start(jobs, request, body), readers
 
 
@@ -87,7 +88,8 @@ class Reading:
     Args:
         context: The parts of the server.
         asked: The request.
-        prefix: The prompt's text for the tokenizer's own response template; None without such a template.
+        prefix: The prompt's text for the tokenizer's own response template, and empty for a format that marks answers
+            without calls, too; None for all others.
         marks: The marks of reasoning; None where the model has none, or a response template.
         opened: Whether the prompt has begun the reasoning.
         close: The token that ends the reasoning; None where it is none of its own.
@@ -126,6 +128,14 @@ class Reading:
             return constraint
         return AfterReasoning(constraint, self.close, self.context.ends, self.context.engine.vocab_size)
 
+    def span(self, stops: Sequence[str]) -> ReasoningSpan | None:
+        """The reasoning, which stop texts do not end, but for those that have its marks in them."""
+        marks = self.marks or _marks_of_channels(self.context.tokenizer)
+        if marks is None or any(marks.open in stop or marks.close in stop for stop in stops):
+            return None
+        opened = self.opened if self.marks is not None else (self.prefix or "").rstrip().endswith(marks.open)
+        return ReasoningSpan(marks.open, marks.close, opened)
+
     @property
     def keeps_special(self) -> bool:
         """Whether the text has special tokens: some models mark calls and reasoning with them."""
@@ -139,14 +149,29 @@ def reading_of(context: RouteContext, asked: ChatRequest, ids: Sequence[int]) ->
     tokenizer = context.tokenizer
     if getattr(tokenizer, "response_template", None) is not None:
         return Reading(context, asked, str(tokenizer.decode(ids)), None, False, None)
-    marks = marks_of(tokenizer)
+    known, marks = known_format(str(tokenizer.chat_template or "")), marks_of(tokenizer)
+    prefix = "" if known is not None and known.always else None
     if marks is None:
-        return Reading(context, asked, None, None, False, None)
+        return Reading(context, asked, prefix, None, False, None)
     close = _token(tokenizer, marks.close)
     opened = _opened(asked, str(tokenizer.decode(ids[-_TAIL:])), marks)
     if close is None and (asked.form is not None or asked.must_call):
         opened = False  # the grammar holds from the beginning: all of the answer is behind the reasoning
-    return Reading(context, asked, None, marks, opened, close)
+    return Reading(context, asked, prefix, marks, opened, close)
+
+
+def _marks_of_channels(tokenizer: Any) -> ReasoningMarks | None:
+    """The marks of reasoning that a response template or a format of calls has; None for none, and for patterns."""
+    own = getattr(tokenizer, "response_template", None)
+    known = known_format(str(tokenizer.chat_template or ""))
+    fields = own["fields"] if own is not None else known.fields if known is not None else {}
+    for name in REASONING_FIELDS:
+        field = fields.get(name, {})
+        opens, closes = field.get("open"), field.get("close")
+        opens = opens[0] if isinstance(opens, list) else opens
+        if opens and closes:
+            return ReasoningMarks(opens, closes if isinstance(closes, str) else closes[0])
+    return None
 
 
 def _opened(asked: ChatRequest, tail: str, marks: ReasoningMarks) -> bool:

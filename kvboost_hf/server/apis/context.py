@@ -205,7 +205,11 @@ class RouteContext:
 
         def told(token: int, logprob: float | None) -> dict[str, Any]:
             text = self.token_text(token)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            return {
+                "token": text,
+                "logprob": logprob,
+                "bytes": list(self.grammars.token_bytes(token) or text.encode()),
+            }
 
         return told(found.token, found.logprob) | {"top_logprobs": [told(*one) for one in found.top]}
 

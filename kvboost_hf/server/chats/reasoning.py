@@ -21,6 +21,7 @@ _KNOWN = (
     ReasoningMarks("<think>", "</think>"),
     ReasoningMarks("[THINK]", "[/THINK]"),
     ReasoningMarks("<seed:think>", "</seed:think>"),
+    ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 
 

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import regex  # type: ignore[import-untyped]
@@ -226,8 +227,7 @@ HARMONY = ToolFormat(
         r"re:(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))?\s*to=functions\.",
         ["<|call|>", "<|end|>", "<|return|>"],
         thinking={
-            "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis"
-            r"(?:\s*<\|constrain\|>\w+)?\s*<\|message\|>",
+            "open": ["<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>analysis<|message|>"],
             "close": ["<|end|>", "<|return|>"],
             "repeats": True,
         },
@@ -407,9 +407,25 @@ def format_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> Tool
     return known
 
 
+@lru_cache(maxsize=16)
 def known_format(template: str) -> ToolFormat | None:
     """The format that a chat template shows; None for none that is known."""
     return next((known for known in FORMATS if regex.search(known.sign, template)), None)
+
+
+def told_of_tools(tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
+    """Whether requests may have tools, and in whose format calls are found, or why not: a line for people."""
+    try:
+        template = template_for(tokenizer, [])
+        if getattr(tokenizer, "response_template", None) is not None:
+            return "calls are found by the tokenizer's response template", True
+        known = known_format(template)
+    except ValueError:
+        return "refused: the chat template has no place for them", False
+    if known is None:
+        return "refused: the chat template shows no format of calls that is known", False
+    forced = "" if known.call is not None else "; tool_choice cannot force them"
+    return f"calls are found as these models write them: {known.name}{forced}", True
 
 
 def template_for(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> str:

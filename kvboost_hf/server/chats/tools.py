@@ -15,7 +15,7 @@ from kvboost_hf.server.chats.calls import CallsReader, ToolCall, new_id
 from kvboost_hf.server.chats.tool_formats import Tool, ToolFormat, format_of, known_format, template_for
 from kvboost_hf.server.chats.values import arguments_of
 
-_REASONING_FIELDS = ("thinking", "reasoning", "reasoning_content")
+REASONING_FIELDS = ("thinking", "reasoning", "reasoning_content")
 _RESCANNED = 64  # characters of what only began like a call, in which a call may begin
 
 
@@ -183,7 +183,7 @@ class ToolCallStream:
                 parts.append(self._read_known(event) if self._known is not None else self._read_own(event))
             elif kind == "region_chunk" and field == "content":
                 parts.append(Parsed(self._content(event["text"])))
-            elif kind == "region_chunk" and field in _REASONING_FIELDS:
+            elif kind == "region_chunk" and field in REASONING_FIELDS:
                 parts.append(Parsed(reasoning=event["text"]))
             if kind == "region_close" and field != "content":
                 self._forget()
@@ -227,7 +227,7 @@ class ToolCallStream:
 
     def _follow(self, events: list[dict[str, Any]]) -> None:
         for event in events:
-            self.thinking = event["field"] in _REASONING_FIELDS and event["type"] != "region_close"
+            self.thinking = event["field"] in REASONING_FIELDS and event["type"] != "region_close"
 
     def _content(self, text: str) -> str:
         """`text` behind the white space that was held back, but for the white space at its end."""

@@ -206,6 +206,7 @@ class Task:
             self.job.ids,
             skip_special_tokens=self.job.skip_special_tokens,
             include_stop=self.job.include_stop,
+            reasoning=self.job.reasoning,
         )
         assert self.report is not None
         return self.report

@@ -6,6 +6,8 @@ from functools import lru_cache
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase
 
+from kvboost_hf.server.jobs import ReasoningSpan
+
 # How many tokens are decoded again in front of a new one, so that it gets the space and the form it has behind them.
 _CONTEXT_TOKENS = 16
 
@@ -29,6 +31,7 @@ class TextStream:
         prompt_ids: The token ids of the prompt. Special tokens at its end begin a new text.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop: Leave the stop text at the end of the text.
+        reasoning: The reasoning at the beginning of the answer, in which stop texts end nothing; None for none.
 
     Raises:
         ValueError: a stop text is empty.
@@ -50,6 +53,7 @@ class TextStream:
         *,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        reasoning: ReasoningSpan | None = None,
     ) -> None:
         if "" in stop:
             raise ValueError(f"`stop` must not have empty texts, got {list(stop)!r}. Leave them out.")
@@ -59,6 +63,9 @@ class TextStream:
         self._skip_special_tokens = skip_special_tokens
         self._cleans_up = _cleans_up(tokenizer)
         self._held = ""  # decoded, but may begin a stop text
+        self._reasoning = reasoning if stop else None  # while it may go on
+        self._thinking = reasoning is not None and reasoning.opened
+        self._thought = ""  # decoded, but may begin a mark of the reasoning
         self._window = self._context(prompt_ids)  # the last tokens
         # What was decoded of them for good, and how many of them that is all of.
         self._told, self._whole = self._whole_characters(self._window)
@@ -93,6 +100,9 @@ class TextStream:
         if self.stopped:
             return ""
         piece = self._until_stop(self._text().removeprefix(self._told), may_stop)
+        if self._reasoning is not None:
+            thought, self._thought, self._reasoning = self._thought, "", None
+            piece += thought if self._thinking else self._until_stop(thought, may_stop)
         rest, self._held = self._held, ""
         return piece if self.stopped else piece + rest
 
@@ -138,8 +148,37 @@ class TextStream:
                 self._whole = max(0, self._whole - start)
                 return
 
+    def _unthought(self, piece: str) -> tuple[str, str]:
+        """The part of a piece that is reasoning, and what is behind it; a mark that has begun is held back."""
+        marks, self._thought = self._reasoning, self._thought + piece
+        assert marks is not None
+        if not self._thinking:
+            begun = self._thought.lstrip()
+            if not begun.startswith(marks.open) and marks.open.startswith(begun):
+                return "", ""
+            self._thinking = begun.startswith(marks.open)
+        end = self._thought.find(marks.close) if self._thinking else 0
+        if end < 0:
+            longest = min(len(marks.close) - 1, len(self._thought))
+            held = next((n for n in range(longest, 0, -1) if self._thought.endswith(marks.close[:n])), 0)
+            sure = len(self._thought) - held
+            told, self._thought = self._thought[:sure], self._thought[sure:]
+            return told, ""
+        end += len(marks.close) if self._thinking else 0
+        told, rest = self._thought[:end], self._thought[end:]
+        self._thought, self._reasoning = "", None
+        return told, rest
+
     def _until_stop(self, piece: str, may_stop: bool) -> str:
         """`piece` behind what was held back, up to what may begin a stop text."""
+        told = ""
+        if self._reasoning is not None:
+            told, piece = self._unthought(piece)
+            if self._reasoning is not None:
+                return told
+        return told + self._stopped(piece, may_stop)
+
+    def _stopped(self, piece: str, may_stop: bool) -> str:
         text, held = self._held + piece, len(self._held)
         # One that was complete while nothing might stop may be in what was held back.
         starts = {stop: text.find(stop, max(0, held - len(stop) + 1)) for stop in self._stops if may_stop}

@@ -169,6 +169,12 @@ class Grammars:
             return str(error)
         return None
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that a token stands for; None for a token of another kind of tokenizer, or of none."""
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast) or token >= len(self._tokenizer):
+            return None
+        return bytes(self._tokens.decode_bytes([token]))
+
     def close(self) -> None:
         """End the processes. What is compiled stays usable."""
         with self._lock:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, Message, ReasoningFields, Tool
-from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent
+from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent, only
 from kvboost_hf.server.requests.sampled import Sampled
 
 MAX_TEXTS = 2048  # to embed, as in OpenAI's API
@@ -113,7 +113,7 @@ class WarmRequest(ReasoningFields):
     messages: Annotated[Many[Message], Field(min_length=1)] | None = None
     """The first messages of chats, such as one of the system. What is computed is the longest beginning that all chats
     have in common which go on from there."""
-    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS), only("tools", ("function",))] | None = None
     """Of these chats, as in requests for answers."""
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None

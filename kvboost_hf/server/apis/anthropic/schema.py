@@ -9,7 +9,8 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from kvboost_hf.server.requests.chat import MAX_TOOLS, CalledFunction, ChatRequest, MadeCall, Message, ToolName
-from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent
+from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent, note_ignored, only
+from kvboost_hf.server.requests.media import text_of_media
 from kvboost_hf.server.requests.sampled import MAX_STOPS, JsonSchemaBody
 
 _BILLING = "x-anthropic-billing-header:"  # a block of Claude Code's with a number that changes with each request
@@ -69,10 +70,14 @@ class UseBlock(_Marked):
 
 
 def _text_block(block: Any) -> Any:
+    """A block as one of text."""
     kind = block.get("type") if isinstance(block, dict) else "text"
-    if kind != "text":
-        raise ValueError(f"blocks of type {kind!a} are not served here; send text")
-    return block
+    if not isinstance(kind, str):
+        raise ValueError(f"blocks of type {kind!a} are not served; send text")
+    if kind == "text":
+        return block
+    text = {"type": "text", "text": text_of_media(block, "messages.content")}
+    return text | {name: block[name] for name in ("cache_control",) if name in block}
 
 
 class ResultBlock(_Marked):
@@ -98,11 +103,26 @@ _ASKED = (TextBlock, ResultBlock)
 _BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
+_MEDIA = ("image", "document", "audio", "video", "search_result")
+
+
+def _without_servers(blocks: Any) -> Any:
+    """Leave out blocks of tools that Anthropic's servers run, and others that no chat template knows."""
+    if not isinstance(blocks, list):
+        return blocks
+    found = []
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind not in (*_BLOCKS, *_MEDIA):
+            note_ignored("messages.content", kind)
+        else:
+            found.append(block)
+    return found
+
+
 def _known_block(block: Any) -> Any:
-    kind = block.get("type") if isinstance(block, dict) else "text"
-    if kind not in _BLOCKS:
-        raise ValueError(f"blocks of type {kind!a} are not served; send text")
-    return block
+    known = isinstance(block, dict) and isinstance(block.get("type"), str) and block["type"] in _BLOCKS
+    return block if known else _text_block(block)
 
 
 Block = Annotated[
@@ -119,7 +139,7 @@ class Turn(Body):
 
     place: ClassVar = "messages"
     role: Literal["user", "assistant", "system"]
-    content: str | Many[Block]
+    content: Annotated[str | Many[Block], BeforeValidator(_without_servers)]
 
     @model_validator(mode="after")
     def _of_its_side(self) -> "Turn":
@@ -179,13 +199,6 @@ def _merged(messages: Iterable[Message]) -> list[Message]:
         text = between.join(filter(None, (last.text, message.text)))
         found[-1] = last.model_copy(update={"content": text, "tool_calls": calls or None})
     return found
-
-
-def _own_tool(tool: Any) -> Any:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind not in (None, "custom"):
-        raise ValueError(f"tools of type {kind!a} are not served; offer a tool with a name and an input_schema")
-    return tool
 
 
 class OwnTool(_Marked):
@@ -271,12 +284,12 @@ class CountRequest(Body):
     model: str | None = None
     """The model's name, or one of `--model-alias`; the only model where it is left out."""
     messages: Annotated[Many[Turn], Field(min_length=1)]
-    """Text, thinking, calls and their results; other blocks are refused. The answer continues a last message of the
-    assistant."""
+    """Text, thinking, calls and their results; a text stands for images and other blocks. The answer continues a last
+    message of the assistant."""
     system: str | Many[Annotated[TextBlock, BeforeValidator(_text_block)]] | None = None
     """Claude Code's block `x-anthropic-billing-header` is left out: it changes with each request."""
-    tools: Annotated[Many[Annotated[OwnTool, BeforeValidator(_own_tool)]], Field(max_length=MAX_TOOLS)] | None = None
-    """Tools that the client runs; those that Anthropic defines or runs are refused."""
+    tools: Annotated[Many[OwnTool], Field(max_length=MAX_TOOLS), only("tools", ("custom",))] | None = None
+    """Tools with an `input_schema`; those that Anthropic defines or runs are ignored and named."""
     tool_choice: UseChoice | None = None
     thinking: Thinking | None = None
     """Switches reasoning on or off, where the chat template has a switch."""
@@ -285,7 +298,6 @@ class CountRequest(Body):
     """The older place of `output_config.format`."""
     cache_control: CacheControl | None = None
     """The same as at the last block."""
-    mcp_servers: Annotated[Any, Refusal("the server calls no others; offer their tools as tools")] = None
     container: Annotated[Any, Refusal("the server runs no code; leave container out")] = None
 
     @model_validator(mode="after")

@@ -26,7 +26,7 @@ from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.apis.texts import embed, filled, require_embeddings
 from kvboost_hf.server.apis.wire import JSON_LINES, EventStream, PostedRoute
 from kvboost_hf.server.chats.calls import ToolCall
-from kvboost_hf.server.chats.tools import ToolCallStream
+from kvboost_hf.server.chats.tool_formats import told_of_tools
 from kvboost_hf.server.http.errors import ApiError, refused
 from kvboost_hf.server.jobs import Finished
 from kvboost_hf.server.requests.chat import ChatRequest, Message
@@ -306,11 +306,7 @@ def _capabilities(context: RouteContext) -> list[str]:
 
 
 def _takes_tools(tokenizer: Any) -> bool:
-    try:
-        ToolCallStream(tokenizer, [{"type": "function", "function": {"name": "any"}}])
-    except ValueError:
-        return False
-    return True
+    return told_of_tools(tokenizer)[1]
 
 
 def _since(context: RouteContext) -> str:

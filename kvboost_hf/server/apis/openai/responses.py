@@ -50,6 +50,7 @@ class _Reply:
     open: str | None = None  # the type of the last item, where it may grow
     text: str = ""  # of that one, and
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    waiting: list[dict[str, Any]] = field(default_factory=list)  # log probabilities of tokens without text so far
     called: ToolCall | None = None  # the last piece of a call
 
     async def whole(self) -> dict[str, Any]:
@@ -69,7 +70,10 @@ class _Reply:
             for event in self._step(delta):
                 yield event
         status = "incomplete" if reason == "length" else "completed"
-        for event in (*(() if self.output else self._open("message")), *self._close(status)):
+        if not self.output:
+            for event in (*self._open("message"), *self._grow("message", "", self.waiting)):
+                yield event
+        for event in self._close(status):
             yield event
         yield self._event(f"response.{status}", response=self._response(status))
 
@@ -77,8 +81,12 @@ class _Reply:
         logprobs = [self.context.logprob_body(one) for one in delta.logprobs]
         thinking = self.open == "reasoning" or any(stream.thinking for stream in self.readers.streams)
         yield from self._grow("reasoning", delta.reasoning)
-        if delta.text or (logprobs and not thinking):  # those of reasoning have no place
-            yield from self._grow("message", delta.text, logprobs)
+        self.waiting += logprobs
+        if delta.text or (self.open == "message" and not thinking):
+            yield from self._grow("message", delta.text, self.waiting)
+            self.waiting = []
+        elif thinking or delta.calls:  # those of reasoning and of calls have no place
+            self.waiting = []
         for call in delta.calls:
             yield from self._call(call)
 
