@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.identity.fingerprint import ModelState
-from kvboost_hf.cache.planning.repair import Measure
+from kvboost_hf.cache.planning.moved import Measure
 from kvboost_hf.compat import decoder_layers, known_reason, probe_reason, require_reusable_model, steps_reason
 from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.load import METHOD

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_hf import ChunkStore, ReusePolicy
-from kvboost_hf.cache.planning.repair import REPAIRS, Repair
+from kvboost_hf.cache.planning.moved import REPAIRS, Repair
 
 FOLDER = Path(__file__).parent / "methods"
 Change = Callable[[ChunkStore], AbstractContextManager[object]]

@@ -19,13 +19,13 @@ from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.identity.versions import PREPARE_CACHE
 from kvboost_hf.cache.live.compiled import static_reason
-from kvboost_hf.cache.live.decoding_form import AUTO, GROWS, NOT_ON_GPU, MaxCacheLen, compiles_on
+from kvboost_hf.cache.live.decoding_form import AUTO, GROWS, NOT_ON_GPU, MaxCacheLen, compiles
 from kvboost_hf.cache.prompt.generate_call import at_end, calling
 from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS, GRADIENTS, gradients_enabled, logits_kept, wants_all_logits
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.compat import CACHE, cache_in, input_device, known_reason, require_model, unwrapped
+from kvboost_hf.compat import CACHE, cache_in, known_reason, require_model, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 Salt = str | bytes | None
@@ -94,7 +94,7 @@ class _Attachment:
     def _in_a_graph(self, model: PreTrainedModel) -> ChunkReuseCache | None:
         """This thread's cache for calls that decode in a graph, or None for one that does not."""
         call, of_thread = calling(), self._of_thread
-        if not compiles_on(input_device(model), call):
+        if not compiles(model, call):
             of_thread.eager_reason = NOT_ON_GPU
             return None
         self._finish_last()

@@ -370,8 +370,9 @@ class ChunkReuseCache(DynamicCache):
         )
         ids = kwargs.get("input_ids")
         # What is read of a forward by somebody's own loop is not known.
-        if running and isinstance(ids, torch.Tensor) and ids.shape[-1] > 1 and outputs_read(ids) is not None:
-            self._config = running.f_locals["generation_config"]
+        if running and isinstance(ids, torch.Tensor) and ids.shape[-1] > 1:
+            if outputs_read(ids, running) is not None:
+                self._config = running.f_locals["generation_config"]
         self._forward = next_forward(self._parts, request)
         if request.is_step:
             self._form.costs.tokens += 1

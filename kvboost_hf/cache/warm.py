@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.live.ledger import offer_content
-from kvboost_hf.cache.planning.repair import Measure
+from kvboost_hf.cache.planning.moved import Measure
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt.chats import ChatTemplate, is_chat, text_tokenizer, why_not_stored
 from kvboost_hf.cache.reuse import ChunkReuseCache

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kvboost_hf.cache.tiers.sealed import read_tier_key
+from kvboost_hf.cache.tiers.record import read_tier_key
 from kvboost_hf.cli.server_flags import REFUSED
 from kvboost_hf.config import DraftTreeConfig, StreamingConfig
 from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy
@@ -76,6 +76,7 @@ def server_settings(options: argparse.Namespace, name: str, positions: int | Non
         allowed_hosts=tuple(options.allowed_host),
         tls=_tls_files(options),
         max_connections=options.max_connections,
+        strip_heads=tuple(options.strip_head),
         cors_origins=tuple(options.cors_origin),
         max_batch_size=options.max_batch_size,
         max_queue_size=options.max_queue_size,

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.tiers.failures import without_secrets
+from kvboost_hf.cache.tiers.base import without_secrets
 from kvboost_hf.cli.arguments import (
     Commands,
     add_model,

@@ -1,6 +1,8 @@
-"""Finds the frame of the generate() call under way, and of its assisted decoding."""
+"""What surrounds a forward: the generate() call under way, its assisted decoding, and the precision of the thread."""
 
 import sys
+from collections.abc import Hashable
+from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -76,3 +78,18 @@ def give_back_tokenizer() -> None:
 def is_generate(frame: FrameType) -> bool:
     """Whether a frame is that of a generate() call."""
     return frame.f_code.co_name == "generate" and "generation_config" in frame.f_code.co_varnames
+
+
+def autocast() -> Hashable:
+    """The precision this thread computes with: float32 matmul precision, and autocast by device type."""
+    found: tuple[Hashable, ...] = (torch.get_float32_matmul_precision(),)
+    for kind in _device_kinds():
+        if torch.is_autocast_enabled(kind):
+            found += ((kind, torch.get_autocast_dtype(kind)),)
+    return found
+
+
+@cache
+def _device_kinds() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)

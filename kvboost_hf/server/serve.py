@@ -166,7 +166,7 @@ def _starts(context: RouteContext, texts: Iterable[str], chats: Iterable[WarmReq
     template = ChatTemplate(context.tokenizer)
     found = [Start(ids, template.why_never(ids)) for ids in map(context.tokenizer.encode, texts)]
     for chat in chats:
-        messages, tools = as_templates_have_them(chat.messages or (), chat.tools or ())
+        messages, tools = as_templates_have_them(chat.messages or (), chat.tools or (), context.settings.strip_heads)
         rendering = Rendering(arguments=chat.template_arguments)
         found.append(context.encoder.start_of(messages, tools, (b"", b""), rendering))
     for number, (ids, reason) in enumerate(found, 1):

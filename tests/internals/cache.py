@@ -25,7 +25,7 @@ from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, 
 from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache, only_looks
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
 from kvboost_hf.cache.identity.versions import _SAID_OF_CLASSES, COMPILED_CALL, NOTES, _are_counted
-from kvboost_hf.cache.identity.walk import Found, ModelWalk, _Walk
+from kvboost_hf.cache.identity.walk import ModelParts, ModelWalk, _Walk
 from kvboost_hf.cache.identity.weights import (
     Memories,
     WeightsWatch,
@@ -50,10 +50,10 @@ from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import CodedTensor, QuantizedLayer, exact_layers, live_bytes
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.layers.windows import SlidingLayer
-from kvboost_hf.cache.live import decoding_form
+from kvboost_hf.cache.live import binding, decoding_form
 from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager
 from kvboost_hf.cache.live.ledger import copier, offer_content
-from kvboost_hf.cache.planning import ngram_index
+from kvboost_hf.cache.planning import content_index
 from kvboost_hf.cache.planning.chunks import (
     PIECE,
     Chunker,
@@ -71,11 +71,10 @@ from kvboost_hf.cache.planning.chunks import (
     text_ids,
     whole_pieces,
 )
-from kvboost_hf.cache.planning.content_index import ContentIndex
+from kvboost_hf.cache.planning.content_index import ContentIndex, NgramIndex
 from kvboost_hf.cache.planning.eviction import EvictionOrder
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, find_moved, window_hashes
-from kvboost_hf.cache.planning.moved import MovedColumns, choose_columns
-from kvboost_hf.cache.planning.ngram_index import NgramIndex
+from kvboost_hf.cache.planning.moved import REPAIRS, Measure, MovedColumns, RepairRow, Scores, choose_columns
 from kvboost_hf.cache.planning.plan import (
     HEAD_TOKENS,
     Border,
@@ -87,15 +86,20 @@ from kvboost_hf.cache.planning.plan import (
     plan_shared,
     trim_row,
 )
-from kvboost_hf.cache.planning.repair import REPAIRS, Measure, RepairRow, Scores
-from kvboost_hf.cache.planning.score_batches import plan_batches
 from kvboost_hf.cache.planning.stems import find_stems, paths_of
 from kvboost_hf.cache.prompt import media
 from kvboost_hf.cache.prompt.chats import ChatTemplate
 from kvboost_hf.cache.prompt.inputs import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, read_inputs
 from kvboost_hf.cache.prompt.media import Prompt, _hash, _split_items, read_prompt
-from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
-from kvboost_hf.cache.prompt.token_log import MaskShape, StepLog, TokenLog, Windows, seen_columns
+from kvboost_hf.cache.prompt.token_log import (
+    MaskShape,
+    StepLog,
+    TokenLog,
+    Windows,
+    common_shift,
+    position_shifts,
+    seen_columns,
+)
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import history, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
@@ -105,13 +109,21 @@ from kvboost_hf.cache.store.settings import chunk_bytes
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import below, record
 from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, TierSpec, open_tier, parse_tier
-from kvboost_hf.cache.tiers.base import Entry, Kind, MadeWith, Tier
+from kvboost_hf.cache.tiers.base import Entry, Guard, Kind, MadeWith, Tier, secrets_in, without_secrets
 from kvboost_hf.cache.tiers.below import MeasuredTier
-from kvboost_hf.cache.tiers.failures import Guard, secrets_in, without_secrets
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier
-from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump, pack_entry, read_entry, unpack_entry
-from kvboost_hf.cache.tiers.sealed import SealedTier, read_tier_key
+from kvboost_hf.cache.tiers.record import (
+    Blob,
+    DamagedBlobError,
+    SealedTier,
+    dump,
+    pack_entry,
+    read_entry,
+    read_tier_key,
+    unpack_entry,
+)
 from kvboost_hf.cache.tiers.valkey import ValkeyTier
+from kvboost_hf.scoring import plan_batches
 
 
 def records_of(store: ChunkStore) -> TieredRecords:

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.internals.cache import NgramIndex, media_ids, ngram_index
+from tests.internals.cache import NgramIndex, content_index, media_ids
 from tests.internals.top import MAX_NGRAM
 
 WORDS = [0, 1, 70_000]  # few, so that n-grams come again
@@ -68,14 +68,14 @@ class Twin:
     def check_size(self) -> None:
         """What was removed takes no more than what is there."""
         there = sum(MAX_NGRAM + 1 + len(entry) for entry in self.entries.values())
-        assert self.index._removed <= max(ngram_index._FEWEST_UNSORTED, self.index._end // 2)
+        assert self.index._removed <= max(content_index._FEWEST_UNSORTED, self.index._end // 2)
         assert self.index._end - self.index._removed <= there
         assert len(self.index._places) <= there + self.index._removed
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_it_finds_what_a_search_finds(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(ngram_index, "_FEWEST_UNSORTED", 40)
+    monkeypatch.setattr(content_index, "_FEWEST_UNSORTED", 40)
     rng = np.random.default_rng(seed)
     twin, seen = Twin(), Counter[str]()
     for _ in range(300):

@@ -166,7 +166,7 @@ def test_the_attention_of_a_server_on_a_cpu(name: str, asked: str | None, chosen
 class _CountingStore(ChunkStore):
     roots = 0
 
-    def root(self, salt: bytes, regime: bytes = b"", **how: bool) -> bytes | None:
+    def root(self, salt: bytes, regime: bytes = b"", **how: Any) -> bytes | None:
         self.roots += 1
         return super().root(salt, regime, **how)
 

@@ -127,7 +127,7 @@ def test_what_failed_is_left_alone_and_then_tried_once(caplog):
 
 def test_is_left_alone_for_longer_each_time_up_to_a_limit(monkeypatch):
     now = 100.0
-    monkeypatch.setattr("kvboost_hf.cache.tiers.failures.monotonic", lambda: now)
+    monkeypatch.setattr("kvboost_hf.cache.tiers.base.monotonic", lambda: now)
     guard, pauses = Guard("The test"), list[float]()
     for _ in range(7):
         guard.call(None, fail)

@@ -16,8 +16,8 @@ from tests.internals.cache import (
     Put,
     StoredText,
     Tokens,
+    content_index,
     media_ids,
-    ngram_index,
     prefix_key,
     records_of,
     shifted_ids,
@@ -81,11 +81,11 @@ def test_of_the_equally_frequent_the_last_one_stored_counts(store: ChunkStore) -
 
 
 def test_of_what_is_everywhere_the_last_ones_are_compared(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_index, "_FEWEST_UNSORTED", 0)
+    monkeypatch.setattr(content_index, "_FEWEST_UNSORTED", 0)
     put(store, np.array([1, 2, 30] * 20))
     put(store, np.array([1, 2, 31] * 3))
     assert store.continuation([1, 2], 1) == [30]
-    monkeypatch.setattr(ngram_index, "_MOST_COMPARED", 3)
+    monkeypatch.setattr(content_index, "_MOST_COMPARED", 3)
     assert store.continuation([1, 2], 1) == [31]
 
 
@@ -156,7 +156,7 @@ def test_it_says_what_it_takes(store: ChunkStore) -> None:
 
 
 def test_threads_may_store_and_look_up(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_index, "_FEWEST_UNSORTED", 40)
+    monkeypatch.setattr(content_index, "_FEWEST_UNSORTED", 40)
     store.max_bytes = 20 * CHUNK * (4 + 8)
     with ThreadPoolExecutor(4) as pool:
         storing = [pool.submit(put, store, text(1000 * i)) for i in range(100)]

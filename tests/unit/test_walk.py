@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.internals.cache import Found, ModelState, ModelWalk, _are_counted, _Walk, hooks_of_all_modules
+from tests.internals.cache import ModelParts, ModelState, ModelWalk, _are_counted, _Walk, hooks_of_all_modules
 
 
 def make() -> LlamaForCausalLM:
@@ -106,7 +106,7 @@ _EDITS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _shown(found: Found) -> tuple[Any, ...]:
+def _shown(found: ModelParts) -> tuple[Any, ...]:
     parts = [part for part in found.parts if not _is_watch(part)]
     return list(map(id, found.tensors)), found.switches, list(map(id, parts)), found.in_training, found.files
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from benchmarks.leaderboard.method import Method, shares
 from kvboost_hf import ReusePolicy
-from kvboost_hf.cache.planning.repair import Mask, Repair, RepairRow, budget
+from kvboost_hf.cache.planning.moved import Mask, Repair, RepairRow, budget
 
 
 class Evenly(Repair):

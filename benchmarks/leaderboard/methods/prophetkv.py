@@ -1,7 +1,7 @@
 """ProphetKV: the tokens that the question attends to."""
 
 from benchmarks.leaderboard.method import Method, shares
-from kvboost_hf.cache.planning.repair import Measure, Repair
+from kvboost_hf.cache.planning.moved import Measure, Repair
 
 
 class AttentionAlone(Repair):

@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.costs import PIECE, Costs
 from kvboost_hf.cache.forward.moved_probe import blend_reason, repair_for
 from kvboost_hf.cache.forward.running import CacheParts, Request
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_own
 from kvboost_hf.cache.live.ledger import Ledger
-from kvboost_hf.cache.live.live_kv import CHANGED, LiveKV
+from kvboost_hf.cache.live.live_kv import CHANGED
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.prompt.generate_call import encoded_from
@@ -34,7 +33,7 @@ from kvboost_hf.cache.prompt.inputs import (
     read_pads,
 )
 from kvboost_hf.cache.prompt.media import ENCODED, MEDIA_ARGUMENTS, Prompt, has_types_of_media, payload, read_prompt
-from kvboost_hf.cache.prompt.positions import counts_from_padding_id
+from kvboost_hf.cache.prompt.token_log import counts_from_padding_id
 from kvboost_hf.compat import attn_implementation, head_widths, padding_reason, rope_regime
 from kvboost_hf.handles import ATTENTION
 
@@ -91,11 +90,13 @@ class Admitted:
     regime: bytes
 
 
-def reason_for_stock_layers(live: LiveKV, cache: Cache, model: PreTrainedModel) -> str | None:
-    """Why a text that begins runs on transformers' own layers, or None."""
+def reason_for_stock_layers(parts: CacheParts, request: Request) -> str | None:
+    """Why a text that begins runs on transformers' own layers, or None. Looks at the model."""
+    live, cache, model = parts.live, request.cache, request.model
     if live.unsupported is not None:
         return live.unsupported
-    if live.static is None and (reason := holder_of_cache(model)) is not None:
+    request.seen = parts.binding.look()
+    if live.static is None and (reason := parts.binding.fact(model, holder_of_cache)) is not None:
         return reason
     if "update" in cache.__dict__ or not is_own(type(cache).update):
         return UPDATE_REPLACED
@@ -107,7 +108,7 @@ def admit_prompt(parts: CacheParts, request: Request) -> Admitted | str:
     live, model, kwargs, inputs = parts.live, request.model, request.kwargs, request.inputs
     if isinstance(inputs, str):
         return inputs
-    if live.static is not None and (reason := holder_of_cache(model)) is not None:
+    if live.static is not None and (reason := parts.binding.fact(model, holder_of_cache)) is not None:
         return reason
     batch, columns = inputs.input_ids.shape
     pads = read_pads(inputs.attention_mask, batch, columns)
@@ -119,10 +120,10 @@ def admit_prompt(parts: CacheParts, request: Request) -> Admitted | str:
         return POSITIONS
     if inputs.position_ids is None and counts_from_padding_id(model):
         return NO_POSITIONS
-    regime = rope_regime(model, columns - int(pads.min()))
+    regime = rope_regime(model, columns - int(pads.min())) if live.length_matters else b""
     if regime is None:
         return LENGTH
-    root = parts.binding.root(regime)
+    root = parts.binding.root(regime, request.seen)
     if root is None:
         return NO_STORE
     if (reason := parts.binding.reason_in_training) is not None:
@@ -231,7 +232,7 @@ def reason_against_short_hits(
     if columns - plan.filled < PIECE or any(layer.is_sliding for layer in parts.live.layers):  # a mask in any case
         return None
     costs = Costs.of(model)
-    attention = attn_implementation(model)
+    attention = parts.binding.fact(model, attn_implementation)
     if attention == "sdpa":
         behind = costs.behind(plan.filled, columns)
     elif attention == ATTENTION:
@@ -247,7 +248,7 @@ def reason_against_short_hits(
 
 def adds_mask(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, inputs: ForwardInputs) -> bool:
     """Whether attention needs a mask only because something is reused."""
-    return _runs_unmasked(parts, plan, inputs) and attn_implementation(model) == "sdpa"
+    return _runs_unmasked(parts, plan, inputs) and parts.binding.fact(model, attn_implementation) == "sdpa"
 
 
 def _runs_unmasked(parts: CacheParts, plan: ReusePlan, inputs: ForwardInputs) -> bool:
@@ -273,5 +274,6 @@ def _read_prompt(
     ids: Tokens = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
     positions = inputs.position_ids
     found = positions.cpu().numpy() if positions is not None and positions.ndim > 2 else None
-    source = encoded_from(kwargs.get(ENCODED)) or kwargs
+    encoded = kwargs.get(ENCODED)
+    source = (encoded_from(encoded) if encoded is not None else None) or kwargs
     return read_prompt(model, ids, found, pads, kwargs, source)

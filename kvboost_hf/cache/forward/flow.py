@@ -40,7 +40,7 @@ from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt.generate_call import in_prefill
 from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import ForwardInputs, common_columns, read_forward
+from kvboost_hf.cache.prompt.inputs import ForwardInputs, common_columns, read_forward, returns_of_each_token
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import (
     attn_implementation,
@@ -76,7 +76,9 @@ def next_forward(parts: CacheParts, request: Request) -> Forward:
         return _plain(parts, request, live.plain_reason)
     read_mask = partial(_read_mask, live, live.static, held) if live.static is not None else None
     all_logits = parts.binding.all_logits_reason
-    request.kwargs, request.inputs = read_forward(model, request.kwargs, all_logits, read_mask)
+    # Where text goes on, nobody has looked at the model yet.
+    settings = partial(parts.binding.fact, find=returns_of_each_token) if not held else returns_of_each_token
+    request.kwargs, request.inputs = read_forward(model, request.kwargs, all_logits, read_mask, settings)
     if not held:
         return _prompt(parts, request)
     single = isinstance(request.inputs, ForwardInputs) and request.inputs.input_ids.shape[1] == 1
@@ -93,7 +95,7 @@ def _read_mask(live: LiveKV, static: StaticDecoding, held: int, kwargs: Kwargs) 
 def _begin_text(parts: CacheParts, request: Request) -> None:
     """Take the layers for a text: transformers' own if somebody else's code is given the cache."""
     live = parts.live
-    reason = reason_for_stock_layers(live, request.cache, request.model)
+    reason = reason_for_stock_layers(parts, request)
     if reason is not None and live.plain_reason is not None:
         live.plain_reason = reason
     elif reason != live.plain_reason or not live.owns_layers:
@@ -192,7 +194,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
     # Any other mask may hide anything, and to read it would make a GPU wait.
     if mask is None or (request.in_generate and request.hides_padding_only):
-        live.hand_out(attn_implementation(model) == ATTENTION)
+        live.hand_out(parts.binding.fact(model, attn_implementation) == ATTENTION)
         if mask is not None and not ledger.log.pads.any() and live.static is None:
             # Releases of transformers before 5.23 pass a mask of ones, which no kernel need read.
             request.kwargs = {**request.kwargs, "attention_mask": None}
@@ -239,7 +241,7 @@ def _reuse(parts: CacheParts, request: Request, prompt: PromptColumns) -> Forwar
 def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:
     """Rewind the layers to the columns that the new prompt shares with them; returns how many those are."""
     live, writer, prompt = parts.live, parts.writer, found.prompt
-    ledger = live.in_step()
+    ledger = live.in_step(owned=True)  # as `_begin_text` has seen to
     if ledger is not None and ledger.unconfirmed:
         writer.confirm(ledger)
     known = ledger is not None and ledger.root == found.root and ledger.log.trusted

@@ -3,7 +3,7 @@
 plan      what moved chunks can serve                       planning/moved.py, pure
 fill      stored K/V into the layers, keys turned           fill.py
 look      where the end of the prompt attends to            scatter.py, for repairs that ask
-choose    what to compute again                             planning/repair.py, pure
+choose    what to compute again                             planning/moved.py, pure
 scatter   the caller's forward over the chosen columns      scatter.py
 later     what is left, with the tokens that follow         `repair_more`
 """
@@ -28,11 +28,20 @@ from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.planning.chunks import Tokens, is_text
 from kvboost_hf.cache.planning.match import find_moved
-from kvboost_hf.cache.planning.moved import BlendPlan, MovedColumns, choose_columns, plan_blend
+from kvboost_hf.cache.planning.moved import (
+    BlendPlan,
+    Mask,
+    Measure,
+    MovedColumns,
+    Repair,
+    Scores,
+    budget,
+    choose_columns,
+    plan_blend,
+)
 from kvboost_hf.cache.planning.plan import ReusePlan
-from kvboost_hf.cache.planning.repair import Mask, Measure, Repair, Scores, budget
 from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import without_router_logits
+from kvboost_hf.cache.prompt.inputs import returns_of_each_token, without_router_logits
 from kvboost_hf.compat import KeyRotation, PrivateCache, input_device, key_rotation, rope_regime, run_model
 from kvboost_hf.config import ReusePolicy
 
@@ -149,7 +158,8 @@ class Moved(Forward):
             model, request.cache, layers, columns, self._loaded.pads, narrowing=narrowing, unmasked=unmasked
         )
         given = {name: value for name, value in request.kwargs.items() if name != "cache_position"}
-        return {**given, **without_router_logits(model, given), **self._scatter.arguments(ids, first)}
+        settings = self.parts.binding.fact(model, returns_of_each_token)
+        return {**given, **without_router_logits(settings, given), **self._scatter.arguments(ids, first)}
 
     def _narrowing(self, rotation: KeyRotation, *, unmasked: bool) -> tuple[Narrowing, Columns]:
         """How layers choose the columns that go on, and those to begin with."""

@@ -12,9 +12,8 @@ from kvboost_hf.cache.forward.fill import fill_turned
 from kvboost_hf.cache.forward.scatter import Narrowing, ScatterPass, attention_of_the_end
 from kvboost_hf.cache.kv.layer_kv import copy_columns
 from kvboost_hf.cache.layers.choose import make_layers
-from kvboost_hf.cache.planning.moved import BlendPlan
+from kvboost_hf.cache.planning.moved import REPAIRS, BlendPlan, Measure, Repair, RepairRow
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, Segment
-from kvboost_hf.cache.planning.repair import REPAIRS, Measure, Repair, RepairRow
 from kvboost_hf.cache.store.chunk_store import StoredChunk
 from kvboost_hf.compat import (
     KeyRotation,

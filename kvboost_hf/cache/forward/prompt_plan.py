@@ -17,7 +17,7 @@ from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment, plan_batch
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.media import Prompt
-from kvboost_hf.compat import attn_implementation, hidden_states_reason, probe_reason, weights_come_and_go
+from kvboost_hf.compat import attn_implementation, hidden_states_reason, weights_come_and_go
 from kvboost_hf.handles import ATTENTION
 
 _NEVER = 2**62  # tokens that an extra forward must save
@@ -104,9 +104,9 @@ def _decide(
             if reason is not None:
                 prompt, plan = _without_reuse(parts, prompt, plan, ledger, reason)
         cuts = _mask_cuts(parts, model, plan, prompt)
-    if (plan.filled > prompt.first or cuts) and (reason := _probed(model, prompt.inputs)):
+    if (plan.filled > prompt.first or cuts) and (reason := _probed(parts, model, prompt.inputs)):
         return Planned(prompt, plan, cuts, reason=reason)
-    live.hand_out(attn_implementation(model) == ATTENTION)  # what overlaps depends on it
+    live.hand_out(parts.binding.fact(model, attn_implementation) == ATTENTION)  # what overlaps depends on it
     return Planned(prompt, plan, cuts, overlaps=not cuts and _may_overlap(parts, model, plan, prompt))
 
 
@@ -147,9 +147,9 @@ def _with_loaded(plan: ReusePlan, loaded: Mapping[bytes, Stored]) -> ReusePlan:
     return replace(plan, rows=tuple(rows))
 
 
-def _probed(model: PreTrainedModel, inputs: ForwardInputs) -> str | None:
+def _probed(parts: CacheParts, model: PreTrainedModel, inputs: ForwardInputs) -> str | None:
     """Why a run on a few tokens rules out to give a prompt in parts, or None."""
-    return probe_reason(model) or (hidden_states_reason(model) if inputs.logits_of_all else None)
+    return parts.binding.probe_reason(model) or (hidden_states_reason(model) if inputs.logits_of_all else None)
 
 
 def min_saving_of(parts: CacheParts, prompt: PromptColumns) -> int:

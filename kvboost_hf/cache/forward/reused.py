@@ -29,7 +29,7 @@ from kvboost_hf.cache.planning.chunks import PIECE, Tokens
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ReusePlan, RowPlan, plan_shared
 from kvboost_hf.cache.planning.report import BATCH, Tally, miss_report
 from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import without_router_logits
+from kvboost_hf.cache.prompt.inputs import returns_of_each_token, without_router_logits
 from kvboost_hf.cache.prompt.media import narrow_media
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import cache_argument, difference, run_model, tolerance
@@ -90,14 +90,16 @@ class Reused(Forward):
         self._run_to_cuts(model)
         self._share_rest(model)
         if plan.filled > prompt.first == 0:
-            due = parts.binding.store.audits.is_due(parts.binding.policy.audit_rate)
+            rate = parts.binding.policy.audit_rate
+            due = rate > 0 and parts.binding.store.audits.is_due(rate)
             fingerprint = parts.binding.fingerprint
             if due or (fingerprint is not None and fingerprint.watched):
                 name = cache_argument(model)
                 self._audited = {key: value for key, value in request.kwargs.items() if key != name}
                 self._only_if_altered = not due
         self._began = time.perf_counter()
-        return _narrow(model, request.kwargs, prompt, self.length - prompt.first)
+        settings = parts.binding.fact(model, returns_of_each_token)
+        return _narrow(model, settings, request.kwargs, prompt, self.length - prompt.first)
 
     def update(
         self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
@@ -301,12 +303,12 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]
     return found
 
 
-def _narrow(model: PreTrainedModel, kwargs: Kwargs, prompt: PromptColumns, served: int) -> Kwargs:
+def _narrow(model: PreTrainedModel, settings: Kwargs, kwargs: Kwargs, prompt: PromptColumns, served: int) -> Kwargs:
     """The arguments without their first `served` columns. A mask stays whole: it covers the cache, too."""
     if served == 0:
         return kwargs
     inputs = prompt.inputs
-    narrowed = {**narrow_media(model, kwargs, prompt.new, served), **without_router_logits(model, kwargs)}
+    narrowed = {**narrow_media(model, kwargs, prompt.new, served), **without_router_logits(settings, kwargs)}
     narrowed["input_ids"] = _own(inputs.input_ids[:, served:])
     if inputs.position_ids is not None:
         narrowed["position_ids"] = _own(inputs.position_ids[..., served:])

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf import forks
+from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.layers.choose import kv_layers
 from kvboost_hf.cache.live.binding import Binding
 from kvboost_hf.cache.live.decoding_form import DecodingForm
@@ -78,6 +79,7 @@ class Request:
         stores_whole: Nobody will tell when the call has ended: store all of a prompt at once.
         in_generate: Some generate() call is under way.
         inputs: The arguments as far as reuse is concerned; or why K/V of it cannot be told by its tokens.
+        seen: What was just found in the model; None where nobody has looked.
         is_step: It has one token, behind what the layers hold. In a cache of a fixed size it is a decoding step: the
             last piece of a prompt, which may have one token, too, is none.
     """
@@ -92,6 +94,7 @@ class Request:
     stores_whole: bool
     in_generate: bool
     inputs: ForwardInputs | str = "not read yet"
+    seen: ModelParts | None = None
     is_step: bool = False
 
 
@@ -327,10 +330,13 @@ def note_hooks(parts: CacheParts, *, confirmed: bool) -> None:
 
 def offer(parts: CacheParts, stop: int, *, confirmed: bool, root_checked: bool) -> None:
     """Offer chunks that have become complete; what cannot be stored may leave the windows."""
-    if parts.live.ledger is None:
+    ledger = parts.live.ledger
+    if ledger is None:
         parts.live.release(stop)
     elif confirmed:
-        parts.writer.confirm(parts.live.ledger, root_checked=root_checked)
+        size, quiet_until = ledger.quiet
+        if stop >= quiet_until or size != parts.binding.store.chunker.chunk_size or ledger.blended is not None:
+            parts.writer.confirm(ledger, root_checked=root_checked)
 
 
 def lending_reason(live: LiveKV) -> str | None:

@@ -37,7 +37,7 @@ from kvboost_hf.cache.identity.foreign import durable_name, library_versions
 from kvboost_hf.cache.identity.hooks import ForwardWatch, HookWatch
 from kvboost_hf.cache.identity.offloaded import FileWeight
 from kvboost_hf.cache.identity.values import config_scalars, written_config
-from kvboost_hf.cache.identity.walk import Found, ModelWalk
+from kvboost_hf.cache.identity.walk import ModelParts, ModelWalk
 from kvboost_hf.cache.identity.weights import WeightsWatch, lack_memory
 from kvboost_hf.checksum import Content, checksum
 from kvboost_hf.compat import KeptOnModel, note_changes, training_reason
@@ -53,9 +53,7 @@ class ModelFingerprint:
         self._walk = ModelWalk()
         # Full or not -> the look that it was found in, what was digested, and the result.
         self._digests: dict[bool, tuple[Hashable, Hashable, bytes]] = {}
-        self._looks = 0  # how often something else was found in the model
         self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
-        self._serials_now: list[int] = []  # of the parts that were found last
         self._next_serial = 0
         self._settings: tuple[Hashable, bytes] | None = None  # of a model in training mode, and their hash
         self.watched: list[HookWatch | ForwardWatch] = []  # others' hooks, as they were when this was last asked
@@ -63,28 +61,29 @@ class ModelFingerprint:
         self._codes: tuple[int, list[str] | str] | None = None  # names of parts, or why there are none, by look
         self._in_files: dict[Hashable, Content] = {}  # of weights that accelerate reads
 
-    def look(self, model: nn.Module) -> None:
-        """Detect what others have changed in `model`, so that it is probed again after a change."""
+    def look(self, model: nn.Module) -> ModelParts:
+        """All that `model`, as it is now, depends on; after changes by others it is probed again."""
         with self._lock:
-            self._look(model)
+            return self._look(model)
 
-    def current(self, model: nn.Module, *, full: bool = False) -> bytes:
+    def current(self, model: nn.Module, *, full: bool = False, found: ModelParts | None = None) -> bytes:
         """The fingerprint of `model` as it is now.
 
         Args:
             model: The one that is followed.
             full: Read every weight, so that no change can be missed. Weights that are changed back find their old
                 fingerprint again. It never equals one without `full`.
+            found: What `look` has found just now, or None to look.
         """
         with self._lock:
-            found, serials = self._look(model)
+            found = self._look(model) if found is None else found
             weights = self._weights_of(found, full=full)
             full = isinstance(weights, bytes)
-            known, look = self._digests.get(full), (self._looks, weights, self.bumps)
+            known, look = self._digests.get(full), (found.number, weights, self.bumps)
             if known is not None and known[0] == look:
                 return known[2]
             in_files = [(before, each.digest) for before, each in found.in_files if isinstance(each, Content)]
-            switches = (*found.switches, *sorted(found.files), *in_files, *serials)
+            switches = (*found.switches, *sorted(found.files), *in_files, *found.serials)
             state = (switches, weights, self.bumps)
             if known is not None and known[1] == state:
                 digest = known[2]
@@ -93,7 +92,7 @@ class ModelFingerprint:
             self._digests[full] = look, state, digest
             return digest
 
-    def durable(self, model: nn.Module, *, full: bool = False) -> bytes | str:
+    def durable(self, model: nn.Module, *, full: bool = False, found: ModelParts | None = None) -> bytes | str:
         """A fingerprint that is the same in other processes, or the reason why there is none.
 
         All weights are read at the first call, and again when they seem to have changed. Code counts by the version of
@@ -103,11 +102,12 @@ class ModelFingerprint:
         Args:
             model: The one that is followed.
             full: Read every weight again. It never equals one without `full`, under which a change may be missed.
+            found: What `look` has found just now, or None to look.
         """
         with self._lock:
-            found, _ = self._look(model)
-            if self._codes is None or self._codes[0] != self._looks:
-                self._codes = self._looks, _codes_of(found.parts)
+            found = self._look(model) if found is None else found
+            if self._codes is None or self._codes[0] != found.number:
+                self._codes = found.number, _codes_of(found.parts)
             codes = self._codes[1]
             if isinstance(codes, str):
                 return codes
@@ -151,30 +151,29 @@ class ModelFingerprint:
         self._digests, self._settings, self._durable, self._codes = {}, None, None, None
         self.bumps += 1
 
-    def _look(self, model: nn.Module) -> tuple[Found, list[int]]:
-        """Walk through the model; returns what was found, and the serials of its parts."""
+    def _look(self, model: nn.Module) -> ModelParts:
+        """Walk through the model."""
         found = self._walk.look(model)
         if found.is_same:
-            return found, self._serials_now
-        self._looks += 1
+            return found
         self.watched = found.watched
-        serials = self._serials_now = self._serials(found.parts)
+        found.serials[:] = self._serials(found.parts)
         if isinstance(model, PreTrainedModel):
-            note_changes(model, (*found.own_configs, *serials[found.foreign]))
-        settings = (*found.switches, *serials) if found.in_training else None
+            note_changes(model, (*found.own_configs, *found.serials[found.foreign]))
+        settings = (*found.switches, *found.serials) if found.in_training else None
         if settings is None:
             self._settings = None
         elif self._settings is None or self._settings[0] != settings:
             self._settings = settings, blake2b(repr(settings).encode(), digest_size=20).digest()
-        return found, serials
+        return found
 
-    def _weights_of(self, found: Found, *, full: bool) -> bytes | int:
+    def _weights_of(self, found: ModelParts, *, full: bool) -> bytes | int:
         """A checksum of all weights; or how often they have changed, without `full` and where some have no memory."""
         if full and not lack_memory(found.tensors):
             return checksum(found.tensors, found.used_on)
         return self._weights.epoch(found.tensors)
 
-    def _checksum(self, found: Found) -> bytes:
+    def _checksum(self, found: ModelParts) -> bytes:
         """A checksum of all weights, those in files included."""
         used_on = dict(found.used_on)
         weights: list[torch.Tensor | Content] = []

@@ -78,15 +78,6 @@ def ids_of_configs(config: Any) -> set[int]:
     return {id(config)}.union(*map(ids_of_configs, inner))
 
 
-def autocast() -> Hashable:
-    """The precision this thread computes with: float32 matmul precision, and autocast by device type."""
-    found: tuple[Hashable, ...] = (torch.get_float32_matmul_precision(),)
-    for kind in _device_kinds():
-        if torch.is_autocast_enabled(kind):
-            found += ((kind, torch.get_autocast_dtype(kind)),)
-    return found
-
-
 def arithmetic() -> tuple[Hashable, ...]:
     """The settings that the last bits of a result depend on: threads, devices, and kernels that PyTorch may choose."""
     sdp: Any = torch.backends.cuda  # without types; the first three count on a CPU, too
@@ -103,12 +94,6 @@ def _devices() -> tuple[str, ...]:
     processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
     gpus = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
     return (*processor, torch.backends.cpu.get_cpu_capability(), *gpus)
-
-
-@cache
-def _device_kinds() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type(None))

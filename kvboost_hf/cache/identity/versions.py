@@ -14,8 +14,7 @@ import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -58,7 +57,7 @@ OURS = "_kvboost_hf_"  # begins the names of what we keep on modules
 UNREAD = (OF_TORCH - {"training"}) | NOTES | _SAID_OF_CLASSES
 INSIDE = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")  # dicts of each module
 HOOKS = INSIDE[3:]
-_DICT, _IS_META, _VALUES = attrgetter("__dict__"), attrgetter("is_meta"), methodcaller("values")
+_DICT, _IS_META = attrgetter("__dict__"), attrgetter("is_meta")
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 # Values that a walk does not read, or that never change.
 _NEVER_READ = (GenerationConfig, KeptOnModel, type, types.ModuleType, types.BuiltinFunctionType)
@@ -66,6 +65,7 @@ _VERSION_AT = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)  # in a dic
 _VERSION = np.dtype(np.uint64)
 _COUNTED_UNTIL = (3, 11)  # later ones have the number, too; nobody has tried them
 Dict = dict[Any, Any]
+_Item = tuple[Dict, Any]  # a dict, and a key in it
 
 
 def is_read(name: str) -> bool:
@@ -85,7 +85,7 @@ class Still:
     def __init__(self, model: nn.Module) -> None:
         # Containers of configurations and modules, whose changes are not counted: they are written out.
         self._lists: list[Any] = []
-        self._kept: list[tuple[list[Dict], list[Dict], list[Dict], Callable[[], bytes]]] = []
+        self._kept: list[tuple[list[Dict], list[_Item], list[_Item], Callable[[], bytes]]] = []
         modules = _modules_of(model) if _are_counted() else []
         own = list(map(_DICT, modules))
         dicts = [*own, *(attributes[name] for attributes in own for name in INSIDE), *hooks_of_all_modules()]
@@ -110,10 +110,10 @@ class Still:
             kept.clear()
 
         self._watches = [weakref.ref(module, forget) for module in modules]
-        self._kinds, self._bases = list(kinds), [kind.__mro__ for kind in kinds]
-        filled = [attributes[name] for attributes in own for name in INSIDE[:2] if attributes[name]]
-        parents = [attributes["_modules"] for attributes in own if attributes["_modules"]]
-        in_place = [model, *_values(parents)]
+        self._kinds, self._bases = list(kinds), list(map(_bases_and_code, kinds))
+        filled = _items(attributes[name] for attributes in own for name in INSIDE[:2])
+        children = _items(attributes["_modules"] for attributes in own)
+        in_place = [model, *(items[name] for items, name in children)]
         self._types, own = list(map(type, in_place)), list(map(_DICT, in_place))
         self._shown = list(map(shown, self._lists))
         counted = {id(each): each for each in map(_dict_of, dicts)}
@@ -121,7 +121,7 @@ class Still:
         self._no_hooks = {at: each for at, each in enumerate(counted.values()) if id(each) in hooks and not each}
         numbers = _numbers_of(counted.values())
         self._numbers = numbers()
-        kept.append((own, filled, parents, numbers))
+        kept.append((own, filled, children, numbers))
 
     def _follow(self, value: Any, dicts: list[Any], modules: set[int]) -> bool:
         """Add the dicts of a value of a module, or of its configuration; returns whether all changes are seen then."""
@@ -154,16 +154,19 @@ class Still:
         kept = self._kept[:1]  # nobody lets go of it while its memory is read
         if not kept:
             return None
-        ((own, filled, parents, numbers),) = kept
+        ((own, filled, children, numbers),) = kept
         now = numbers()
         if now != self._numbers and not self._hooks_are_gone(now):
             return None
-        modules = [model, *_values(parents)]
+        try:
+            modules = [model, *[items[name] for items, name in children]]
+            tensors = [items[name] for items, name in filled]
+        except KeyError:  # another thread has just taken one away
+            return None
         if list(map(type, modules)) != self._types or not all(map(is_, map(_DICT, modules), own)):
             return None
-        if [kind.__mro__ for kind in self._kinds] != self._bases or list(map(shown, self._lists)) != self._shown:
+        if list(map(_bases_and_code, self._kinds)) != self._bases or list(map(shown, self._lists)) != self._shown:
             return None
-        tensors = _values(filled)
         return None if any(map(_IS_META, tensors)) else tensors
 
     def _hooks_are_gone(self, now: bytes) -> bool:
@@ -175,9 +178,18 @@ class Still:
         return True
 
 
-def _values(dicts: list[Dict]) -> list[Any]:
-    """All values in dicts, except None."""
-    return [value for value in chain.from_iterable(map(_VALUES, dicts)) if value is not None]
+def _bases_and_code(kind: Any) -> list[Any]:
+    """What may change in a class, and in its forward and those that it wraps, while no dict does."""
+    found, function = [kind.__mro__], kind.forward
+    while function is not None:
+        found.append(getattr(function, "__code__", None))
+        function = getattr(function, "__wrapped__", None)
+    return found
+
+
+def _items(dicts: Iterable[Dict]) -> list[_Item]:
+    """Where all values in dicts are, except None."""
+    return [(each, name) for each in dicts for name, value in each.items() if value is not None]
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:

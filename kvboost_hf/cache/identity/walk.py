@@ -48,14 +48,13 @@ from kvboost_hf.cache.identity.values import (
     Reached,
     Reader,
     adapter_switches,
-    autocast,
     config_scalars,
     ids_of_configs,
 )
 from kvboost_hf.cache.identity.versions import INSIDE, NOTES, OURS, UNREAD, Still, is_read
 from kvboost_hf.cache.identity.weights import plain_tensors
 from kvboost_hf.checksum import Content, checksum
-from kvboost_hf.compat import KeptOnModel, forward_of, frequencies_vary
+from kvboost_hf.compat import KeptOnModel, autocast, forward_of, frequencies_vary
 
 # Attributes that are read elsewhere, or by generate(), or that are our own.
 _PASSED_OVER = (PreTrainedConfig, GenerationConfig, KeptOnModel, type(None))
@@ -68,7 +67,7 @@ _READ_ELSEWHERE = OF_TORCH | UNREAD | {"_hf_hook", "_old_forward", "forward"}
 
 
 @dataclass(slots=True)
-class Found:
+class ModelParts:
     """The tensors, settings, functions and files that K/V of a model may depend on."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -84,6 +83,9 @@ class Found:
     in_training: bool = False
     is_same: bool = False  # it is what was found before
     has_others: bool = False  # functions and values of others
+    facts: dict[Hashable, Any] = field(default_factory=dict)  # what follows from all of this but the tensors
+    serials: list[int] = field(default_factory=list)  # of the parts, see `ModelFingerprint`
+    number: int = 0  # another one for each model that was found
     # Hooks, and a function in place of the forward, that may turn out to change what is computed.
     watched: list[HookWatch | ForwardWatch] = field(default_factory=list)
 
@@ -104,11 +106,12 @@ class ModelWalk:
     def __init__(self) -> None:
         self._layout: _Layout | None = None
         self._still: Still | None = None
-        self._found = Found()  # without tensors, of the model that is still the same
+        self._found = ModelParts()  # without tensors, of the model that is still the same
         self._in_vain = 0  # how often in a row it was not
         self._may_stay = True  # nothing of others was found in it
+        self._number = 0  # how often something else was found in the model
 
-    def look(self, model: nn.Module) -> Found:
+    def look(self, model: nn.Module) -> ModelParts:
         """Collect from the model as it is now."""
         if self._still is not None:
             tensors = self._still.tensors(model)
@@ -121,6 +124,8 @@ class ModelWalk:
             walk = _Walk(model)
             self._layout = _Layout(walk) if walk.is_ordinary else None
         found = walk.complete(model)
+        self._number += 1
+        found.number = self._number
         self._may_stay = self._layout is not None and not found.has_others
         self._still = None
         if still is not None and self._may_stay and still.tensors(model) is not None:
@@ -137,7 +142,7 @@ class _Walk:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self.found = Found()
+        self.found = ModelParts()
         self.others: list[Any] = []  # attributes that may reach tensors or values
         self.configs: list[PreTrainedConfig] = []  # of modules
         self.hooked: list[nn.Module] = []  # modules with forward hooks
@@ -264,7 +269,7 @@ class _Walk:
                 self.others.append(value)
                 self.others_at.append((number, name))
 
-    def complete(self, model: nn.Module) -> Found:
+    def complete(self, model: nn.Module) -> ModelParts:
         """Add what is no part of any one module: configurations, hooks, functions, and all that these can reach."""
         found = self.found
         config = getattr(model, "config", None)
@@ -398,7 +403,7 @@ def _values_of_classes(classes: Iterable[type]) -> list[dict[str, Any]]:
     return [{name: value for name, value in vars(base).items() if not name.startswith("__")} for base in others]
 
 
-def _add_hooks(found: Found, module: nn.Module) -> None:
+def _add_hooks(found: ModelParts, module: nn.Module) -> None:
     """Add the forward hooks of a module."""
     hooks, watch = watch_hooks(module)
     found.parts += hooks
@@ -411,7 +416,7 @@ def _is_the_same_in_training(module: nn.Module) -> bool:
     return type(module) in _SAME_IN_TRAINING or type(module).__module__.startswith("peft.tuners.lora")
 
 
-def _read_values(found: Found, values: list[Any], modules: set[int]) -> None:
+def _read_values(found: ModelParts, values: list[Any], modules: set[int]) -> None:
     """Add what attributes, hooks and functions of others can reach, except the modules of the model."""
     reached = Reached()
     reader = Reader(reached, modules)

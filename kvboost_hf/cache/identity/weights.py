@@ -9,6 +9,7 @@ again, until the model alone refers to it.
 import ctypes
 import logging
 import sys
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from hashlib import blake2b
@@ -444,14 +445,18 @@ def _set_data(weight: nn.Parameter, data: torch.Tensor) -> None:
 
 
 def _holders(weight: torch.Tensor) -> int:
-    """How many tensors hold the memory of `weight`."""
-    return holders(weight.untyped_storage())
-
-
-def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors hold a memory, arrays of NumPy and other libraries over it included."""
+    """How many tensors hold the memory of `weight`, arrays of NumPy and other libraries over it included."""
+    storage = weight.untyped_storage()
     uses: int = _uses(storage._cdata)
     return uses - _uses_by_python()
+
+
+def are_held_by_more(storages: Sequence[torch.UntypedStorage]) -> bool:
+    """Whether more tensors, or arrays over them, hold one of these memories than it is listed for."""
+    memories = list(map(_MEMORY, storages))
+    listed = Counter(memories)
+    own = _uses_by_python()
+    return any([_uses(memory) - own > count for memory, count in listed.items()])
 
 
 @cache

@@ -38,10 +38,12 @@ def append_all(
     if torch.is_grad_enabled():  # something else may need a gradient through what is returned
         keys.append_with_graph(new[0])
         values.append_with_graph(new[1])
-    else:
+        return keys.view(start), values.view(start)
+    if torch.compiler.is_compiling():
         keys.append(new[0], keep_from)
         values.append(new[1], keep_from)
-    return keys.view(start), values.view(start)
+        return keys.view(start), values.view(start)
+    return keys.append_and_view(new[0], keep_from, start), values.append_and_view(new[1], keep_from, start)
 
 
 def are_intact(tensors: Sequence["GrowingTensor"]) -> bool:
@@ -102,6 +104,28 @@ class GrowingTensor:
         assert self.buffer is not None
         self.buffer.narrow(2, held - self.first, self.stop - held).copy_(new)
         self.seal()
+
+    def append_and_view(self, new: torch.Tensor, keep_from: int, start: int) -> torch.Tensor:
+        """As `append`, then `view`; not while compiling. In one step where the buffer is ours alone and has room."""
+        buffer, first, held = self.buffer, self.first, self.stop
+        columns = new.shape[2]
+        stop = held + columns
+        if (
+            buffer is None
+            or self.shared
+            or self._seen is not None
+            or self._uncounted
+            or stop - first > buffer.shape[2]
+            or type(self) is not GrowingTensor
+        ):
+            self.append(new, keep_from)
+            return self.view(start)
+        if self._version != version_of(buffer):
+            self.tampered = True
+        buffer.narrow(2, held - first, columns).copy_(new)
+        self._version, self.stop = version_of(buffer), stop
+        begin = min(max(start - first, 0), stop - first)
+        return buffer.narrow(2, begin, stop - first - begin)
 
     def open(self, stop: int, like: torch.Tensor) -> torch.Tensor:
         """Make room for columns up to `stop` of [batch, heads, _, dim]; returns the new ones.

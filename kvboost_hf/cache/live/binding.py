@@ -1,20 +1,24 @@
 """The model, store and settings that a cache was made with."""
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState
 from kvboost_hf.cache.identity.foreign import foreign_attention
-from kvboost_hf.cache.identity.values import arithmetic, autocast
+from kvboost_hf.cache.identity.values import arithmetic
+from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.layers.quantized import mark
 from kvboost_hf.cache.planning.chunks import PIECE
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, default_store, salt_bytes
-from kvboost_hf.compat import hooks_registered, known_hidden_states_reason, require_cache
+from kvboost_hf.compat import autocast, hooks_registered, known_hidden_states_reason, probe_reason, require_cache
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
+
+T = TypeVar("T")
 
 
 class Binding:
@@ -47,6 +51,7 @@ class Binding:
         self._mark = mark(live_quant) if live_quant is not None else b""
         self._hooks = 0, 0  # that anybody, and that others, had registered when the root was last read
         self._precision: Hashable = None  # of autocast, then
+        self._facts: dict[Hashable, Any] = {}  # of the model, when it was last looked at
 
     @classmethod
     def checked(
@@ -123,20 +128,49 @@ class Binding:
         model, fingerprint = self.model_ref(), self.fingerprint
         return fingerprint.reason_in_training(model) if model is not None and fingerprint is not None else None
 
-    def root(self, regime: bytes) -> bytes | None:
+    def look(self) -> ModelParts | None:
+        """What the K/V of the model, as it is now, depends on; None if it no longer exists."""
+        self._hooks = RemovableHandle.next_id, hooks_registered()
+        model, fingerprint = self.model_ref(), self._fingerprint()
+        if model is None or fingerprint is None:
+            return None
+        seen = fingerprint.look(model)
+        self._precision, self._facts = seen.switches[0], seen.facts
+        return seen
+
+    def fact(self, model: PreTrainedModel, find: Callable[[Any], T]) -> T:
+        """What `find` says of all but the weights of the model, as it was at the last look; asked once for each."""
+        if find not in self._facts:
+            self._facts[find] = find(model)
+        found: T = self._facts[find]
+        return found
+
+    def probe_reason(self, model: PreTrainedModel) -> str | None:
+        """Why a run on a few tokens rules out reuse for the model as it was at the last look, or None."""
+        fingerprint = self._fingerprint()
+        age = fingerprint.age if fingerprint is not None else None
+        if self._facts.get(probe_reason) != (age,):
+            if (reason := probe_reason(model)) is not None:
+                return reason
+            self._facts[probe_reason] = (age,)
+        return None
+
+    def root(self, regime: bytes, seen: ModelParts | None = None) -> bytes | None:
         """The key that all chains of the model, as it is now, start from; None for a store that keeps nothing.
 
         Args:
             regime: Names the rotary frequencies that are in force (`compat.rope_regime`).
+            seen: What `look` has just found, or None to look.
 
         Raises:
             StoreClosedError: if the store was closed, or the model no longer exists.
         """
-        self._hooks, self._precision = (RemovableHandle.next_id, hooks_registered()), autocast()
+        seen = self.look() if seen is None else seen
         read_all = self.policy.weights_check == "full"
         if self.policy.reproducible:
             regime += f"pieces of {PIECE}, {arithmetic()}".encode()
-        return self.store.root(self.salt, regime + self._mark, read_all=read_all, keeps_hidden=self.keeps_hidden)
+        how: dict[str, Any] = {"read_all": read_all, "keeps_hidden": self.keeps_hidden, "seen": seen}
+        return self.store.root(self.salt, regime + self._mark, **how)
 
     @property
     def has_new_hooks(self) -> bool:

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs import CompileCosts, Graph
 from kvboost_hf.cache.identity.foreign import holder_of_cache
-from kvboost_hf.cache.identity.values import autocast
 from kvboost_hf.cache.identity.versions import COMPILED_CALL
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.layers.static import StaticReuseLayer
@@ -34,7 +33,7 @@ from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.live.store_writer import StoreWriter
 from kvboost_hf.cache.prompt.generate_call import GenerateCall, at_end, running_config
 from kvboost_hf.cache.prompt.hook import Kwargs, has_other_hooks
-from kvboost_hf.compat import bytes_per_token, cache_in, input_device, tolerance, weights_come_and_go
+from kvboost_hf.compat import autocast, bytes_per_token, cache_in, input_device, tolerance, weights_come_and_go
 
 MaxCacheLen = int | Literal["auto"] | None
 Settle = Callable[[], None]
@@ -85,7 +84,7 @@ class DecodingForm:
             settle: Ends what is under way in the cache, and takes over what graphs have decoded.
         """
         model = self._binding.model
-        if model is None or not compiles_on(input_device(model), call):
+        if model is None or not compiles(model, call):
             return NOT_ON_GPU
         settle()
         return reason_for_eager(model, self._binding, self._live, call)
@@ -160,9 +159,12 @@ def columns_for(tokens: int) -> int:
     return max(_LEAST_COLUMNS, 1 << (tokens - 1).bit_length())
 
 
-def compiles_on(device: torch.device, call: GenerateCall) -> bool:
-    """Whether decoding of a model on a device is compiled at all for a call."""
-    return device.type in _DEVICES or bool(getattr(call.compile_config, "_compile_all_devices", False))
+def compiles(model: PreTrainedModel, call: GenerateCall) -> bool:
+    """Whether decoding of a model is compiled at all for a call, given its device."""
+    if getattr(call.compile_config, "_compile_all_devices", False):
+        return True
+    started = [kind for kind in _DEVICES if kind != "cuda" or torch.cuda.is_initialized()]  # type: ignore[no-untyped-call]
+    return bool(started) and input_device(model).type in started
 
 
 def reason_for_eager(model: PreTrainedModel, binding: Binding, live: LiveKV, call: GenerateCall) -> str | None:

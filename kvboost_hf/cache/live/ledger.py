@@ -33,6 +33,7 @@ class Ledger:
         content_keys: The keys of what was stored to be found by its content only.
         in_pieces: With `ReusePolicy(reproducible=True)`, columns [0, in_pieces) were computed in whole pieces: only
             these are stored, and kept for the next prompt. None stores and keeps all.
+        quiet: A size of chunks, and a column before which no row has a new one of that size.
     """
 
     log: TokenLog
@@ -43,6 +44,7 @@ class Ledger:
     blended: MovedColumns | None = None
     progressive: bool = False
     in_pieces: int | None = None
+    quiet: tuple[int, int] = 0, 0
     content_keys: set[bytes] = field(default_factory=set)
 
     @classmethod
@@ -58,6 +60,7 @@ class Ledger:
     def rewind(self, length: int) -> None:
         """Forget columns from `length` on."""
         self.log.crop(length)
+        self.quiet = 0, 0
         if self.in_pieces is not None:
             self.in_pieces = min(self.in_pieces, whole_pieces(length))
         before, self.blended = self.blended, self.blended.crop(length) if self.blended is not None else None
@@ -72,6 +75,7 @@ class Ledger:
         before = self.blended
         assert before is not None
         self.blended = before.repaired(columns)
+        self.quiet = 0, 0
         for row, borders in enumerate(self.borders):
             if before.is_tainted(row) and not _is_tainted(self.blended, row):
                 del borders[1:]  # its pieces do not end where chunks do
@@ -79,6 +83,7 @@ class Ledger:
     def select(self, rows: NDArray[np.int64]) -> None:
         """Make row i what row `rows[i]` was."""
         self.log.select(rows)
+        self.quiet = 0, 0
         self.blended = self.blended.select(rows) if self.blended is not None else None
         self.borders = [list(self.borders[row]) for row in rows]
 
@@ -139,10 +144,11 @@ class Ledger:
             for row, (pad, borders) in enumerate(zip(self.log.pads, self.borders, strict=True))
         ):
             return True
-        length = self.log.length if self.in_pieces is None else self.in_pieces
-        for pad, borders in zip(self.log.pads, self.borders, strict=True):
-            if length - pad - borders[-1].at >= chunk_size:
-                return True
+        nearest = chunk_size + min([pad + row[-1].at for pad, row in zip(self.log.pads, self.borders, strict=True)])
+        if (self.log.length if self.in_pieces is None else self.in_pieces) >= nearest:
+            return True
+        if self.blended is None and self.in_pieces is None:
+            self.quiet = chunk_size, int(nearest)
         return False
 
     def store_row(
@@ -159,6 +165,7 @@ class Ledger:
         tokens, borders = self.storable(row), self.borders[row]
         if again:
             del borders[1:]
+            self.quiet = 0, 0
         if self.blended is not None and self.blended.is_tainted(row):
             return self._store_blended_row(self.blended, row, layers, store, pinned)
         results: list[Put] = []

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import is_own
-from kvboost_hf.cache.identity.weights import holders, references
+from kvboost_hf.cache.identity.weights import are_held_by_more, references
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.choose import HiddenStates, kv_layers, make_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
@@ -217,8 +217,9 @@ class LiveKV:
 
     def expect_padding(self, pads: NDArray[np.int64]) -> None:
         """Tell the layers where the shortest row begins."""
+        longest = int(pads.max())
         for layer in self.layers:
-            layer.expect_padding(int(pads.max()))
+            layer.expect_padding(longest)
 
     def release(self, before: int) -> None:
         """Columns before `before` are of no more use to the store: windows may let go of them."""
@@ -240,23 +241,26 @@ class LiveKV:
         except (ValueError, RuntimeError):  # there are no attention layers
             return 0
 
-    def in_step(self, *, look: bool = True) -> Ledger | None:
+    def in_step(self, *, look: bool = True, owned: bool = False) -> Ledger | None:
         """The ledger, unless the layers were changed by somebody else since it was last brought up to date.
 
         Args:
             look: Find out whether somebody has written to their tensors. What is not found now is found later.
+            owned: `owns_layers` was True a moment ago.
         """
         ledger = self.ledger
-        if ledger is not None and (ledger.version != self._version() or (look and not self.untouched(ledger))):
+        if ledger is not None and (
+            ledger.version != self._version() or (look and not self.untouched(ledger, owned=owned))
+        ):
             self.note_change()
         fingerprint = self._fingerprint()
         if fingerprint is not None and self._bumps != fingerprint.bumps:  # store.invalidate() was called
             self._bumps, self.ledger = fingerprint.bumps, None
         return self.ledger
 
-    def untouched(self, ledger: Ledger) -> bool:
+    def untouched(self, ledger: Ledger, *, owned: bool = False) -> bool:
         """Whether nobody else has written to the layers, or changed how much they hold."""
-        if not self.owns_layers:
+        if not owned and not self.owns_layers:
             return False
         lengths = None, 0, ledger.log.length
         for idx, layer in enumerate(self.layers):
@@ -267,14 +271,10 @@ class LiveKV:
     @property
     def is_held_by_others(self) -> bool:
         """Whether somebody else may hold memory of the layers, to which they can write unseen (NumPy, `.data`)."""
-        known: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        for layer in self.layers:
-            if not isinstance(layer, GrowingLayer | HiddenStates):
-                return True
-            for buffer in layer.buffers:
-                storage = buffer.untyped_storage()
-                known[storage._cdata] = storage, known.get(storage._cdata, (storage, 0))[1] + 1
-        return any(holders(storage) > count for storage, count in known.values())
+        known = [layer for layer in self.layers if isinstance(layer, GrowingLayer | HiddenStates)]
+        if len(known) < len(self.layers):
+            return True
+        return are_held_by_more([buffer.untyped_storage() for layer in known for buffer in layer.buffers])
 
     @property
     def has_layers_elsewhere(self) -> bool:
@@ -369,7 +369,7 @@ class LiveKV:
 
     def can_rewind(self, length: int) -> bool:
         """Whether all layers can forget the columns from `length` on."""
-        return all(layer.can_rewind(length) for layer in self.layers)
+        return all([layer.can_rewind(length) for layer in self.layers])
 
     def rewind(self, length: int) -> None:
         """Forget the columns from `length` on."""

@@ -25,7 +25,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from kvboost_hf import forks
-from kvboost_hf.cache.prompt.positions import positions_from_start
+from kvboost_hf.cache.prompt.token_log import positions_from_start
 from kvboost_hf.compat import MAX_DEPTH, generate_frame, is_generate
 from kvboost_hf.errors import CacheInUseError, StoreClosedError
 
@@ -147,7 +147,7 @@ def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
 def encoded_from(encoded: Any) -> dict[str, Any] | None:
     """The arguments of the generate() call under way, if `encoded` are the features it has made of its images."""
     found = generate_frame(sys._getframe(1))
-    if found is None or encoded is None:
+    if found is None:
         return None
     variables = found.f_locals
     if variables.get("model_kwargs", {}).get("mm_encoder_outputs") is not encoded:
@@ -172,13 +172,17 @@ def in_prefill() -> bool:
     return False
 
 
-def outputs_read(ids: torch.Tensor) -> frozenset[str] | None:
+def outputs_read(ids: torch.Tensor, call: FrameType | None = None) -> frozenset[str] | None:
     """The `output_...` arguments of which transformers' generate() uses or returns what the forward over `ids` gives.
 
     None where somebody else may run that forward: a loop by hand, one of a model's own, or of `custom_generate`.
+
+    Args:
+        ids: The ids of the forward.
+        call: The frame of the generate() call under way, or None to find it.
     """
     frame: FrameType | None = sys._getframe(1)
-    call = generate_frame(frame)
+    call = generate_frame(frame) if call is None else call
     if call is None or call.f_locals.get("decoding_method") not in _LOOPS:
         return None
     while frame is not None and frame is not call and frame.f_code not in _CODE:

@@ -16,7 +16,7 @@ from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.prompt.generate_call import in_generate, outputs_read, reads_last_logits
 from kvboost_hf.cache.prompt.hook import others_see_output
 from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
-from kvboost_hf.cache.prompt.positions import computed_positions
+from kvboost_hf.cache.prompt.token_log import computed_positions
 from kvboost_hf.compat import (
     KeyRotation,
     attn_implementation,
@@ -49,6 +49,16 @@ OF_MEDIA = MEDIA_ARGUMENTS | frozenset(TYPES)
 _HARMLESS = READ | LEAVE_KV_ALONE | OF_GENERATE
 
 
+Settings = Callable[[PreTrainedModel], dict[str, Any]]
+
+
+def returns_of_each_token(model: PreTrainedModel) -> dict[str, Any]:
+    """What the configuration says where arguments are not given by which a forward returns something of each token."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    return {name: getattr(config, name, None) or getattr(text, name, None) for name in _OF_EACH_TOKEN}
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
     """The arguments of one forward, as far as reuse is concerned."""
@@ -67,6 +77,7 @@ def read_forward(
     kwargs: dict[str, Any],
     all_logits_reason: str | None,
     read_mask: Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]] | None,
+    settings: Settings = returns_of_each_token,
 ) -> tuple[dict[str, Any], ForwardInputs | str]:
     """The arguments to run a forward with, and what `read_inputs` reads of them.
 
@@ -75,15 +86,19 @@ def read_forward(
         kwargs: The arguments by name, as they came.
         all_logits_reason: Why the logits of reused tokens cannot be had, or None.
         read_mask: For a cache of a fixed size: gives the arguments to run with, and those to read, with a 2-D mask.
+        settings: Gives `returns_of_each_token(model)`.
     """
     kwargs = seen = with_positions(model, kwargs)
     if read_mask is not None:
         kwargs, seen = read_mask(kwargs)
-    return kwargs, read_inputs(model, seen, all_logits_reason)
+    return kwargs, read_inputs(model, seen, all_logits_reason, settings)
 
 
 def read_inputs(
-    model: PreTrainedModel, kwargs: dict[str, Any], all_logits_reason: str | None = ALL_LOGITS
+    model: PreTrainedModel,
+    kwargs: dict[str, Any],
+    all_logits_reason: str | None = ALL_LOGITS,
+    settings: Settings = returns_of_each_token,
 ) -> ForwardInputs | str:
     """The arguments, or the reason why the K/V of this forward may depend on more than its tokens.
 
@@ -91,6 +106,7 @@ def read_inputs(
         model: The model.
         kwargs: The arguments by name.
         all_logits_reason: Why the logits of reused tokens cannot be had, or None.
+        settings: Gives `returns_of_each_token(model)`.
     """
     ids, mask, positions = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
     if model.training and (reason := checkpointing_reason(model)) is not None:
@@ -115,7 +131,7 @@ def read_inputs(
     if (told := _adapters_by_row(model)) is not None:
         return f"`{told}` tells PEFT which adapter each row, or which tokens, of this batch use"
     wants_all = wants_all_logits(kwargs)
-    computes_all = _computes_all(model, kwargs, all_logits_reason if wants_all else None)
+    computes_all = _computes_all(model, kwargs, all_logits_reason if wants_all else None, settings)
     if computes_all:
         return ForwardInputs(ids, mask, positions, ids.shape[1], False, computes_all)
     if wants_all:
@@ -181,10 +197,12 @@ def _hidden_positions(model: PreTrainedModel, ids: torch.Tensor, mask: Any) -> t
     return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
 
 
-def _computes_all(model: PreTrainedModel, kwargs: dict[str, Any], all_logits_reason: str | None) -> str | None:
+def _computes_all(
+    model: PreTrainedModel, kwargs: dict[str, Any], all_logits_reason: str | None, settings: Settings
+) -> str | None:
     if all_logits_reason is not None:
         return all_logits_reason
-    if (asked := _asks_for_each_token(model, kwargs)) is not None:
+    if (asked := _asks_for_each_token(model, kwargs, settings)) is not None:
         return f"`{asked}` returns something of each token"
     return GRADIENTS if gradients_enabled(model) else None
 
@@ -194,31 +212,22 @@ def gradients_enabled(model: PreTrainedModel) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
 
 
-def _asks_for_each_token(model: PreTrainedModel, kwargs: dict[str, Any]) -> str | None:
+def _asks_for_each_token(model: PreTrainedModel, kwargs: dict[str, Any], settings: Settings) -> str | None:
     """The argument or setting, and its value, by which the caller gets something of each token; or None."""
     if kwargs["input_ids"].shape[1] == 1:  # which is computed in any case
         return None
     wanted: dict[str, str] = {}
-    for name in _OF_EACH_TOKEN:
-        if (value := kwargs.get(name)) is not None:
-            shown = f"{name}={value!r}"
-        else:
-            value = _setting(model, name)
-            shown = f"config.{name}={value!r}"
-        if value:
-            wanted[name] = shown
+    for name, configured in settings(model).items():
+        value = kwargs.get(name)
+        if configured if value is None else value:
+            wanted[name] = f"{name}={value!r}" if value is not None else f"config.{name}={configured!r}"
     if not wanted:
         return None
     read = None if others_see_output(model) else outputs_read(kwargs["input_ids"])
     return next((shown for name, shown in wanted.items() if read is None or name in read), None)
 
 
-def _setting(model: PreTrainedModel, name: str) -> Any:
-    """The value of an argument, or that of the configuration where it is not given."""
-    return getattr(model.config, name, None) or getattr(model.config.get_text_config(decoder=True), name, None)
-
-
-def without_router_logits(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+def without_router_logits(settings: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The argument that turns router logits off, where they are on, for a forward over a part of the tokens.
 
     Nobody reads them, or all tokens would be computed. Models make a loss of them, which fails where the attention
@@ -226,7 +235,7 @@ def without_router_logits(model: PreTrainedModel, kwargs: dict[str, Any]) -> dic
     """
     name = "output_router_logits"
     asked = kwargs.get(name)
-    return {name: False} if asked or (asked is None and _setting(model, name)) else {}
+    return {name: False} if asked or (asked is None and settings[name]) else {}
 
 
 def _adapters_by_row(model: PreTrainedModel) -> str | None:

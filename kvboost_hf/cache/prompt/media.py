@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from transformers import GenerationMixin, PreTrainedModel
 
 from kvboost_hf.cache.planning.chunks import Tokens, digest, media_ids, shifted_ids
-from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
+from kvboost_hf.cache.prompt.token_log import common_shift, position_shifts
 from kvboost_hf.compat import remember
 
 try:

@@ -14,6 +14,7 @@ from kvboost_hf.cache.codecs import LiveQuant, live_config, make_codec
 from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.costs import ComputePace, stored_per_computed, worth_loading
 from kvboost_hf.cache.identity.fingerprint import ModelState, model_name
+from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.planning.chunks import Chunker
@@ -143,7 +144,13 @@ class ChunkStore:
     # Roots
 
     def root(
-        self, salt: bytes, regime: bytes = b"", *, read_all: bool = False, keeps_hidden: bool = False
+        self,
+        salt: bytes,
+        regime: bytes = b"",
+        *,
+        read_all: bool = False,
+        keeps_hidden: bool = False,
+        seen: ModelParts | None = None,
     ) -> bytes | None:
         """The key that all chains of the model, as it is now, start from; None for a store that keeps nothing.
 
@@ -152,13 +159,15 @@ class ChunkStore:
             regime: Names the rotary frequencies that are in force (`compat.rope_regime`).
             read_all: Read every weight to tell whether one has changed.
             keeps_hidden: Hidden states are kept beside K/V.
+            seen: What was just found in the model, or None to look at it.
         """
         self.require_open()
         if self._roots is None:
             return None
+        how: dict[str, Any] = {"read_all": read_all, "keeps_hidden": keeps_hidden, "seen": seen}
         model = self._require_model()
         with self._lock:
-            return self._roots.root(model, salt, regime, self.codec.name, read_all=read_all, keeps_hidden=keeps_hidden)
+            return self._roots.root(model, salt, regime, self._reader.codec.name, **how)
 
     def without_room(self, *, with_roots: bool = True) -> "ChunkStore":
         """A store that takes no chunks in: its caches compute, and keep, all columns.

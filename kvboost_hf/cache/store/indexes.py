@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_key, unloaded
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens, prefix_key
-from kvboost_hf.cache.planning.content_index import ContentIndex
-from kvboost_hf.cache.planning.ngram_index import NgramIndex
+from kvboost_hf.cache.planning.content_index import ContentIndex, NgramIndex
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, Chunk, SavedState
 from kvboost_hf.cache.store.memory import HostMemory
 from kvboost_hf.cache.tiers.below import LowerTiers

@@ -6,13 +6,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import library_versions
+from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
 from kvboost_hf.cache.kv.model_form import ChunkForms, ModelForm, read_kv, read_states
@@ -303,9 +304,18 @@ class Roots:
         self._age = -1, -1  # of the model
         self._passing: set[bytes] = set()  # roots that last as long as it stays as it is
         self._warned: set[str] = set()
+        self._last: tuple[tuple[Any, ...], bytes] | None = None  # what the last root was derived from, and it
 
     def root(
-        self, model: PreTrainedModel, salt: bytes, regime: bytes, codec: str, *, read_all: bool, keeps_hidden: bool
+        self,
+        model: PreTrainedModel,
+        salt: bytes,
+        regime: bytes,
+        codec: str,
+        *,
+        read_all: bool,
+        keeps_hidden: bool,
+        seen: ModelParts | None = None,
     ) -> bytes:
         """The root of a model as it is now.
 
@@ -316,16 +326,20 @@ class Roots:
             codec: Name of the store's codec.
             read_all: Read every weight to tell whether one has changed.
             keeps_hidden: Hidden states are kept beside K/V.
+            seen: What was just found in the model, or None to look at it.
         """
         follower = ModelState.of(model).fingerprint
-        fingerprint = follower.durable(model, full=read_all) if self._lower else None
+        fingerprint = follower.durable(model, full=read_all, found=seen) if self._lower else None
         if durable := isinstance(fingerprint, bytes):
             found = fingerprint
         else:
             if isinstance(fingerprint, str) and fingerprint not in self._warned:
                 self._warned.add(fingerprint)
                 _log.warning("K/V of this model is kept in host memory only: %s in other processes.", fingerprint)
-            found = follower.current(model, full=read_all)
+            found = follower.current(model, full=read_all, found=seen)
+        derived_from = found, salt, regime, codec, read_all, keeps_hidden, follower.age
+        if self._last is not None and self._last[0] == derived_from:
+            return self._last[1]
         root = root_key(found, salt, regime + codec.encode() + (b"hidden states" if keeps_hidden else b""))
         self._history.note_root(root, salt)
         if not durable and not read_all:
@@ -338,6 +352,7 @@ class Roots:
                 made_with = MadeWith(codec, regime.decode("latin-1"), attn_implementation(model), versions())
                 self._lower.keep(root, made_with)
             self._lower.note_root(root, found, keeps_hidden=keeps_hidden)
+        self._last = derived_from, root
         return root
 
 

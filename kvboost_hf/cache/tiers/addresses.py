@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvboost_hf.cache.tiers.base import Tier
-from kvboost_hf.cache.tiers.failures import without_secrets
-from kvboost_hf.cache.tiers.sealed import SealedTier, require_key
+from kvboost_hf.cache.tiers.base import Tier, without_secrets
+from kvboost_hf.cache.tiers.record import SealedTier, require_key
 from kvboost_hf.config import parse_size
 
 TierKind = Literal["ram", "device", "disk", "valkey", "filesystem"]

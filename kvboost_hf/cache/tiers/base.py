@@ -2,15 +2,31 @@
 
 A tier knows nothing of models and tensors. It keeps blobs (see `record.py`), each with an `Entry` that says what it is
 found by. Whatever goes wrong in it (a full disk, a server that is gone, a file that was cut short) is logged, and
-looks like a miss: no method but the constructor raises.
+looks like a miss: no method but the constructor raises. `Failures` counts what went wrong, and `Guard` leaves what has
+failed alone for a while.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from time import monotonic
+from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
+from urllib.parse import parse_qs, unquote, urlsplit
 
+from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import Tokens
+
+_SILENCE_S = 60.0  # between two warnings of one kind
+P = ParamSpec("P")
+T = TypeVar("T")
+_log = logging.getLogger("kvboost_hf")
+MAX_ALIKE = 256  # of what begins alike, so many are looked at
+_BATCH = 256  # entries that are asked for at once
 
 
 class Kind(Enum):
@@ -129,3 +145,228 @@ class Tier(Protocol):
     def close(self) -> None:
         """Let go of files, connections and threads. Nothing is given up."""
         ...
+
+
+class Failures:
+    """Counts and logs the failures of a tier.
+
+    Args:
+        log: Where to.
+        place: The tier, for people.
+        kinds: The exceptions to be expected.
+    """
+
+    def __init__(self, log: logging.Logger, place: str, kinds: tuple[type[Exception], ...]) -> None:
+        self.count = 0
+        self._log, self._place, self._kinds = log, place, kinds
+        self._logged: dict[str, float] = {}
+
+    @contextmanager
+    def caught(self, doing: str) -> Iterator[None]:
+        """Count what goes wrong inside, and leave the block."""
+        try:
+            yield
+        except self._kinds as error:
+            self.note(doing, error)
+
+    def note(self, doing: str, error: Exception) -> None:
+        """Count one failure; each kind is logged at once, and then once a minute."""
+        self.count += 1
+        kind = f"{type(error).__name__} {getattr(error, 'errno', None) or getattr(error, 'sqlite_errorname', '')}"
+        now = time.monotonic()
+        if now - self._logged.get(kind, -_SILENCE_S) >= _SILENCE_S:
+            self._logged[kind] = now
+            self._log.warning(
+                "%s: failed to %s: %s. This looks like a miss; failures so far: %d.",
+                self._place,
+                doing,
+                error,
+                self.count,
+            )
+
+
+class Guard:
+    """Calls that may fail, and what they count for while they do.
+
+    One failure is enough to leave the other side alone. Then one call finds out whether it is back, while all others
+    go on without it.
+
+    Args:
+        place: What is guarded, for the log.
+        failures: What counts as a failure. All there is, where a foreign client does not tell what it raises.
+        secrets: Words to keep out of the log.
+        cooldown_s: Seconds to leave it alone for after a failure, twice as many after each further one.
+        max_cooldown_s: No more than these.
+
+    Raises:
+        ValueError: for a cool-down that is not positive.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        failures: type[Exception] = Exception,
+        secrets: Collection[str] = (),
+        cooldown_s: float = 1.0,
+        max_cooldown_s: float = 30.0,
+    ) -> None:
+        if not cooldown_s > 0:
+            raise ValueError(f"`cooldown_s` must be more than 0 seconds, got {cooldown_s!r}.")
+        self.errors = 0  # failures since the start
+        self._place, self._failures, self._secrets = place, failures, sorted(secrets, key=len, reverse=True)
+        self._cooldown_s, self._max_cooldown_s = cooldown_s, max(cooldown_s, max_cooldown_s)
+        self._pause_s = 0.0  # between the last failure and the next attempt; 0 while all is well
+        self._failed_at = self._retry_at = float("-inf")
+        self._lock = forks.lock()
+
+    @property
+    def state(self) -> str:
+        """`"open"` while calls go through, `"down"` since a failure."""
+        return "down" if self._pause_s else "open"
+
+    def call(self, otherwise: T, attempt: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `attempt(*args, **kwargs)`, or `otherwise` where it fails, or has failed a moment ago."""
+        began = monotonic()
+        with self._lock:
+            if began < self._retry_at:
+                return otherwise
+            if self._pause_s:
+                self._retry_at = began + self._pause_s
+        try:
+            result = attempt(*args, **kwargs)
+        except self._failures as error:
+            self._fail(error, began)
+            return otherwise
+        with self._lock:
+            recovered = bool(self._pause_s) and began >= self._failed_at
+            if recovered:
+                self._pause_s, self._retry_at = 0.0, float("-inf")
+        if recovered:
+            _log.info("%s answers again.", self._place)
+        return result
+
+    def _fail(self, error: Exception, began: float) -> None:
+        with self._lock:
+            self.errors += 1
+            first = not self._pause_s
+            if began >= self._failed_at:  # what had begun before the last failure tells nothing new
+                self._pause_s = min(self._pause_s * 2 or self._cooldown_s, self._max_cooldown_s)
+                self._failed_at = monotonic()
+                self._retry_at = self._failed_at + self._pause_s
+        if first:
+            text = f"{type(error).__name__}: {error}"
+            for secret in self._secrets:
+                text = text.replace(secret, "***")
+            _log.warning("%s failed, and is left alone for a while (%s).", self._place, text)
+
+
+def without_secrets(url: str) -> str:
+    """An address as people may see it: without user, password and options."""
+    return re.sub(r"//([^@]*:.*|[^/]*)@", "//", url).partition("?")[0]
+
+
+def secrets_in(url: str) -> set[str]:
+    """Secrets of an address, which `without_secrets` leaves out."""
+    parts = urlsplit(url)
+    values = [value for values in parse_qs(parts.query).values() for value in values]
+    return {word for word in (parts.password, unquote(parts.password or ""), *values) if word}
+
+
+class RemoteTier(ABC):
+    """A `Tier` of methods that may fail, each behind a `Guard`.
+
+    Args:
+        name: The name of the tier in reports and errors.
+        url: Where it is.
+        max_bytes: Budget, or None.
+        cooldown_s: Seconds that it is left alone for after a failure, twice as many after each further one, up to 30.
+
+    Raises:
+        ValueError: for a budget or a cool-down that is not positive.
+    """
+
+    def __init__(self, name: str, url: str, max_bytes: int | None, cooldown_s: float) -> None:
+        if max_bytes is not None and max_bytes <= 0:
+            raise ValueError(f"`max_bytes` must be a positive number of bytes, got {max_bytes}. None sets no limit.")
+        self.name, self.location, self.max_bytes = name, without_secrets(url), max_bytes
+        self._guard = Guard(f"The tier at {self.location}", secrets=secrets_in(url), cooldown_s=cooldown_s)
+        self._counted = (0, 0)
+
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+        return self._guard.call({}, self._find, keys) if keys else {}
+
+    def find_alike(self, heads: Sequence[bytes]) -> list[Entry]:
+        return self._guard.call([], self._find_alike, heads) if heads else []
+
+    def entries(self, root: bytes | None = None) -> Iterator[Entry]:
+        keys = self._guard.call([], self._keys, root)
+        for at in range(0, len(keys), _BATCH):
+            yield from self.find(keys[at : at + _BATCH]).values()
+
+    def read(self, key: bytes) -> memoryview | None:
+        return self._guard.call(None, self._read, key)
+
+    def write(self, entry: Entry, blob: Sequence[bytes | memoryview]) -> bool:
+        parts = [memoryview(part).cast("B") for part in blob]
+        assert sum(map(len, parts)) == entry.nbytes, "an entry tells the size of its blob"
+        if self.max_bytes is not None and entry.nbytes > self.max_bytes:
+            return False
+        return self._guard.call(False, self._write, entry, parts)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        if keys:
+            self._guard.call(None, self._touch, keys)
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        every = list(keys)
+        for at in range(0, len(every), _BATCH):
+            self._guard.call(None, self._delete, every[at : at + _BATCH])
+
+    def clear(self, model: bytes) -> None:
+        self.delete([entry.key for entry in self.entries() if entry.model == model])
+
+    def stats(self) -> Mapping[str, int | float | str]:
+        """`chunks` and `bytes` are those last heard of while `state` is `"down"`."""
+        self._counted = self._guard.call(self._counted, self._count)
+        chunks, nbytes = self._counted
+        known: dict[str, int | float | str] = {
+            "chunks": chunks,
+            "bytes": nbytes,
+            "errors": self._guard.errors,
+            "state": self._guard.state,
+        }
+        return known if self.max_bytes is None else {**known, "max_bytes": self.max_bytes}
+
+    def hits(self) -> Mapping[bytes, int]:
+        return {}
+
+    @abstractmethod
+    def close(self) -> None:
+        """See `Tier.close`."""
+
+    @abstractmethod
+    def _find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]: ...
+
+    @abstractmethod
+    def _find_alike(self, heads: Sequence[bytes]) -> list[Entry]: ...
+
+    @abstractmethod
+    def _keys(self, root: bytes | None) -> list[bytes]:
+        """Keys of `entries(root)`; some of them may be gone."""
+
+    @abstractmethod
+    def _read(self, key: bytes) -> memoryview | None: ...
+
+    @abstractmethod
+    def _write(self, entry: Entry, blob: Sequence[memoryview]) -> bool: ...
+
+    @abstractmethod
+    def _touch(self, keys: Sequence[bytes]) -> None: ...
+
+    @abstractmethod
+    def _delete(self, keys: Sequence[bytes]) -> None: ...
+
+    @abstractmethod
+    def _count(self) -> tuple[int, int]:
+        """Number of blobs, and their bytes."""

@@ -16,8 +16,7 @@ import torch
 
 from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import KEY_BYTES
-from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
-from kvboost_hf.cache.tiers.failures import Failures
+from kvboost_hf.cache.tiers.base import Entry, Failures, Kind, Tier
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
 
 _log = logging.getLogger("kvboost_hf")

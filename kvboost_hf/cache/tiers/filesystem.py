@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from kvboost_hf import forks
-from kvboost_hf.cache.tiers.base import Entry
-from kvboost_hf.cache.tiers.failures import without_secrets
+from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, RemoteTier, without_secrets
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
-from kvboost_hf.cache.tiers.remote import MAX_ALIKE, RemoteTier
 
 # Where a file can be seen while it is written, and renaming it is one step. Object stores show what is complete.
 _RENAMED = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs"})

@@ -16,10 +16,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvboost_hf.cache.tiers.base import Entry
-from kvboost_hf.cache.tiers.failures import Guard, without_secrets
+from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Guard, RemoteTier, without_secrets
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
-from kvboost_hf.cache.tiers.remote import MAX_ALIKE, RemoteTier
 
 _MAX_BLOB_BYTES = 512 * 2**20  # of one transaction the server takes no more than 1 GiB, unless it is told to
 _PIECE_BYTES = 2**20  # what has to get through within one timeout

@@ -16,11 +16,10 @@ from itertools import islice
 from pathlib import Path
 from uuid import uuid4
 
-from kvboost_hf.cache.tiers.base import Entry
-from kvboost_hf.cache.tiers.disk import rows
+from kvboost_hf.cache.tiers.base import Entry, Failures
+from kvboost_hf.cache.tiers.disk import index
 from kvboost_hf.cache.tiers.disk.files import BlobFiles, in_flight, is_dead
 from kvboost_hf.cache.tiers.disk.index import DiskIndex
-from kvboost_hf.cache.tiers.failures import Failures
 from kvboost_hf.cache.tiers.record import read_entry
 
 _log = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ class DiskTier:
         with self._failures.caught("look up"), self._index.connected() as db:
             for some in _batches(keys):
                 where = f"key IN ({', '.join('?' * len(some))})"
-                found |= {entry.key: entry for _, entry in rows.entries(db, where, some)}
+                found |= {entry.key: entry for _, entry in index.entries(db, where, some)}
         self._sizes = {key: entry.nbytes for key, entry in found.items()}
         return found
 
@@ -85,7 +84,7 @@ class DiskTier:
         found: list[tuple[int, Entry]] = []
         with self._failures.caught("look up"), self._index.connected() as db:
             for head in set(heads) - {b""}:
-                found += rows.entries(db, "head = ? ORDER BY number DESC LIMIT ?", (head, _MAX_ALIKE))
+                found += index.entries(db, "head = ? ORDER BY number DESC LIMIT ?", (head, _MAX_ALIKE))
         return [entry for _, entry in sorted(found, key=lambda numbered: -numbered[0])]
 
     def entries(self, root: bytes | None = None) -> Iterator[Entry]:
@@ -94,7 +93,7 @@ class DiskTier:
         while last is not None:
             page: list[tuple[int, Entry]] = []
             with self._failures.caught("list"), self._index.connected() as db:
-                page = rows.entries(db, f"{where}number > ? ORDER BY number LIMIT ?", (*values, last, _AT_ONCE))
+                page = index.entries(db, f"{where}number > ? ORDER BY number LIMIT ?", (*values, last, _AT_ONCE))
             yield from (entry for _, entry in page)
             last = page[-1][0] if page else None
 
@@ -106,7 +105,7 @@ class DiskTier:
             if blob is not None:
                 return blob
             with self._index.connected() as db:
-                nbytes = rows.size(db, key)
+                nbytes = index.size(db, key)
             if nbytes is not None:
                 blob = self._files.read(key, nbytes)
                 if blob is None and not self._index.read_only:
@@ -117,7 +116,7 @@ class DiskTier:
         """`bytes` are those that count against `max_bytes`."""
         chunks = used = 0
         with self._failures.caught("count"), self._index.connected() as db:
-            chunks, used = rows.count(db), rows.charged(db)
+            chunks, used = index.count(db), index.charged(db)
         return {
             "chunks": chunks,
             "bytes": used,
@@ -130,7 +129,7 @@ class DiskTier:
     def hits(self) -> Mapping[bytes, int]:
         found: dict[bytes, int] = {}
         with self._failures.caught("count"), self._index.connected() as db:
-            found = rows.uses(db)
+            found = index.uses(db)
         return found
 
     # Taking in
@@ -156,32 +155,32 @@ class DiskTier:
         nbytes = sum(memoryview(part).nbytes for part in blob)
         with self._index.transaction() as db:
             self._settle_dead(db, entry.key)
-            for _, other in rows.tokens(db, "key = ?", (entry.key,)):
+            for _, other in index.tokens(db, "key = ?", (entry.key,)):
                 return other is None  # or somebody else is writing it
-            if not self._make_room(db, rows.charge(entry, nbytes), keep=entry.parent):
+            if not self._make_room(db, index.charge(entry, nbytes), keep=entry.parent):
                 return False
-            rows.add(db, entry, nbytes, rows.now(db), token)
+            index.add(db, entry, nbytes, index.now(db), token)
             self._files.create(entry.key, token)
         if not self._files.write(entry.key, token, blob):
             return False  # given up by somebody else meanwhile
         with self._index.transaction() as db:
-            return rows.mark_ready(db, entry.key, token) or rows.size(db, entry.key) is not None
+            return index.mark_ready(db, entry.key, token) or index.size(db, entry.key) is not None
 
     def _undo(self, key: bytes, token: str) -> None:
         """Give up what could not be written. Where this fails, too, it is done before the next write that needs it."""
         with suppress(OSError, sqlite3.Error):
             self._files.remove_unfinished(key, token)
             with self._index.transaction() as db:
-                for _ in rows.tokens(db, "key = ? AND token = ?", (key, token)):
+                for _ in index.tokens(db, "key = ? AND token = ?", (key, token)):
                     self._remove(db, key, token)
 
     def _make_room(self, db: sqlite3.Connection, needed: int, keep: bytes | None = None) -> bool:
-        short = rows.charged(db) + needed - self.max_bytes
+        short = index.charged(db) + needed - self.max_bytes
         if short > 0:
             self._settle_dead(db)
-            short = rows.charged(db) + needed - self.max_bytes
+            short = index.charged(db) + needed - self.max_bytes
         victims = []
-        for key, charge in rows.to_give_up(db) if needed <= self.max_bytes else ():
+        for key, charge in index.to_give_up(db) if needed <= self.max_bytes else ():
             if short <= 0 or key == keep:
                 break
             victims.append(key)
@@ -196,7 +195,7 @@ class DiskTier:
     def touch(self, keys: Sequence[bytes]) -> None:
         if keys and not self._index.read_only:
             with self._failures.caught("note uses"), self._index.transaction() as db:
-                rows.touch(db, keys)
+                index.touch(db, keys)
 
     # Giving up
 
@@ -204,7 +203,7 @@ class DiskTier:
         if not self._index.read_only:
             for some in _batches(keys):
                 with self._failures.caught("delete"), self._index.transaction() as db:
-                    for key, token in rows.tokens(db, f"key IN ({', '.join('?' * len(some))})", some):
+                    for key, token in index.tokens(db, f"key IN ({', '.join('?' * len(some))})", some):
                         self._remove(db, key, token)
 
     def clear(self, model: bytes) -> None:
@@ -215,7 +214,7 @@ class DiskTier:
 
     def _clear_some(self, model: bytes) -> bool:
         with self._index.transaction() as db:
-            found = rows.tokens(db, "model = ? LIMIT ?", (model, _AT_ONCE))
+            found = index.tokens(db, "model = ? LIMIT ?", (model, _AT_ONCE))
             for key, token in found:
                 self._remove(db, key, token)
         return bool(found)
@@ -227,12 +226,12 @@ class DiskTier:
         if token is not None:
             self._files.remove_unfinished(key, token)  # first: then nothing can be renamed any more
         self._files.remove(key)
-        rows.remove(db, key)
+        index.remove(db, key)
 
     def _forget_lost(self, key: bytes) -> None:
         """Give up a blob whose file is gone or cut short, unless it was written again just now."""
         with self._index.transaction() as db:
-            nbytes, status = rows.size(db, key), self._files.status(key)
+            nbytes, status = index.size(db, key), self._files.status(key)
             if nbytes is not None and (status is None or status.st_size != nbytes):
                 self._remove(db, key, None)
 
@@ -242,8 +241,8 @@ class DiskTier:
         """Put right what does not agree, after others were killed; takes the lock only if there is something."""
         files = set(self._files.names())
         with self._index.connected() as db:
-            known = set(rows.tokens(db, "TRUE", ()))
-            too_much = rows.charged(db) > self.max_bytes
+            known = set(index.tokens(db, "TRUE", ()))
+            too_much = index.charged(db) > self.max_bytes
         lost = {key for key, token in known - files if token is None}
         unknown = files - known
         if not (lost or unknown or too_much or any(token for _, token in known)):
@@ -251,24 +250,24 @@ class DiskTier:
         with self._index.transaction() as db:
             self._settle_dead(db)
             for key in lost:
-                if self._files.status(key) is None and rows.size(db, key) is not None:
-                    rows.remove(db, key)
+                if self._files.status(key) is None and index.size(db, key) is not None:
+                    index.remove(db, key)
             for key, token in unknown:
-                if token is not None and (key, token) not in rows.tokens(db, "key = ?", (key,)):
+                if token is not None and (key, token) not in index.tokens(db, "key = ?", (key,)):
                     self._files.remove_unfinished(key, token)
             self._adopt(
-                db, [key for key, token in unknown if token is None and not rows.tokens(db, "key = ?", (key,))]
+                db, [key for key, token in unknown if token is None and not index.tokens(db, "key = ?", (key,))]
             )
             self._make_room(db, 0)
 
     def _settle_dead(self, db: sqlite3.Connection, only: bytes | None = None) -> None:
         """Finish or undo what killed processes were writing; of all keys, or of one."""
-        for key, nbytes, writer in rows.being_written(db, only):
+        for key, nbytes, writer in index.being_written(db, only):
             if is_dead(*writer):
                 self._files.remove_unfinished(key, writer[0])
                 status = self._files.status(key)
                 if status is not None and status.st_size == nbytes:
-                    rows.mark_ready(db, key, writer[0])
+                    index.mark_ready(db, key, writer[0])
                 else:
                     self._remove(db, key, writer[0])
 
@@ -295,7 +294,7 @@ class DiskTier:
                     self._files.remove(key)
                     continue
             if entry is not None:
-                rows.add(db, entry, nbytes, min(written, time.time_ns()))
+                index.add(db, entry, nbytes, min(written, time.time_ns()))
 
 
 def _is_writable(folder: Path) -> bool:
