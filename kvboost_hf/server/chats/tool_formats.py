@@ -32,6 +32,11 @@ class Tags(NamedTuple):
     lines: bool
     written: str
 
+    @property
+    def end(self) -> str:
+        """What ends a value, with its line end."""
+        return f"\n{self.close}" if self.lines else self.close
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
@@ -49,6 +54,7 @@ class ToolFormat:
         tags: How arguments are written as tags; None for an object.
         marker: A text that nothing but calls begins with.
         marked: Whether no other text looks like a call.
+        starts: Characters that a mark may begin with.
         always: Whether answers without calls have marks of the format, too.
         nothing: A tool that is not offered, and whose call does nothing.
         before: Text before the first call, as a model must write it.
@@ -66,6 +72,7 @@ class ToolFormat:
     tags: Tags | None = None
     marker: str
     marked: bool = True
+    starts: str = "<[{`"
     always: bool = False
     nothing: str | None = None
     before: str = ""
@@ -224,7 +231,7 @@ HARMONY = ToolFormat(
     name="gpt-oss",
     sign=r"<\|channel\|>(?s:.*)to=functions|to=functions(?s:.*)<\|channel\|>",
     fields=_regions(
-        r"re:(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))?\s*to=functions\.",
+        r"re:(?:(?:<\|start\|>assistant)?<\|channel\|>(?:commentary|analysis)|<\|start\|>assistant)\s*to=functions\.",
         ["<|call|>", "<|end|>", "<|return|>"],
         thinking={
             "open": ["<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>analysis<|message|>"],
@@ -266,6 +273,7 @@ COMMAND_R = ToolFormat(
     between=",\n    ",
     after="\n]```",
     marker="Action:",
+    starts="A",
     nothing="directly_answer",
 )
 GEMMA = ToolFormat(
@@ -329,6 +337,7 @@ GRANITE = ToolFormat(
     between=", ",
     after="]",
     marker="<|tool_call|>",
+    starts="<f",
 )
 PYTHONIC = ToolFormat(
     name="Llama 3.2 and 4 with calls of Python, ToolACE",
