@@ -242,7 +242,7 @@ def prompt_salt(salt: str, api_key: str | None, cache_key: str | None = None, ca
     Args:
         salt: The salt of the server, or of the prompts that are warmed for it.
         api_key: Who asks; None where nobody needs a key.
-        cache_key: A request's `prompt_cache_key`.
+        cache_key: A request's `prompt_cache_key`, which was a part of salts in earlier releases.
         cache_salt: A request's `cache_salt`.
 
     Returns:

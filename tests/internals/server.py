@@ -19,7 +19,8 @@ from kvboost_hf.server.chats.values import ValueReader, arguments_of, json_of
 from kvboost_hf.server.engine import model_runner as memory
 from kvboost_hf.server.engine import task, worker
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns, embed
-from kvboost_hf.server.engine.intake import EngineLimits, WaitingLine
+from kvboost_hf.server.engine.intake import WaitingLine
+from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.generation.batch import BatchKV, PrefixTree, _BatchLayer

@@ -178,7 +178,7 @@ class RouteContext:
             request,
             new=new,
             rendering=body.rendering,
-            salt=self.salt(request, body.prompt_cache_key, body.cache_salt),
+            salt=self.salt(request, body.cache_salt),
             truncates=body.truncates,
         )
         return body.truncated(ids)
@@ -314,9 +314,9 @@ class RouteContext:
         """Tokens of each answer that one response can have log probabilities of; None where none are asked for."""
         return None if logprobs is None else MAX_LOGPROBS // ((1 + logprobs) * answers)
 
-    def salt(self, request: Request, cache_key: str | None, cache_salt: str | None = None) -> bytes:
-        """The salt of a request, which separates K/V by API key, `prompt_cache_key` and `cache_salt`."""
-        return prompt_salt(self.settings.salt, request.scope.get("api_key"), cache_key, cache_salt)
+    def salt(self, request: Request, cache_salt: str | None = None) -> bytes:
+        """The salt of a request, which separates K/V by API key and `cache_salt`."""
+        return prompt_salt(self.settings.salt, request.scope.get("api_key"), cache_salt=cache_salt)
 
     def job(
         self,
