@@ -18,7 +18,7 @@ from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.apis.context import RouteContext, as_templates_have_them
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.chats.template import Rendering
-from kvboost_hf.server.chats.tool_formats import told_of_tools
+from kvboost_hf.server.chats.tool_formats import ToolSupport
 from kvboost_hf.server.engine.model_runner import tokens_that_fit
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.generation.sharing import choose_attention
@@ -77,9 +77,8 @@ def serve(
         in_tiers = InTiers.of(model, engine.store, kept.live_config, salts)
         if (warning := unfound(model, engine.store, kept.live_config, salts, in_tiers)) is not None:
             _log.warning("%s", warning)
-        told, has_tools = told_of_tools(tokenizer)
-        if getattr(tokenizer, "chat_template", None) is not None and not has_tools:
-            _log.warning("Requests with tools are %s. Give the tokenizer a `response_template`.", told)
+        if (tools := ToolSupport.of(tokenizer)).unknown:
+            _log.warning("Requests with tools are %s", tools.told)
         app = front(engine, settings, tracer_provider)
         if starts := list(_starts(app.state.context, warm, warm_chats)):
             _warm_all(engine, starts, salts, startup)

@@ -20,7 +20,7 @@ from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.compat import attn_implementation, bytes_per_token, input_device
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.outputs import Progress
-from kvboost_hf.server.chats.tool_formats import told_of_tools
+from kvboost_hf.server.chats.tool_formats import ToolSupport
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.http.guard import JsonLines
 from kvboost_hf.server.settings import ServerSettings
@@ -140,7 +140,7 @@ class Chosen:
             api_keys=len(settings.api_keys),
             operator_keys=len(settings.operator_keys),
             chats=getattr(engine.tokenizer, "chat_template", None) is not None,
-            tools=told_of_tools(engine.tokenizer)[0],
+            tools=ToolSupport.of(engine.tokenizer).told,
         )
 
     def page(self, url: str) -> str:

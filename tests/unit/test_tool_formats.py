@@ -14,6 +14,7 @@ from tests.internals.server import (
     Parsed,
     ToolCall,
     ToolCallStream,
+    ToolSupport,
     format_of,
     joined,
     tool_calls,
@@ -240,3 +241,17 @@ def test_calls_that_cannot_be_forced(tokenizer: Any, name: str) -> None:
     tokenizer.chat_template = RECORDED[name][0]
     with pytest.raises(ValueError, match="cannot be forced with this model"):
         tool_calls(tokenizer, TOOLS)
+
+
+def test_what_a_start_says_of_tools(tokenizer: Any) -> None:
+    for template, told, served, unknown in (
+        (RECORDED["QWEN_XML"][0], "Qwen 3 Coder", True, False),
+        (RECORDED["LFM"][0], "LFM2; tool_choice cannot force them", True, False),
+        ("{{ tools }}", "no format of calls that is known", False, True),
+        ("{{ messages }}", "no place for them", False, False),
+        (None, "no place for them", False, False),
+    ):
+        tokenizer.chat_template = template
+        found = ToolSupport.of(tokenizer)
+        assert told in found.told
+        assert (found.served, found.unknown) == (served, unknown)

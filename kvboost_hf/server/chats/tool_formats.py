@@ -422,19 +422,34 @@ def known_format(template: str) -> ToolFormat | None:
     return next((known for known in FORMATS if regex.search(known.sign, template)), None)
 
 
-def told_of_tools(tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
-    """Whether requests may have tools, and in whose format calls are found, or why not: a line for people."""
-    try:
-        template = template_for(tokenizer, [])
+class ToolSupport(NamedTuple):
+    """Whether requests to a model may have tools.
+
+    Args:
+        told: In whose format calls are found, or why requests with tools are refused: a line for people.
+        served: Whether they may.
+        unknown: Whether the chat template has a place for tools, but shows no format that is known.
+    """
+
+    told: str
+    served: bool
+    unknown: bool = False
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "ToolSupport":
+        """The support of the model with this tokenizer."""
+        try:
+            template = template_for(tokenizer, [])
+        except ValueError:
+            return cls("refused: the chat template has no place for them", False)
         if getattr(tokenizer, "response_template", None) is not None:
-            return "calls are found by the tokenizer's response template", True
+            return cls("calls are found by the tokenizer's response template", True)
         known = known_format(template)
-    except ValueError:
-        return "refused: the chat template has no place for them", False
-    if known is None:
-        return "refused: the chat template shows no format of calls that is known", False
-    forced = "" if known.call is not None else "; tool_choice cannot force them"
-    return f"calls are found as these models write them: {known.name}{forced}", True
+        if known is None:
+            told = "refused: the chat template shows no format of calls that is known; give the tokenizer a "
+            return cls(f"{told}`response_template`", False, unknown=True)
+        forced = "" if known.call is not None else "; tool_choice cannot force them"
+        return cls(f"calls are found as these models write them: {known.name}{forced}", True)
 
 
 def template_for(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> str:
