@@ -22,7 +22,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf import forks
 from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.layers.choose import kv_layers
 from kvboost_hf.cache.live.binding import Binding
@@ -200,7 +199,7 @@ class SettledLater:
     def __init__(self, forward: Forward, config: Any) -> None:
         self._forward: Forward | None = forward
         self._thread, self._config, self._pid = threading.get_ident(), weakref.ref(config), os.getpid()
-        self._lock = forks.rlock()  # whoever comes second waits until it is settled
+        self._lock = forward.parts.writer.settling
         self._begun = threading.Event()
         ledger, beginning = forward.parts.live.ledger, forward.beginning
         self._root = ledger.root if ledger is not None else None
@@ -349,7 +348,7 @@ def lending_reason(live: LiveKV) -> str | None:
 
 def lend_layers(parts: CacheParts) -> list[Any]:
     """The layers, as transformers knows them, for forwards that are not told to the cache."""
-    model = parts.binding.model
+    model = parts.binding.model()
     parts.live.hand_out(model is not None and attn_implementation(model) == ATTENTION)
     return [layer.lend() for layer in kv_layers(parts.live.layers)]
 
@@ -365,7 +364,7 @@ def extend_layers(
     parts: CacheParts, input_ids: torch.Tensor, position_ids: torch.Tensor, kv: Sequence[LayerPair | None]
 ) -> None:
     """Append columns that were computed by forwards over lent layers: see `ChunkReuseCache.extend`."""
-    live, model = parts.live, parts.binding.model
+    live, model = parts.live, parts.binding.model()
     held = live.held
     stop = held + input_ids.shape[1]
     for layer, pair in zip(kv_layers(live.layers), kv, strict=True):
@@ -383,7 +382,7 @@ def extend_layers(
 
 def root_of(parts: CacheParts, tokens: int) -> bytes | None:
     """The root of a prompt of one row with so many tokens; None if nothing of it can be stored."""
-    live, model = parts.live, parts.binding.model
+    live, model = parts.live, parts.binding.model()
     regime = rope_regime(model, tokens) if model is not None and live.unsupported is None else None
     return parts.binding.root(regime) if regime is not None else None
 
