@@ -204,7 +204,7 @@ class SettledLater:
         ledger, beginning = forward.parts.live.ledger, forward.beginning
         self._root = ledger.root if ledger is not None else None
         self._beginnings = _beginnings(beginning) if beginning is not None else frozenset()
-        at_end(config, self.settle)
+        at_end(config, self._settle_unless_under_way)
         forward.parts.binding.store.settles_first(self)
 
     def settle(self) -> None:
@@ -215,6 +215,14 @@ class SettledLater:
             if forward is not None:
                 with contextlib.suppress(StoreClosedError):  # then there is nothing to store it in
                     forward.settle()
+
+    def _settle_unless_under_way(self) -> None:
+        """Settle it where nobody does so: the end of a call may show in any thread, and somebody wait for that one."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.settle()
+            finally:
+                self._lock.release()
 
     def settle_here(self) -> None:
         """Settle it, unless another thread may still be running the call."""
