@@ -8,6 +8,7 @@ from kvboost_hf.server.app import make_app
 from kvboost_hf.server.chats import encoding, tool_formats
 from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.chats.encoding import UNSURE_CHARS, Encoder, Reach, reach_of
+from kvboost_hf.server.chats.merging import Abilities, abilities_of, adapted
 from kvboost_hf.server.chats.reasoning import AfterReasoning, ReasoningMarks, ReasoningReader
 from kvboost_hf.server.chats.template import Markers, Rendering
 from kvboost_hf.server.chats.token_cache import TokenCache

@@ -184,7 +184,6 @@ def test_requests_without_a_prompt_load_and_unload(
         ("/api/chat", CHAT | {"model": "reader:7b"}, 404, "There is no model"),
         ("/api/chat", {"messages": ASK}, 400, "model: Field required"),
         ("/api/chat", CHAT | {"messages": [{"role": "critic"}]}, 400, "messages.0.role"),
-        ("/api/chat", CHAT | {"messages": [*ASK, {"role": "user", "images": ["iVBO"]}]}, 400, "leave images out"),
         ("/api/chat", CHAT | {"options": {"temperature": 9}}, 400, "options.temperature: Input should be less"),
         ("/api/chat", CHAT | {"format": "yaml"}, 400, "format"),
         ("/api/chat", CHAT | {"tools": [{"type": "function"}]}, 400, "tools.0.function"),

@@ -13,7 +13,6 @@ from tests.server.fake_engine import FakeEngine
 
 ASK: list[Any] = [{"role": "user", "content": "Who?"}]
 CHAT: dict[str, Any] = {"model": "reader", "messages": ASK}
-_IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
 _TOOL = {"type": "function", "function": {"name": "look"}}
 
 
@@ -29,7 +28,6 @@ def _error(response: httpx.Response, status: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "param", "says"),
     [
-        ({"messages": _IMAGE}, "messages.0.content.0", "image_url"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "user"}]}, "messages.0", "content"),
         ({"messages": [{"role": "poet", "content": ""}]}, "messages.0.role", "assistant"),

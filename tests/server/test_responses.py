@@ -91,7 +91,6 @@ def test_a_call_and_its_result(at: Listening, engine: FakeEngine, tokenizer: Any
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"input": []}, "input"),
         ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "'web_search_call'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image"),
         ({"tools": [{"type": "local_shell"}], "tool_choice": {"type": "local_shell"}}, "'local_shell'"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"text": {"format": {"type": "xml"}}}, "text"),

@@ -20,9 +20,9 @@ from kvboost_hf.server.chats.tools import REASONING_FIELDS, ToolCallStream
 from kvboost_hf.server.grammars.fitting import Fitted, fit
 from kvboost_hf.server.grammars.structured import choice, json_schema, regex, tool_calls, written
 from kvboost_hf.server.http.errors import refused
+from kvboost_hf.server.http.notes import note_left
 from kvboost_hf.server.jobs import Constraint, Keep, ReasoningSpan
 from kvboost_hf.server.requests.chat import ChatRequest, ToolChoice
-from kvboost_hf.server.requests.fields import note_left
 from kvboost_hf.server.requests.sampled import AnswerForm, Sampled
 
 _TAIL = 32  # tokens at the end of a prompt, of which the opening mark is the last text

@@ -20,8 +20,9 @@ from starlette.types import Receive, Scope, Send
 from kvboost_hf.server.apis.context import RouteContext, client
 from kvboost_hf.server.apis.request_jobs import RequestJobs
 from kvboost_hf.server.http.errors import ApiError, api_error
+from kvboost_hf.server.http.notes import noting
 from kvboost_hf.server.http.turns import in_thread
-from kvboost_hf.server.requests.fields import LargeJsonError, read_json, unknown_fields
+from kvboost_hf.server.requests.fields import LargeJsonError, read_json
 
 _JSON = "application/json"
 _KIND = 64  # characters of a content type in an error
@@ -58,7 +59,7 @@ class PostedRoute(APIRoute):
                 others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
                 request.scope["headers"] = [*others, (b"content-type", _JSON.encode())]
                 request.scope["sent_type"] = kind
-            with unknown_fields(refuse=context.settings.strict_requests) as unknown:
+            with noting(refuse=context.settings.strict_requests) as unknown:
                 response = await handle(_Posted(request.scope, request.receive))
             if ignored := [*unknown.names, *unknown.left]:
                 request.scope["ignored"] = ignored

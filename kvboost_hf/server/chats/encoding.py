@@ -6,7 +6,7 @@
 import copy
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,9 +16,11 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from kvboost_hf.cache.prompt.chats import ChatTemplate, Messages, Start, chat_start
+from kvboost_hf.server.chats.merging import Abilities, abilities_of, adapted
 from kvboost_hf.server.chats.template import CutText, ForgedMarkerError, Markers, Rendering, forget_words, texts_in
 from kvboost_hf.server.chats.token_cache import Owner, TokenCache
 from kvboost_hf.server.http.errors import ApiError, refused
+from kvboost_hf.server.http.notes import note_changed
 from kvboost_hf.server.http.turns import Turns, in_thread
 from kvboost_hf.server.protocol import TooLongError
 
@@ -30,6 +32,13 @@ _CHARS = 4  # of a token, on average, for the estimate of a text that is not tok
 _TRIED = 8  # characters for each token of the context: most texts have more tokens than that
 _SEAM = 64  # tokens that may become fewer when a text goes on
 _KEPT_BYTES = 2**26  # of tokens of known parts of chats, for all clients together
+_MOST_ABILITIES, _ARGUMENT_CHARS = 32, 1000
+_PROBED_TOOLS: Told = [
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 _ERROR_CHARS = 300  # of a template's error, which may quote the whole chat
 # For tokenizers that may drop some of a text, such as white space, or take any number of characters for one token.
 UNSURE_CHARS = 256
@@ -62,6 +71,8 @@ class Encoder:
         self._reach, self._markers = reach_of(tokenizer), Markers(tokenizer)
         self._turns = Turns(_PLACES, max_waiting)
         self._known = TokenCache(tokenizer, _KEPT_BYTES // clients)
+        # Of the chat template, with and without tools, and by its arguments.
+        self._abilities: dict[tuple[str, bool, str], Abilities] = {}
 
     async def text(
         self,
@@ -194,13 +205,58 @@ class Encoder:
         return tokenizer if last == client or forget_words(tokenizer) else None
 
     def _chat(self, tokenizer: Any, chat: "_Chat", owner: Owner, limit: "_Limit") -> list[int]:
-        rendered = chat.rendered(self._tokenizer)
+        rendered, chat = self._rendered(chat)
         text = limit.tried(tokenizer, limit.kept(rendered, "messages"), "messages")
         cut = self._markers.cut(chat.given)
         if cut is None:
             return self._known.encode(tokenizer, text, owner)
         apart = chat.with_given(cut.given).rendered(self._tokenizer)
         return self._apart(tokenizer, cut, apart if text == rendered else cut.last(apart, len(text)))
+
+    def _rendered(self, chat: "_Chat") -> tuple[str, "_Chat"]:
+        """What the template makes of a chat, and the chat in the form that it takes.
+
+        Raises:
+            ApiError: There is no template, or it refuses all forms.
+        """
+        abilities = self._abilities_for(chat)
+        messages, changes = adapted(chat.messages, abilities, dropped_only=True)
+        kept = replace(chat, messages=messages)
+        try:
+            text = kept.rendered(self._tokenizer)
+        except ApiError:
+            for may in (abilities, Abilities()):
+                messages, changes = adapted(chat.messages, may)
+                changed = replace(chat, messages=messages)
+                with suppress(ApiError):
+                    text, kept = changed.rendered(self._tokenizer), changed
+                    break
+            else:
+                raise
+        for change in changes:
+            note_changed(change)
+        return text, kept
+
+    def _abilities_for(self, chat: "_Chat") -> Abilities:
+        """What the template does with messages, with the arguments of a chat."""
+        arguments = repr(sorted(chat.rendering.arguments.items()))[:_ARGUMENT_CHARS]
+        key = (str(self._tokenizer.chat_template), bool(chat.tools), arguments)
+        found = self._abilities.get(key)
+        if found is None:
+            rendering = replace(chat.rendering, answer=True, continues=None)
+            tools = _PROBED_TOOLS if chat.tools else []
+
+            def render(messages: Told) -> str | None:
+                try:
+                    return _Chat(messages, tools, rendering).rendered(self._tokenizer)
+                except ApiError:
+                    return None
+
+            found = abilities_of(render)
+            if len(self._abilities) >= _MOST_ABILITIES:
+                self._abilities.clear()
+            self._abilities[key] = found
+        return found
 
     def _apart(self, tokenizer: Any, cut: CutText, rendered: str) -> list[int]:
         """Tokens of a chat in which clients have written what could be taken for special tokens."""

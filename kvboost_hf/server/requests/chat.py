@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from kvboost_hf.server.chats.template import RESERVED, Rendering, reasoning_arguments
 from kvboost_hf.server.chats.values import arguments_of
 from kvboost_hf.server.requests.fields import Body, Many, Refusal, only, read_json
+from kvboost_hf.server.requests.media import text_of_media
 from kvboost_hf.server.requests.sampled import JsonSchemaBody, Length, Sampled
 
 MAX_TOP_LOGPROBS = 20
@@ -32,6 +33,8 @@ def _as_text_part(part: Any) -> Any:
             return {"type": "thinking", "text": _thought(part.get("text", part.get(kind)))}
         case "redacted_thinking":
             return {"type": "thinking", "text": ""}
+        case str():
+            return {"text": f"\n{text_of_media(part, 'messages.content')}\n"}
         case kind:
             raise ValueError(f"content parts of type {kind!a} are not served; send text")
 

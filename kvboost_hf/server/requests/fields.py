@@ -4,75 +4,23 @@ Unknown fields are ignored and noted, or refused where the operator says so.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError, from_json
+from pydantic_core import CoreSchema, from_json
 from pydantic_core.core_schema import no_info_after_validator_function
+
+from kvboost_hf.server.http.notes import note_ignored
 
 Item = TypeVar("Item")
 # A collection with one error at most, where it would have one for each of millions of items.
 Many = Annotated[list[Item], Field(fail_fast=True)]
 Named = Annotated[dict[str, Item], Field(fail_fast=True)]
-_MOST_NOTED, _NAME, _PATH = 32, 64, 128  # names of one request, and characters of a name, and of a path
 MAX_PARTS = 200_000  # objects, lists, and fields of objects
 MAX_DEPTH = 100  # of lists and objects in each other
-
-
-class UnknownFields:
-    """The fields of one request that the server does not know.
-
-    Args:
-        refuse: Whether the first one is an error of validation.
-
-    Attributes:
-        names: Dotted paths without indices, such as `messages.annotations`, in the order in which they were found; the
-            first 32, in printable ASCII.
-        left: Likewise, parts of schemas that are left to the model.
-        changes: Likewise, what of the messages was changed for the model, such as `merged: user`.
-    """
-
-    def __init__(self, *, refuse: bool = False) -> None:
-        self.names: list[str] = []
-        self.left: list[str] = []
-        self.changes: list[str] = []
-        self._refuse = refuse
-
-    def note(self, place: str, names: Sequence[str]) -> None:
-        """Note fields of the object at `place`."""
-        if self._refuse:
-            told = {"field": names[0], "shown": ascii(names[0])}
-            raise PydanticCustomError("unknown_field", "{shown} is not supported. Leave it out", told)
-        for name in names[:_MOST_NOTED]:
-            path = ".".join(filter(None, (place, _printable(name))))
-            if path not in self.names and len(self.names) < _MOST_NOTED:
-                self.names.append(path)
-
-
-_current: ContextVar[UnknownFields | None] = ContextVar("unknown_fields", default=None)
-
-
-@contextmanager
-def unknown_fields(*, refuse: bool) -> Iterator[UnknownFields]:
-    """Collect the unknown fields of all bodies that are validated in this context."""
-    found = UnknownFields(refuse=refuse)
-    token = _current.set(found)
-    try:
-        yield found
-    finally:
-        _current.reset(token)
-
-
-def note_ignored(place: str, name: str) -> None:
-    """Note that a part of a request is ignored, as `Body` notes fields that it does not know."""
-    noted = _current.get()
-    if noted is not None:
-        noted.note(place, [name])
 
 
 def only(place: str, kinds: Sequence[str], default: str | None = None) -> BeforeValidator:
@@ -106,21 +54,6 @@ def only(place: str, kinds: Sequence[str], default: str | None = None) -> Before
     return BeforeValidator(kept)
 
 
-def note_left(paths: Sequence[str]) -> None:
-    """Note parts of schemas that are left to the model."""
-    noted = _current.get()
-    if noted is not None:
-        told = (_printable(path, _PATH) for path in paths[:_MOST_NOTED])
-        noted.left = list(dict.fromkeys([*noted.left, *told]))[:_MOST_NOTED]
-
-
-def note_changed(change: str) -> None:
-    """Note what of the messages was changed for the model."""
-    noted = _current.get()
-    if noted is not None and change not in noted.changes and len(noted.changes) < _MOST_NOTED:
-        noted.changes.append(change)
-
-
 class Body(BaseModel):
     """A JSON object, without NaN and infinities.
 
@@ -134,12 +67,11 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _note_unknown(cls, given: Any) -> Any:
-        noted = _current.get()
-        if noted is not None and isinstance(given, dict):
+        if isinstance(given, dict):
             known = _names_of(cls)
             unknown = [name for name, value in given.items() if name not in known and value is not None]
             if unknown:
-                noted.note(cls.place, unknown)
+                note_ignored(cls.place, *unknown)
         return given
 
 
@@ -171,11 +103,6 @@ def absent(*values: Any) -> BeforeValidator:
 @cache
 def _names_of(kind: type[BaseModel]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in kind.model_fields.items())
-
-
-def _printable(name: str, most: int = _NAME) -> str:
-    """A name that can stand in a header and in a line of a log."""
-    return "".join(char if char.isascii() and (char.isalnum() or char in "_-.$") else "?" for char in name[:most])
 
 
 class LargeJsonError(ValueError):

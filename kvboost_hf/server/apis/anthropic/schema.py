@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from kvboost_hf.server.requests.chat import MAX_TOOLS, CalledFunction, ChatRequest, MadeCall, Message, ToolName
 from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent, note_ignored, only
+from kvboost_hf.server.requests.media import text_of_media
 from kvboost_hf.server.requests.sampled import MAX_STOPS, JsonSchemaBody
 
 _BILLING = "x-anthropic-billing-header:"  # a block of Claude Code's with a number that changes with each request
@@ -69,10 +70,14 @@ class UseBlock(_Marked):
 
 
 def _text_block(block: Any) -> Any:
+    """A block as one of text."""
     kind = block.get("type") if isinstance(block, dict) else "text"
-    if kind != "text":
-        raise ValueError(f"blocks of type {kind!a} are not served here; send text")
-    return block
+    if not isinstance(kind, str):
+        raise ValueError(f"blocks of type {kind!a} are not served; send text")
+    if kind == "text":
+        return block
+    text = {"type": "text", "text": text_of_media(block, "messages.content")}
+    return text | {name: block[name] for name in ("cache_control",) if name in block}
 
 
 class ResultBlock(_Marked):
@@ -116,10 +121,8 @@ def _without_servers(blocks: Any) -> Any:
 
 
 def _known_block(block: Any) -> Any:
-    kind = block.get("type") if isinstance(block, dict) else "text"
-    if kind not in _BLOCKS:
-        raise ValueError(f"blocks of type {kind!a} are not served; send text")
-    return block
+    known = isinstance(block, dict) and isinstance(block.get("type"), str) and block["type"] in _BLOCKS
+    return block if known else _text_block(block)
 
 
 Block = Annotated[
@@ -281,8 +284,8 @@ class CountRequest(Body):
     model: str | None = None
     """The model's name, or one of `--model-alias`; the only model where it is left out."""
     messages: Annotated[Many[Turn], Field(min_length=1)]
-    """Text, thinking, calls and their results; other blocks are refused. The answer continues a last message of the
-    assistant."""
+    """Text, thinking, calls and their results; a text stands for images and other blocks. The answer continues a last
+    message of the assistant."""
     system: str | Many[Annotated[TextBlock, BeforeValidator(_text_block)]] | None = None
     """Claude Code's block `x-anthropic-billing-header` is left out: it changes with each request."""
     tools: Annotated[Many[OwnTool], Field(max_length=MAX_TOOLS), only("tools", ("custom",))] | None = None

@@ -8,10 +8,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Tool
 from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent, only
+from kvboost_hf.server.requests.media import images_left_out
 from kvboost_hf.server.requests.sampled import MAX_STOPS
 
 _Added = Annotated[float, Field(ge=-2, le=2)]
-_Images = Annotated[Any, Refusal("the model reads text; leave images out")]
 _UNLIMITED = (0, -1, -2)
 
 
@@ -61,18 +61,33 @@ class OllamaCall(Body):
     function: OllamaFunction
 
 
+def _with_texts(given: Any, name: str, place: str) -> Any:
+    """A message or a request whose text `name` has a text for each of its images."""
+    if not isinstance(given, dict) or not given.get("images") or not isinstance(given.get(name, ""), str | None):
+        return given
+    found = {field: value for field, value in given.items() if field != "images"}
+    texts = images_left_out(given["images"], place)
+    return found | {name: "\n".join(filter(None, (given.get(name), *texts)))}
+
+
 class OllamaMessage(Body):
     """One message of a chat."""
 
     place: ClassVar = "messages"
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
-    images: _Images = None
+    images: Any = None
+    """A text stands for each, behind the content."""
     thinking: str | None = None
     tool_calls: Many[OllamaCall] | None = None
     tool_name: str | None = None
     """The function that a message of role `tool` has the result of."""
     tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_images(cls, given: Any) -> Any:
+        return _with_texts(given, "content", "messages")
 
 
 class _Asked(Body):
@@ -142,10 +157,16 @@ class OllamaGenerateRequest(_Asked):
     """The tokens of an earlier answer, behind which the prompt is the next message."""
     raw: bool | None = None
     """Take the prompt as it is, without the chat template."""
-    images: _Images = None
+    images: Any = None
+    """A text stands for each, behind the prompt."""
     template: Annotated[Any, Refusal("the model's chat template is used; pass raw to write your own")] = None
     suffix: str | None = None
     """The text behind the answer, for models with tokens to fill in the middle; without the chat template."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_images(cls, given: Any) -> Any:
+        return _with_texts(given, "prompt", "")
 
     @model_validator(mode="after")
     def _fits_together(self) -> "OllamaGenerateRequest":

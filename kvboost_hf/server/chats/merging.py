@@ -1,0 +1,233 @@
+"""Rewrites messages for chat templates that take fewer kinds of chats than APIs do.
+
+Templates raise errors for roles that do not alternate, for messages of the system, or for results of tools; or they
+leave such messages out. `Abilities` says which, by rendering small chats, so that a message is written in the same way
+in each request of a chat, and prompts that go on begin as before.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Messages = list[dict[str, Any]]
+Ability = Literal["taken", "dropped", "refused"]
+_BETWEEN = "\n\n"  # texts of several messages
+_ID_CHARS = 9  # which Mistral's templates want
+_NO_USER = "(The assistant begins.)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What a chat template does with messages that not all of them take; by default it refuses them.
+
+    Args:
+        system: With a message of the system before all others.
+        lone_system: With one of the system and no others.
+        late_system: With others of the system.
+        users: With two of the user in a row.
+        assistants: With two of the assistant in a row.
+        first_assistant: With one of the assistant before all others.
+        tool: With results of tools.
+        user_after_tool: With one of the user behind a result.
+        calls: With calls whose arguments are objects.
+        text_calls: With calls whose arguments are JSON as a text.
+        long_ids: With ids of calls that are longer than nine characters.
+    """
+
+    system: Ability = "refused"
+    lone_system: Ability = "refused"
+    late_system: Ability = "refused"
+    users: Ability = "refused"
+    assistants: Ability = "refused"
+    first_assistant: Ability = "refused"
+    tool: Ability = "refused"
+    user_after_tool: Ability = "refused"
+    calls: Ability = "refused"
+    text_calls: Ability = "refused"
+    long_ids: Ability = "refused"
+
+
+def abilities_of(render: Callable[[Messages], str | None]) -> Abilities:
+    """What a template does.
+
+    Args:
+        render: Makes a text of a chat, or None where the template refuses it.
+    """
+
+    def try_all(*chats: str, **options: Any) -> Ability:
+        found = [_try(render, chat, **options) for chat in chats]
+        return next((ability for ability in found if ability != "taken"), "taken")
+
+    system = try_all("su")
+    calls = try_all("uct", "uctau")
+    as_text = calls == "refused" and try_all("uct", as_text=True) == "taken"
+    how = {"as_text": as_text}
+    return Abilities(
+        system=system,
+        lone_system=try_all("s"),
+        late_system=try_all("ssu", "suasu", "susau") if system == "taken" else try_all("uasu", "usau"),
+        users=try_all("uu", "uuau"),
+        assistants=try_all("uaau"),
+        first_assistant=try_all("au"),
+        tool=try_all("uct", **how),
+        user_after_tool=try_all("uctu", "uctuau", **how),
+        calls=calls,
+        text_calls="taken" if as_text else "refused",
+        long_ids=try_all("uct", long_id=True, **how),
+    )
+
+
+def _try(
+    render: Callable[[Messages], str | None], chat: str, *, as_text: bool = False, long_id: bool = False
+) -> Ability:
+    """What a template does with a chat, given by the first letters of its roles, and "c" for a call."""
+    id, arguments = "abcdefghi" + "jklmno" * long_id, {"a": "b"}
+    messages: Messages = []
+    for n, letter in enumerate(chat):
+        role = {"s": "system", "u": "user", "a": "assistant", "c": "assistant", "t": "tool"}[letter]
+        message: dict[str, Any] = {"role": role, "content": "" if letter == "c" else f"probe{n}text"}
+        if letter == "c":
+            function = {"name": "look", "arguments": json.dumps(arguments) if as_text else arguments}
+            message["tool_calls"] = [{"id": id, "type": "function", "function": function}]
+        if letter == "t":
+            message |= {"tool_call_id": id, "name": "look"}
+        messages.append(message)
+    text = render(messages)
+    if text is None:
+        return "refused"
+    shown = all(message["content"] in text for message in messages)
+    return "taken" if shown else "dropped"
+
+
+def adapted(messages: Messages, abilities: Abilities, *, dropped_only: bool = False) -> tuple[Messages, list[str]]:
+    """Messages as a template takes them, and the names of what was changed.
+
+    Args:
+        messages: As other templates take them.
+        abilities: What the template does.
+        dropped_only: Change only messages that the template would leave out.
+
+    Example:
+        >>> chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello."}]
+        >>> adapted(chat, Abilities())
+        ([{'role': 'user', 'content': 'Be short.\\n\\nHello.'}], ['system-as-user', 'users-merged'])
+    """
+
+    def lacks(ability: Ability) -> bool:
+        return ability == "dropped" or (ability == "refused" and not dropped_only)
+
+    changes: dict[str, None] = {}
+    found = [dict(message) for message in messages]
+    heads = sum(message.get("role") == "system" for message in found)
+    none = lacks(abilities.system) or (heads == len(found) and lacks(abilities.lone_system))
+    # A template may take one of several for the assistant's, by its place, and refuse it in the next turn.
+    if none or (heads and abilities.late_system != "taken"):
+        found = list(_without_late_systems(found, none, changes))
+    if lacks(abilities.tool):
+        found = [_without_tools(message, changes) for message in found]
+    elif not dropped_only and any(message.get("tool_calls") for message in found):
+        if abilities.calls == "refused" and abilities.text_calls == "taken":
+            found = [_with_text_arguments(message, changes) for message in found]
+        if abilities.long_ids != "taken":
+            found = [_with_short_ids(message, changes) for message in found]
+    joined: Messages = []
+    for message in found:
+        role, before = message.get("role"), joined[-1].get("role") if joined else None
+        if role == before == "user" and lacks(abilities.users):
+            changes["users-merged"] = None
+        elif role == before == "assistant" and lacks(abilities.assistants):
+            changes["assistants-merged"] = None
+        elif role == "user" and before == "tool" and lacks(abilities.user_after_tool):
+            changes["user-into-result"] = None
+        else:
+            joined.append(message)
+            continue
+        joined[-1] = _joined(joined[-1], message)
+    first = next((n for n, message in enumerate(joined) if message.get("role") != "system"), None)
+    if first is not None and joined[first].get("role") == "assistant" and lacks(abilities.first_assistant):
+        changes["user-added"] = None
+        joined.insert(first, {"role": "user", "content": _NO_USER})
+    return joined, list(changes)
+
+
+def _without_late_systems(messages: Messages, none: bool, changes: dict[str, None]) -> Iterator[dict[str, Any]]:
+    """The system's messages: those at the beginning as one, or as the user's if there may be none; others as his."""
+    heads = 0
+    while heads < len(messages) and messages[heads].get("role") == "system":
+        heads += 1
+    if heads > 1:
+        changes["systems-merged"] = None
+    if heads:
+        head = messages[0]
+        for message in messages[1:heads]:
+            head = _joined(head, message)
+        yield _of_user(head, changes) if none else head
+    for message in messages[heads:]:
+        yield _of_user(message, changes) if message.get("role") == "system" else message
+
+
+def _of_user(message: dict[str, Any], changes: dict[str, None]) -> dict[str, Any]:
+    changes["system-as-user"] = None
+    return {**message, "role": "user"}
+
+
+def _without_tools(message: dict[str, Any], changes: dict[str, None]) -> dict[str, Any]:
+    """A call as a text of the assistant, and a result as one of the user."""
+    if message.get("role") == "tool":
+        changes["result-as-user"] = None
+        name = f" of {message['name']}" if message.get("name") else ""
+        return {"role": "user", "content": f"Result{name}:\n{message['content']}"}
+    if not message.get("tool_calls"):
+        return message
+    changes["calls-as-text"] = None
+    found = {name: value for name, value in message.items() if name != "tool_calls"}
+    lines = [
+        f"Call of {call['function']['name']}: {_as_text(call['function']['arguments'])}"
+        for call in message["tool_calls"]
+    ]
+    return {**found, "content": "\n".join(filter(None, [found["content"], *lines]))}
+
+
+def _with_text_arguments(message: dict[str, Any], changes: dict[str, None]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    changes["arguments-as-text"] = None
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _with_short_ids(message: dict[str, Any], changes: dict[str, None]) -> dict[str, Any]:
+    found = dict(message)
+    if message.get("tool_calls"):
+        found["tool_calls"] = [{**call, "id": _short(call.get("id", ""), changes)} for call in message["tool_calls"]]
+    if message.get("tool_call_id"):
+        found["tool_call_id"] = _short(message["tool_call_id"], changes)
+    return found
+
+
+def _short(id: str, changes: dict[str, None]) -> str:
+    """An id of nine letters and digits, the same for each id."""
+    if len(id) == _ID_CHARS and id.isascii() and id.isalnum():
+        return id
+    changes["ids-shortened"] = None
+    return hashlib.sha256(id.encode()).hexdigest()[:_ID_CHARS]
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Two messages as one of the first one's role."""
+    found = {**one, "content": _BETWEEN.join(filter(None, (one["content"], other["content"])))}
+    thoughts: Sequence[str] = [each["reasoning_content"] for each in (one, other) if each.get("reasoning_content")]
+    if thoughts:
+        found["reasoning_content"] = _BETWEEN.join(thoughts)
+    if calls := [*one.get("tool_calls", ()), *other.get("tool_calls", ())]:
+        found["tool_calls"] = calls
+    return found

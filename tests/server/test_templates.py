@@ -1,0 +1,203 @@
+"""Chats of all APIs with templates that refuse roles, or leave messages out: they are merged, and named."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvboost_hf.assets import load_embedded
+from tests.internals.server import Abilities, abilities_of, adapted, make_app
+from tests.server.conftest import SETTINGS, Listening, listening
+from tests.server.fake_engine import FakeEngine
+
+_BOS = "{{ bos_token }}"
+TEMPLATES = {
+    "mistral": _BOS + "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}"
+    "{%- set rest = messages[1:] %}"
+    "{%- else %}{%- set rest = messages %}{%- endif %}{%- set ns = namespace(index=0) %}"
+    "{%- for m in rest %}{%- if not (m.role == 'tool' or m.tool_calls is defined) %}"
+    "{%- if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('After the optional system message, "
+    "conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}"
+    "{%- set ns.index = ns.index + 1 %}{%- endif %}{%- endfor %}"
+    "{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{%- endif %}"
+    "{%- for m in rest %}{%- if m.role == 'user' %}[INST]{%- if loop.first and system is defined %}{{ system }}\n\n"
+    "{%- endif %}{{ m.content }}[/INST]"
+    "{%- elif m.tool_calls is defined %}[TOOL_CALLS][{%- for c in m.tool_calls %}{%- if c.id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{%- endif %}"
+    "{{ c.function | tojson }}{{ c.id }}{%- endfor %}]"
+    "{%- elif m.role == 'assistant' %} {{ m.content }}</s>"
+    "{%- elif m.role == 'tool' %}{%- if m.tool_call_id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{%- endif %}"
+    "[TOOL_RESULTS]{{ m.content }}{{ m.tool_call_id }}[/TOOL_RESULTS]"
+    "{%- else %}{{ raise_exception('Only user and assistant roles are supported') }}{%- endif %}{%- endfor %}",
+    "gemma": _BOS
+    + "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] | trim }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    "llama2": "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}"
+    "{% set s = messages[0]['content'] %}"
+    "{% else %}{% set rest = messages %}{% set s = false %}{% endif %}{% for m in rest %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{% if loop.index0 == 0 and s %}{% set c = '<<SYS>>' + s + '<</SYS>>' + m['content'] %}{% else %}"
+    "{% set c = m['content'] %}{% endif %}{% if m['role'] == 'user' %}[INST] {{ c }} [/INST]{% else %} {{ c }} "
+    "{{ eos_token }}{% endif %}{% endfor %}",
+    "first": "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "drops": "{% if messages[0].role == 'system' %}"
+    "<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "texts": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '<tool_call>' + c['function']['name'] + '\n' + c['function']['arguments'] + '</tool_call>' }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+}
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, FakeEngine, Any, Listening]]:
+    """A server of a model with one of the templates."""
+    tokenizer: Any = load_embedded()[1]
+    tokenizer.chat_template = TEMPLATES[request.param]
+    engine = FakeEngine("Yes.")
+    with listening(make_app(engine, tokenizer, SETTINGS)) as at:
+        yield request.param, engine, tokenizer, at
+
+
+SYSTEM, LATE = {"role": "system", "content": "Be short."}, {"role": "developer", "content": "The lamp is new."}
+USER, MORE = {"role": "user", "content": "Is the lamp on?"}, {"role": "user", "content": "And the fan?"}
+SAID, AGAIN = {"role": "assistant", "content": "It is on."}, {"role": "assistant", "content": "The fan, too."}
+
+
+def _call(id: str) -> list[Any]:
+    function = {"name": "look", "arguments": json.dumps({"at": "lamp"})}
+    made = {"role": "assistant", "content": None, "tool_calls": [{"id": id, "type": "function", "function": function}]}
+    return [made, {"role": "tool", "tool_call_id": id, "content": "lamp: glows"}]
+
+
+CHATS: dict[str, list[Any]] = {
+    "plain": [USER],
+    "system": [SYSTEM, USER, SAID, MORE],
+    "two heads": [SYSTEM, LATE, USER],
+    "late": [SYSTEM, USER, SAID, LATE, MORE],
+    "late without a head": [USER, SAID, LATE, MORE],
+    "late at the end": [SYSTEM, USER, LATE],
+    "late behind an answer": [SYSTEM, USER, SAID, LATE],
+    "late behind the user": [SYSTEM, USER, LATE, SAID, MORE],
+    "two users": [SYSTEM, USER, MORE],
+    "two users later": [USER, SAID, USER, MORE, AGAIN, USER],
+    "two answers": [USER, SAID, AGAIN, MORE],
+    "answer first": [SAID, USER],
+    "answer behind the system": [SYSTEM, SAID, USER],
+    "system alone": [SYSTEM],
+    "call": [SYSTEM, USER, *_call("abcdefghi")],
+    "call and user": [USER, *_call("abcdefghi"), MORE, SAID, USER],
+    "call and late": [USER, *_call("abcdefghi"), LATE, SAID, USER],
+    "long id": [USER, *_call("toolu_01A09q90qw90lq917835lq9"), SAID, USER],
+    "two results": [USER, *_call("abcdefghi"), *_call("bbcdefghi"), SAID, MORE],
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_no_chat_is_refused_and_nothing_is_lost(served: Any, name: str) -> None:
+    template, engine, tokenizer, at = served
+    body = {"model": "reader", "messages": CHATS[name]}
+    response = at.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    text = tokenizer.decode(engine.job.ids)
+    told = [message["content"] for message in CHATS[name] if message["content"]]
+    assert [part for part in told if text.count(part) < 1] == []
+    places = [text.index(part) for part in dict.fromkeys(told)]
+    assert places == sorted(places)  # in their order
+    if any("tool_calls" in message for message in CHATS[name]) and template != "drops":
+        assert "look" in text
+        assert "lamp" in text.partition("glows")[0].rpartition("look")[2]
+    shown = [{**message, "role": message["role"].replace("developer", "system")} for message in CHATS[name]]
+    for message in shown:
+        message["content"] = message["content"] or ""
+        for call in message.get("tool_calls", ()):
+            arguments = {"arguments": json.loads(call["function"]["arguments"])}
+            message["tool_calls"] = [call | {"function": call["function"] | arguments}]
+    try:
+        plain = tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=True)
+    except Exception:
+        assert "x-kvboost-changed" in response.headers
+        return
+    taken_for_an_answer = (template, name) == ("llama2", "late at the end")  # by its place
+    if all(part in plain for part in told) and not taken_for_an_answer:
+        assert "x-kvboost-changed" not in response.headers
+        assert list(engine.job.ids) == tokenizer.encode(plain, add_special_tokens=False)
+    else:
+        assert response.headers["x-kvboost-changed"]
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_prompts_go_on_as_they_began(served: Any, name: str) -> None:
+    """Each turn's prompt begins with the one before, up to what closes its last message."""
+    _, engine, tokenizer, at = served
+    chat, before = CHATS[name], ""
+    for turn in (chat, [*chat, AGAIN, MORE], [*chat, AGAIN, MORE, SAID, LATE, USER]):
+        assert at.http.post("/v1/chat/completions", json={"model": "reader", "messages": turn}).status_code == 200
+        text = tokenizer.decode(engine.job.ids)
+        opening = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+        opening = opening.rpartition(USER["content"])[2]  # what closes the user's message, and begins an answer
+        head = before.removesuffix(opening)
+        if turn is not chat and chat[-1]["role"] not in ("assistant", "system"):
+            assert text.startswith(head)
+        elif before:
+            shown = [part["content"] for part in chat[:-1] if part["content"]]
+            assert all(part in text for part in shown)
+        before = text
+
+
+def _bodies() -> Iterator[tuple[str, dict[str, Any]]]:
+    late = {"role": "system", "content": LATE["content"]}
+    texts = [USER, SAID, late, MORE]
+    yield "/v1/chat/completions", {"messages": [SYSTEM, *texts]}
+    yield "/v1/responses", {"instructions": SYSTEM["content"], "input": texts}
+    yield "/v1/messages", {"system": SYSTEM["content"], "messages": texts, "max_tokens": 5}
+    yield "/api/chat", {"messages": [SYSTEM, *texts], "stream": False}
+
+
+@pytest.mark.parametrize(("route", "body"), list(_bodies()))
+def test_all_apis(served: Any, route: str, body: dict[str, Any]) -> None:
+    _, engine, tokenizer, at = served
+    response = at.http.post(route, json={"model": "reader"} | body)
+    assert response.status_code == 200, response.text
+    text = tokenizer.decode(engine.job.ids)
+    places = [text.index(part["content"]) for part in (SYSTEM, USER, SAID, LATE, MORE)]
+    assert places == sorted(places)
+
+
+def test_what_templates_do() -> None:
+    tokenizer: Any = load_embedded()[1]
+
+    def of(template: str) -> Abilities:
+        def render(messages: Any) -> str | None:
+            try:
+                return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+            except Exception:
+                return None
+
+        return abilities_of(render)
+
+    assert of(TEMPLATES["mistral"]).long_ids == "refused"
+    assert of(TEMPLATES["mistral"]).tool == of(TEMPLATES["mistral"]).system == "taken"
+    assert (of(TEMPLATES["gemma"]).system, of(TEMPLATES["gemma"]).tool) == ("refused", "refused")
+    assert (of(TEMPLATES["drops"]).late_system, of(TEMPLATES["drops"]).tool) == ("dropped", "dropped")
+    assert (of(TEMPLATES["texts"]).calls, of(TEMPLATES["texts"]).text_calls) == ("refused", "taken")
+    assert of(TEMPLATES["first"]).late_system == "refused"
+
+
+def test_what_is_taken_stays_as_it_is() -> None:
+    every: Any = {name: "taken" for name in Abilities.__slots__}
+    taken = Abilities(**every)
+    for chat in CHATS.values():
+        plain = [{**message, "content": message["content"] or ""} for message in chat]
+        assert adapted(plain, taken) == (plain, [])
