@@ -148,6 +148,14 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         help="let clients call the server by this name, besides localhost and its address; repeatable, * for any "
         "(default: any with API keys, no other without)",
     )
+    group.add_argument(
+        "--strip-head",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave lines that match this regular expression as a whole out of system prompts, such as a date; "
+        "repeatable",
+    )
     _add_tls(group)
     group.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="let pages of this origin ask; repeatable"

@@ -76,6 +76,7 @@ def server_settings(options: argparse.Namespace, name: str, positions: int | Non
         allowed_hosts=tuple(options.allowed_host),
         tls=_tls_files(options),
         max_connections=options.max_connections,
+        strip_heads=tuple(options.strip_head),
         cors_origins=tuple(options.cors_origin),
         max_batch_size=options.max_batch_size,
         max_queue_size=options.max_queue_size,

@@ -1,12 +1,14 @@
 """Makes chained keys of a prompt's text, for routers without a tokenizer."""
 
 import json
+import re
 
 import numpy as np
 
 from kvboost_hf.cache.planning.chunks import FixedChunker, prefix_key, root_key
 
 _CUTS = FixedChunker(256)  # characters
+_CHANGING = re.compile(r'x-anthropic-billing-header:[^"\\]*')  # no part of prompts
 # In the order in which prompts have them.
 _FIELDS = ("tools", "instructions", "system", "context", "messages", "prompt", "input", "texts")
 
@@ -16,10 +18,11 @@ def prompt_keys(body: bytes, authorization: str = "") -> list[bytes]:
 
     Args:
         body: The body of a request to any route of the server.
-        authorization: What clients are told apart by, besides the body's `prompt_cache_key` and `cache_salt`.
+        authorization: What clients are told apart by, besides the body's `cache_salt`.
 
     Returns:
-        One for each 256 characters; none for what is no JSON object, which the server will refuse.
+        One of the body's `prompt_cache_key`, if it has one, and one for each 256 characters; none for what is no JSON
+        object, which the server will refuse.
     """
     try:
         asked = json.loads(body)
@@ -27,11 +30,12 @@ def prompt_keys(body: bytes, authorization: str = "") -> list[bytes]:
         return []
     if not isinstance(asked, dict):
         return []
-    text = json.dumps([asked[name] for name in _FIELDS if asked.get(name) is not None])
+    text = _CHANGING.sub("", json.dumps([asked[name] for name in _FIELDS if asked.get(name) is not None]))
     tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
-    owner = (authorization, *(asked.get(name) for name in ("prompt_cache_key", "cache_salt")))
-    key = root_key(b"text", repr(owner).encode())
-    keys: list[bytes] = []
+    owner = repr((authorization, asked.get("cache_salt"))).encode()
+    key = root_key(b"text", owner)
+    session = asked.get("prompt_cache_key")
+    keys: list[bytes] = [] if session is None else [root_key(b"session", owner + repr(session).encode())]
     start = 0
     while (cut := _CUTS.next_cut(tokens, start)) is not None:
         keys.append(key := prefix_key(key, tokens[start:cut]))

@@ -18,7 +18,7 @@ from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.apis.context import RouteContext, as_templates_have_them
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.chats.template import Rendering
-from kvboost_hf.server.chats.tool_formats import told_of_tools
+from kvboost_hf.server.chats.tool_formats import ToolSupport
 from kvboost_hf.server.engine.model_runner import tokens_that_fit
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.generation.sharing import choose_attention
@@ -77,9 +77,8 @@ def serve(
         in_tiers = InTiers.of(model, engine.store, kept.live_config, salts)
         if (warning := unfound(model, engine.store, kept.live_config, salts, in_tiers)) is not None:
             _log.warning("%s", warning)
-        told, has_tools = told_of_tools(tokenizer)
-        if getattr(tokenizer, "chat_template", None) is not None and not has_tools:
-            _log.warning("Requests with tools are %s. Give the tokenizer a `response_template`.", told)
+        if (tools := ToolSupport.of(tokenizer)).unknown:
+            _log.warning("Requests with tools are %s", tools.told)
         app = front(engine, settings, tracer_provider)
         if starts := list(_starts(app.state.context, warm, warm_chats)):
             _warm_all(engine, starts, salts, startup)
@@ -166,7 +165,7 @@ def _starts(context: RouteContext, texts: Iterable[str], chats: Iterable[WarmReq
     template = ChatTemplate(context.tokenizer)
     found = [Start(ids, template.why_never(ids)) for ids in map(context.tokenizer.encode, texts)]
     for chat in chats:
-        messages, tools = as_templates_have_them(chat.messages or (), chat.tools or ())
+        messages, tools = as_templates_have_them(chat.messages or (), chat.tools or (), context.settings.strip_heads)
         rendering = Rendering(arguments=chat.template_arguments)
         found.append(context.encoder.start_of(messages, tools, (b"", b""), rendering))
     for number, (ids, reason) in enumerate(found, 1):

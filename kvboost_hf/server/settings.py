@@ -1,6 +1,7 @@
 """`ServerSettings`: the settings of a server, with its files of TLS and of API keys, and the salts made of keys."""
 
 import hashlib
+import re
 import ssl
 import stat
 import sys
@@ -93,6 +94,8 @@ class ServerSettings:
         max_connections: Open at once; three quarters of them from one address. None for what the process has
             descriptors for, up to 4096.
         max_choices: The largest `n` of a request, times its number of prompts.
+        strip_heads: Regular expressions of Python; lines that one of them matches as a whole are left out of system
+            prompts.
         strict_requests: Refuse requests with unknown fields, in place of ignoring these.
 
     Raises:
@@ -128,6 +131,7 @@ class ServerSettings:
     write_timeout_s: float = 60.0
     max_connections: int | None = None
     max_choices: int = 16
+    strip_heads: tuple[str, ...] = ()
     strict_requests: bool = False
 
     @property
@@ -145,6 +149,14 @@ class ServerSettings:
         for name in ("api_keys", "operator_keys"):
             if any(not key or not key.isascii() for key in getattr(self, name)):
                 raise ValueError(f"`{name}` must be texts of ASCII characters, and not empty.")
+        for pattern in self.strip_heads:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"`strip_heads` must be regular expressions, got {pattern!r}: {error}. Escape what is no pattern "
+                    "with a backslash."
+                ) from error
         if not 0 <= self.port < 2**16:
             raise ValueError(f"`port` must be from 0 to 65535, got {self.port}.")
         for name in (
@@ -230,7 +242,7 @@ def prompt_salt(salt: str, api_key: str | None, cache_key: str | None = None, ca
     Args:
         salt: The salt of the server, or of the prompts that are warmed for it.
         api_key: Who asks; None where nobody needs a key.
-        cache_key: A request's `prompt_cache_key`.
+        cache_key: A request's `prompt_cache_key`, which was a part of salts in earlier releases.
         cache_salt: A request's `cache_salt`.
 
     Returns:

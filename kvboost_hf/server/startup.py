@@ -20,7 +20,7 @@ from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.compat import attn_implementation, bytes_per_token, input_device
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.outputs import Progress
-from kvboost_hf.server.chats.tool_formats import told_of_tools
+from kvboost_hf.server.chats.tool_formats import ToolSupport
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.http.guard import JsonLines
 from kvboost_hf.server.settings import ServerSettings
@@ -140,7 +140,7 @@ class Chosen:
             api_keys=len(settings.api_keys),
             operator_keys=len(settings.operator_keys),
             chats=getattr(engine.tokenizer, "chat_template", None) is not None,
-            tools=told_of_tools(engine.tokenizer)[0],
+            tools=ToolSupport.of(engine.tokenizer).told,
         )
 
     def page(self, url: str) -> str:
@@ -149,7 +149,7 @@ class Chosen:
             ("model", f"{self.model_class}, {_short(self.parameters)} parameters, {self.dtype}, on {self.device}"),
             ("threads", str(self.threads)),
             ("attention", f"{self.attention}: {self.attention_reason}"),
-            ("context", f"{self.max_model_len:,} tokens of a prompt and its answer"),
+            ("context", self._context),
             ("at once", self._at_once),
             ("store", self._store),
             *((name, f"{tier['location']} ({_size(tier['bytes'])} held)") for name, tier in self.tiers.items()),
@@ -162,6 +162,11 @@ class Chosen:
         ]
         lines = "".join(f"  {name:<10} {value}\n" for name, value in rows)
         return f"\nkvboost_hf {__version__} serves {self.model}\n{lines}\nTo try it:\n  {self._curl(url)}\n\n"
+
+    @property
+    def _context(self) -> str:
+        told = f"{self.max_model_len:,} tokens of a prompt and its answer"
+        return f"{told}, as many as memory has room for" if self.max_live_tokens == self.max_model_len else told
 
     @property
     def _at_once(self) -> str:

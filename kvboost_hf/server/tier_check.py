@@ -21,9 +21,9 @@ from kvboost_hf.handles import ATTENTION
 
 _OWN = "the --codec and --live-quant of this server"
 _NOT_KNOWN = (
-    "a `prompt_cache_key`, and are found by clients that send it; or with other weights, an API key or a `--salt` "
-    "that it does not have, another `--codec` or `--attn-implementation`, or other versions of PyTorch or "
-    "transformers, and then `kvboost-hf warm` is to be run again, with its flags."
+    "a `cache_salt`, and are found by clients that send it; or with a `prompt_cache_key` by an earlier release, other "
+    "weights, an API key or a `--salt` that it does not have, another `--codec` or `--attn-implementation`, or other "
+    "versions of PyTorch or transformers, and then `kvboost-hf warm` is to be run again, with its flags."
 )
 LOOKED_AT = 10_000  # blobs
 _COMPARED = 16  # roots, of each of which a blob is read

@@ -208,6 +208,16 @@ def test_an_overflow_as_anthropic_says_it(serve: Serve, engine: FakeEngine) -> N
     assert int(counted[1]) > int(counted[2]) == CONTEXT
 
 
+@pytest.mark.parametrize("times", [1, 500])
+def test_tokens_of_what_is_too_long_are_counted(serve: Serve, engine: FakeEngine, times: int) -> None:
+    """Or estimated: a client asks for the number to learn whether it is."""
+    at = small(serve, engine)
+    body = _prompt("/v1/messages", LONG * times)
+    counted = at.http.post("/v1/messages/count_tokens", json=body)
+    assert counted.status_code == 200, counted.text
+    assert counted.json()["input_tokens"] > 100 * times
+
+
 @pytest.mark.parametrize("route", ["/api/chat", "/api/generate"])
 def test_an_overflow_as_ollama_says_it(serve: Serve, engine: FakeEngine, route: str) -> None:
     at = small(serve, engine)

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore
+from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from tests.conftest import make_model, random_ids
 from tests.internals.server import EngineLimits, Job, ModelEngine, SamplingOptions, SessionChange, jobs, task, worker
 from tests.server.test_worker import Told, job, numbers, plain
@@ -95,6 +96,48 @@ def test_samples_go_on_where_they_were(engines: Make) -> None:
         return [listener.end.ids for listener in found]
 
     assert run(max_live_tokens=250, max_model_len=160) == run()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"live_quant": KVQuantConfig()},
+        {"draft": True},
+        {"policy": ReusePolicy(mode="blend")},
+    ],
+    ids=["codes", "drafts", "blend"],
+)
+@pytest.mark.parametrize("stops", [False, True])
+def test_other_ways_of_decoding_go_on_alike(engines: Make, told: dict[str, Any], stops: bool) -> None:
+    """Beside an engine with room for all of them."""
+    model = make_model()
+    if "draft" in told:
+        told = {"draft": make_model(), "draft_trees": DraftTreeConfig(depth=3)}
+
+    def run(**limits: Any) -> list[Any]:
+        engine, found = engines(model, **told, **limits), [Told(), Told()]
+        with engine._intake.changed:
+            for seed, listener in enumerate(found):
+                asked = job(random_ids(30, seed), 120, salt=b"%d" % seed, stop=("no such text",) if stops else ())
+                engine.submit(asked, listener)
+        ended = [(listener.end.reason, listener.end.ids, listener.text) for listener in found]
+        assert (engine.stats()["set_aside"] > 0) == ("max_live_tokens" in limits)
+        return ended
+
+    assert run(max_live_tokens=240, max_model_len=160) == run()
+
+
+def test_a_store_that_is_closed_meanwhile(engines: Make) -> None:
+    """Then all is computed again."""
+    model = make_model()
+    store = ChunkStore(model, chunk_size=16)
+    engine = engines(model, store=store, max_live_tokens=450, max_model_len=430)
+    told = submit(engine, 2, 300)
+    while not engine.stats()["set_aside"]:
+        assert len(told[0].events) < 300
+    store.close()
+    for seed, listener in enumerate(told):
+        assert listener.text == plain(model, random_ids(20 + seed, seed), 300)
 
 
 def test_one_that_waits_again_can_be_cancelled(engines: Make) -> None:

@@ -119,7 +119,8 @@ def test_warming_computes_prompts_and_says_nothing(at: Listening, engine: FakeEn
     assert list(engine.job.ids) == tokenizer.encode(said)  # what the user says may go on
     salt = engine.job.salt
     at.openai.chat.completions.create(model="reader", messages=ASK, prompt_cache_key="tenant")
-    assert engine.job.salt == salt != b""
+    assert engine.job.salt == salt
+    assert engine.job.session == "tenant"
     told: dict[str, Any] = {"texts": ["a"]}
     body: dict[str, Any]
     for body in ({}, told | {"messages": ASK}, {"texts": []}, {"texts": [""]}, told | {"think": True}):

@@ -388,7 +388,7 @@ def test_keys_see_and_drop_their_own_sessions_only(reader: tuple[PreTrainedModel
 def test_what_was_dropped_is_gone_from_all_tiers(
     reader: tuple[PreTrainedModel, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after a restart, and where the server that is asked has not seen the session."""
+    """Also after a restart, once the server that is asked has seen the session."""
     monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)  # any loading pays
     tiers = [f"disk:{tmp_path / 'tier'}:1GB"]
 
@@ -402,16 +402,30 @@ def test_what_was_dropped_is_gone_from_all_tiers(
     with restarted() as engine, served(engine) as at:
         assert at.http.get("/v1/kv/sessions").json()["data"] == []
         assert at.http.delete("/v1/kv/sessions/nothing").status_code == 404
-        freed = at.http.delete("/v1/kv/sessions/chat").json()["freed_bytes"]
-        assert freed["disk"] > 0
-        assert say(at, BOOK) > 100
-        (hashed,) = at.http.get("/v1/kv/sessions").json()["data"]
-        assert at.http.delete(f"/v1/kv/sessions/{hashed['id']}").json()["freed_bytes"].keys() == {"ram", "disk"}
+        assert at.http.delete("/v1/kv/sessions/chat").status_code == 404
+        assert say(at, BOOK, name="chat") > 100
+        assert at.http.delete("/v1/kv/sessions/chat").json()["freed_bytes"].keys() == {"ram", "disk"}
         # The other one has written nothing since, as if it had been killed.
         with restarted() as next_engine, served(next_engine) as next_at:
             assert say(next_at, BOOK, name="chat") == 0
-            assert say(next_at, BOOK) == 0
             assert say(next_at, BOOK, name="other") > 100
+
+
+def test_named_sessions_share_what_begins_alike(reader: tuple[PreTrainedModel, Any]) -> None:
+    """As Codex has it: each session has a name of its own, and the same system prompt."""
+    with engine_of(*reader) as engine, served(engine, api_keys=("one", "two")) as at:
+        assert say(at, BOOK + "Who?", "one", name="first") == 0
+        assert say(at, BOOK + "What?", "one", name="second") > 100
+        assert say(at, BOOK + "What?", "two", name="first") == 0  # keys share nothing
+        key = {"authorization": "Bearer one"}
+        listed = at.http.get("/v1/kv/sessions", headers=key).json()["data"]
+        assert [each["id"] for each in listed] == ["second", "first"]
+        assert all(each["bytes"] > 0 for each in listed)
+        assert at.http.delete("/v1/kv/sessions/first", headers=key).json()["deleted"]
+        (left,) = at.http.get("/v1/kv/sessions", headers=key).json()["data"]
+        assert (left["id"], left["bytes"]) == ("second", 0)  # what was shared is gone
+        assert say(at, BOOK + "What?", "one", name="second") == 0
+        assert say(at, BOOK + "What?", "two", name="first") > 100
 
 
 def test_dropping_takes_moved_text_along_and_leaves_what_others_share(reader: tuple[PreTrainedModel, Any]) -> None:

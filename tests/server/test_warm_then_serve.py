@@ -124,7 +124,7 @@ def test_a_model_is_found_under_another_path(file: str, tmp_path: Path) -> None:
         ("", "--attn-implementation sdpa --codec int8", ["kvboost_fa2 --codec raw`. Serve", "sdpa --codec int8`."]),
         ("--live-quant 4", "", ["`--live-quant turboquant`. Serve", "with no --live-quant"]),
         ("", "--api-key one", ["with no --api-key or --salt. Serve", "with the --api-key"]),
-        ("--api-key one", "", ["a `prompt_cache_key`", "an API key or a `--salt` that it does not have"]),
+        ("--api-key one", "", ["a `cache_salt`", "an API key or a `--salt` that it does not have"]),
         ("--chunk-size 64 --chunk-boundary-window 0", "", ["cut after 64 tokens", "--chunk-boundary-window"]),
         ("--dtype float16", "", ["another `--dtype`"]),
     ],

@@ -51,6 +51,14 @@ def test_pages_of_others_must_say_json(serve: Serve, engine: FakeEngine, kind: s
     assert not engine.tickets
 
 
+def test_requests_that_browsers_ask_about_need_no_type(serve: Serve, engine: FakeEngine) -> None:
+    at = serve(engine, cors_origins=("https://a.example",))
+    for method in ("GET", "DELETE"):
+        answer = at.http.request(method, "/v1/kv/sessions/a", headers={"origin": "https://a.example"})
+        assert answer.status_code == 404
+    assert at.http.get("/v1/models", headers={"content-encoding": "br"}).status_code == 200
+
+
 @pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded"])
 def test_what_is_no_json_names_the_header(at: Listening, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}

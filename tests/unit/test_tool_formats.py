@@ -2,14 +2,25 @@
 """Calls are found in what models of each format write, whole and in a stream, however it is cut."""
 
 import json
+from random import Random
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvboost_hf.assets import load_embedded
-from tests.internals.server import Parsed, ToolCall, ToolCallStream, format_of, joined, tool_formats
-from tests.recorded_calls import RECORDED, TOOLS, Recorded
+from tests.internals.server import (
+    Grammars,
+    Parsed,
+    ToolCall,
+    ToolCallStream,
+    ToolSupport,
+    format_of,
+    joined,
+    tool_calls,
+    tool_formats,
+)
+from tests.recorded_calls import PARIS, RECORDED, TOOLS, Recorded
 
 CASES = [
     pytest.param(name, template, each, id=f"{name}-{n}")
@@ -131,3 +142,116 @@ def test_templates_that_only_mention_parameters_are_not_known(tokenizer: Any, te
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match="shows none of"):
         format_of(tokenizer, TOOLS)
+
+
+_BITS = [
+    *"{}[]\"',:\\<()=1-e\n ",
+    "\\ud83d",
+    "NaN",
+    "</",
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    '"name"',
+    "é😀",
+]
+
+
+def _changed(text: str, random: Random) -> str:
+    chars = list(text)
+    for _ in range(random.randint(1, 4)):
+        at = random.randrange(len(chars) + 1)
+        if random.random() < 0.5:
+            chars[at:at] = random.choice(_BITS)
+        else:
+            del chars[at : at + random.randint(1, 6)]
+    return "".join(chars)[: random.choice([None, random.randint(1, len(text))])]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_whatever_a_model_writes(tokenizer: Any, name: str) -> None:
+    """Arguments are JSON objects without NaN and keys that come twice, and the same however the text is cut."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len(dict(pairs)) == len(pairs)
+        return dict(pairs)
+
+    random = Random(name)
+    template, recorded = RECORDED[name]
+    for _ in range(25):
+        text, cut = _changed(random.choice(recorded).text, random), random.random() < 0.5
+        sizes = iter(lambda: random.randint(1, 6), 0)
+        pieces, at = [], 0
+        while at < len(text):
+            pieces.append(text[at : at + (size := next(sizes))])
+            at += size
+        for streams in (False, True):
+            whole, cuts = (joined(read(tokenizer, template, p, streams=streams, cut=cut)) for p in ([text], pieces))
+            assert whole._replace(calls=()) == cuts._replace(calls=())
+            assert [call._replace(id="") for call in whole.calls] == [call._replace(id="") for call in cuts.calls]
+            for call in whole.calls:
+                found = json.loads(call.arguments, object_pairs_hook=unique, parse_constant=pytest.fail)
+                assert isinstance(found, dict)
+                call.arguments.encode()
+
+
+FORCED = [known for known in tool_formats.FORMATS if known.call is not None]
+
+
+def _written(known: tool_formats.ToolFormat, arguments: dict[str, Any]) -> str:
+    """A call of `get_weather` as its format has it."""
+    assert known.call is not None
+    told = json.dumps(arguments, ensure_ascii=False)
+    if known.tags is not None:
+        values = {key: one if isinstance(one, str) else json.dumps(one) for key, one in arguments.items()}
+        tags = [known.tags.written.replace("{key}", key).replace("{value}", one) for key, one in values.items()]
+        told = "".join(tags)
+    return known.before + known.call[0] + "get_weather" + known.call[1] + told + known.call[2] + known.after
+
+
+@pytest.mark.parametrize("known", FORCED, ids=lambda known: known.name)
+def test_calls_that_must_come(tokenizer: Any, known: tool_formats.ToolFormat) -> None:
+    """What the grammar allows is found as a call, and what has not the arguments that it must have is not allowed."""
+    [template] = [RECORDED[name][0] for name in RECORDED if getattr(tool_formats, name) is known]
+    tokenizer.chat_template = template
+    tools = json.loads(json.dumps(TOOLS[:2]))
+    tools[0]["function"]["parameters"]["required"] = ["city"]
+    grammars = Grammars(tokenizer, len(tokenizer), ends=[tokenizer.eos_token_id])
+    try:
+        constraints = [grammars.constraint(tool_calls(tokenizer, tools, parallel=False)) for _ in range(4)]
+    finally:
+        grammars.close()
+    good = [PARIS[1], {"city": "a < b é"}, {"city": "x", "units": "celsius"}]
+    for constraint, arguments in zip(constraints, [*good, {"days": 3}], strict=True):
+        text = _written(known, arguments)
+        allowed = True
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            allowed = allowed and bool(constraint.allowed()[token])
+            if allowed:
+                constraint.advance(token)
+        assert allowed == (arguments in good)
+        if allowed:
+            assert constraint.finished or constraint.allowed()[tokenizer.eos_token_id]
+            parsed = joined(read(tokenizer, template, [text], streams=True))
+            assert told(parsed)[0] == [("get_weather", arguments)]
+
+
+@pytest.mark.parametrize("name", ["LFM", "OLMO", "PYTHONIC", "GEMMA"])
+def test_calls_that_cannot_be_forced(tokenizer: Any, name: str) -> None:
+    tokenizer.chat_template = RECORDED[name][0]
+    with pytest.raises(ValueError, match="cannot be forced with this model"):
+        tool_calls(tokenizer, TOOLS)
+
+
+def test_what_a_start_says_of_tools(tokenizer: Any) -> None:
+    for template, told, served, unknown in (
+        (RECORDED["QWEN_XML"][0], "Qwen 3 Coder", True, False),
+        (RECORDED["LFM"][0], "LFM2; tool_choice cannot force them", True, False),
+        ("{{ tools }}", "no format of calls that is known", False, True),
+        ("{{ messages }}", "no place for them", False, False),
+        (None, "no place for them", False, False),
+    ):
+        tokenizer.chat_template = template
+        found = ToolSupport.of(tokenizer)
+        assert told in found.told
+        assert (found.served, found.unknown) == (served, unknown)

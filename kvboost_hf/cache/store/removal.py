@@ -11,32 +11,32 @@ from kvboost_hf.cache.planning.chunks import Tokens
 class Heads:
     """How the prompts of several owners begin.
 
-    A first chunk, and all that continues it, belongs to the owner with the longest head that it begins with.
+    A first chunk, and all that continues it, belongs to the owners with the longest head that it begins with.
     """
 
     def __init__(self) -> None:
-        self._owners: dict[bytes, dict[int, dict[bytes, str]]] = {}  # by root, length and head
+        self._owners: dict[bytes, dict[int, dict[bytes, set[str]]]] = {}  # by root, length and head
 
     def add(self, root: bytes, head: Tokens, owner: str) -> None:
         """Add an owner of prompts that begin with `head` under a root."""
-        self._owners.setdefault(root, {}).setdefault(len(head), {})[head.tobytes()] = owner
+        self._owners.setdefault(root, {}).setdefault(len(head), {}).setdefault(head.tobytes(), set()).add(owner)
 
-    def owner(self, stored: Stored) -> str | None:
-        """Whose a first chunk is, or a state within one; None for other records, and for those of nobody here."""
+    def owners(self, stored: Stored) -> frozenset[str]:
+        """Whose a first chunk is, or a state within one; none for other records, and for those of nobody here."""
         if stored.parent != stored.root or (isinstance(stored, StoredChunk) and stored.content_only):
-            return None
+            return frozenset()
         by_length = self._owners.get(stored.root, {})
         for length in sorted(by_length, reverse=True):
-            if (owner := by_length[length].get(stored.tokens[:length].tobytes())) is not None:
-                return owner
-        return None
+            if (owners := by_length[length].get(stored.tokens[:length].tobytes())) is not None:
+                return frozenset(owners)
+        return frozenset()
 
     def roots(self, owner: str) -> frozenset[bytes]:
         """The roots under which an owner has prompts."""
         return frozenset(
             root
             for root, by_length in self._owners.items()
-            if any(owner in heads.values() for heads in by_length.values())
+            if any(owner in owners for heads in by_length.values() for owners in heads.values())
         )
 
 
@@ -69,7 +69,7 @@ class Belongings:
             lost: Include what may belong to any prompt under the same roots: chunks behind one that is not stored any
                 more, states within a first chunk, and if not all pieces are known, those of others.
         """
-        wanted = {*self.pieces} | {each.key for each in records if heads.owner(each) == self.owner}
+        wanted = {*self.pieces} | {each.key for each in records if self.owner in heads.owners(each)}
         if lost:
             known = {each.key for each in records}
             wanted |= {each.key for each in records if self._may_be_lost(each, known)}
@@ -93,14 +93,15 @@ def count_bytes(held: Iterable[Stored], wanted: Iterable[Belongings], heads: Hea
         heads: Those of others, too.
     """
     by_key = {each.key: each for each in held}
-    tops: dict[bytes, str | None] = {}  # by key, the owner of the first chunk that it continues
+    tops: dict[bytes, frozenset[str]] = {}  # by key, the owners of the first chunk that it continues
     sizes: Counter[str | bytes] = Counter()  # by owner, by root, and by key of a piece
     for each in by_key.values():
         way = [each]
         while way[-1].key not in tops and (above := by_key.get(way[-1].parent)) is not None:
             way.append(above)
-        owner = tops[way[-1].key] if way[-1].key in tops else heads.owner(way[-1])
-        tops |= {passed.key: owner for passed in way}
+        owners = tops[way[-1].key] if way[-1].key in tops else heads.owners(way[-1])
+        tops |= {passed.key: owners for passed in way}
         sizes[each.root] += each.nbytes
-        sizes[owner if owner is not None else each.key] += each.nbytes
+        for owner in owners or (each.key,):
+            sizes[owner] += each.nbytes
     return [sizes[each.owner] + sum(sizes[key] for key in (*each.roots, *each.pieces)) for each in wanted]

@@ -53,7 +53,7 @@ async def start_chat(
     context.require_model(body.model)
     choices = context.require_choices(body.n or 1)
     asked = new if new is not None else body.max_completion_tokens or body.max_tokens
-    salt = context.salt(request, body.prompt_cache_key, body.cache_salt)
+    salt = context.salt(request, body.cache_salt)
     what: Literal["messages", "prompt"] = "messages" if ids is None else "prompt"
     if ids is None:
         ids = await context.encode_asked(body, request, new=context.wanted(asked))

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from kvboost_hf.cache.prompt.chats import Start
 from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.chats.encoding import Encoder
+from kvboost_hf.server.chats.heads import without_changing_lines
 from kvboost_hf.server.chats.template import Rendering
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.http.errors import ApiError, refused
@@ -143,7 +144,7 @@ class RouteContext:
         truncates: bool = False,
     ) -> list[int]:
         """Encode a chat, as `Encoder.chat` does, unless the client disconnects."""
-        told, shown = await self.read(request, lambda: as_templates_have_them(messages, tools))
+        told, shown = await self.read(request, lambda: self._told(messages, tools))
         owner = (client(request), salt)
         with self._refusals():
             work = self.encoder.chat(told, shown, owner, new=new, rendering=rendering, truncates=truncates)
@@ -159,10 +160,15 @@ class RouteContext:
         salt: bytes,
     ) -> Start:
         """Encode what chats begin with, as `Encoder.chat_start` does, unless the client disconnects."""
-        told, shown = await self.read(request, lambda: as_templates_have_them(messages, tools))
+        told, shown = await self.read(request, lambda: self._told(messages, tools))
         with self._refusals():
             work = self.encoder.chat_start(told, shown, (client(request), salt), rendering=rendering)
             return await unless_gone(request, None, work)
+
+    def _told(
+        self, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        return as_templates_have_them(messages, tools, self.settings.strip_heads)
 
     async def encode_asked(self, body: ChatRequest, request: Request, *, new: int = 1) -> list[int]:
         """Encode the chat of a request, as its fields say. See `encode`."""
@@ -172,7 +178,7 @@ class RouteContext:
             request,
             new=new,
             rendering=body.rendering,
-            salt=self.salt(request, body.prompt_cache_key, body.cache_salt),
+            salt=self.salt(request, body.cache_salt),
             truncates=body.truncates,
         )
         return body.truncated(ids)
@@ -308,9 +314,9 @@ class RouteContext:
         """Tokens of each answer that one response can have log probabilities of; None where none are asked for."""
         return None if logprobs is None else MAX_LOGPROBS // ((1 + logprobs) * answers)
 
-    def salt(self, request: Request, cache_key: str | None, cache_salt: str | None = None) -> bytes:
-        """The salt of a request, which separates K/V by API key, `prompt_cache_key` and `cache_salt`."""
-        return prompt_salt(self.settings.salt, request.scope.get("api_key"), cache_key, cache_salt)
+    def salt(self, request: Request, cache_salt: str | None = None) -> bytes:
+        """The salt of a request, which separates K/V by API key and `cache_salt`."""
+        return prompt_salt(self.settings.salt, request.scope.get("api_key"), cache_salt=cache_salt)
 
     def job(
         self,
@@ -429,12 +435,22 @@ def _reuse(request: Request) -> Any:
 
 
 def as_templates_have_them(
-    messages: Sequence[Message], tools: Sequence[Tool]
+    messages: Sequence[Message], tools: Sequence[Tool], left_out: Sequence[str] = ()
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Messages and tools as chat templates take them; raises an `ApiError` for calls with large arguments."""
+    """Messages and tools as chat templates take them.
+
+    Args:
+        messages: The messages of a request.
+        tools: The tools that the model is told of.
+        left_out: Patterns of lines that are left out of system prompts.
+
+    Raises:
+        ApiError: The arguments of calls are too large.
+    """
     try:
         calls = [call for message in messages for call in message.calls]
         require_few_parts([call.function.arguments.encode() for call in calls])
-        return [message.body for message in messages], [tool.body for tool in tools]
+        told = without_changing_lines([message.body for message in messages], left_out)
+        return told, [tool.body for tool in tools]
     except LargeJsonError as error:
         raise refused("messages", f"Arguments of calls: {error}") from error

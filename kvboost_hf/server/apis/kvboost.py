@@ -63,6 +63,7 @@ def session_routes(context: RouteContext) -> APIRouter:
     @router.delete("/v1/kv/sessions/{id:path}")
     async def drop(id: str, request: Request, key: _KeyHash = None) -> dict[str, Any]:
         owner = _owner(context, request, key)
+        # Earlier releases have kept a named session under a salt of its own.
         salt = prompt_salt(context.settings.salt, owner.decode() or None, id)
         freed = _required(await run(request, partial(engine.drop_session, owner, id, salt)), id)
         return {"object": "kv.session.deleted", "id": id, "deleted": True, "freed_bytes": freed}
@@ -126,7 +127,7 @@ def warm_routes(context: RouteContext) -> APIRouter:
 
     @router.post("/v1/warm")
     async def warm(body: WarmRequest, request: Request) -> dict[str, Any]:
-        salt = context.salt(request, body.prompt_cache_key, body.cache_salt)
+        salt = context.salt(request, body.cache_salt)
         if body.messages is not None:
             rendering = Rendering(arguments=body.template_arguments)
             work = context.encode_start(body.messages, body.tools or (), request, rendering=rendering, salt=salt)

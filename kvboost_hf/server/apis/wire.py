@@ -49,7 +49,7 @@ class PostedRoute(APIRoute):
             context: RouteContext = request.app.state.context
             kind = request.headers.get("content-type", "")
             if not _is_json(kind):
-                if "origin" in request.headers and request.method != "GET":
+                if "origin" in request.headers and request.method == "POST":
                     raise ApiError(
                         415,
                         f"Web pages must send JSON as such, got the content type {kind[:_KIND]!a}. Send the header "

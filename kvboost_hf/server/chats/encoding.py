@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from kvboost_hf.cache.prompt.chats import ChatTemplate, Messages, Start, chat_start
+from kvboost_hf.server.chats.known_tools import KnownTools
 from kvboost_hf.server.chats.merging import Abilities, abilities_of, adapted
 from kvboost_hf.server.chats.template import CutText, ForgedMarkerError, Markers, Rendering, forget_words, texts_in
 from kvboost_hf.server.chats.token_cache import Owner, TokenCache
@@ -71,6 +72,7 @@ class Encoder:
         self._reach, self._markers = reach_of(tokenizer), Markers(tokenizer)
         self._turns = Turns(_PLACES, max_waiting)
         self._known = TokenCache(tokenizer, _KEPT_BYTES // clients)
+        self._tools = KnownTools()
         # Of the chat template, with and without tools, and by its arguments.
         self._abilities: dict[tuple[str, bool, str], Abilities] = {}
 
@@ -205,6 +207,10 @@ class Encoder:
         return tokenizer if last == client or forget_words(tokenizer) else None
 
     def _chat(self, tokenizer: Any, chat: "_Chat", owner: Owner, limit: "_Limit") -> list[int]:
+        tools, other = self._tools.ordered(chat.tools, owner)
+        if other:
+            note_changed("tools-in-known-order")
+            chat = replace(chat, tools=tools)
         rendered, chat = self._rendered(chat)
         text = limit.tried(tokenizer, limit.kept(rendered, "messages"), "messages")
         cut = self._markers.cut(chat.given)

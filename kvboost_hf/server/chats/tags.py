@@ -42,7 +42,6 @@ class TagsReader:
         self.begun = self.done = self.stuck = False
         self._tags, self._schema = tags, schema
         self._open = regex.compile(tags.open)
-        self._close = f"\n{tags.close}" if tags.lines else tags.close
         self._out: list[str] = []
         self._held = ""  # of a tag, or of a value
         self._key: str | None = None  # of the value that is read
@@ -119,7 +118,7 @@ class TagsReader:
             held, self._starts = held.removeprefix("\n"), False
         end = held.find(self._tags.close)
         if end < 0:
-            sure = len(held) - max(overlap(held, self._close), overlap(held, self._tags.close))
+            sure = len(held) - max(overlap(held, self._tags.end), overlap(held, self._tags.close))
             if self._is_text:
                 self._write(_escaped(held[:sure]))
                 held = held[sure:]
@@ -138,7 +137,7 @@ class TagsReader:
     def _types(self, key: str) -> set[str]:
         properties = self._schema.get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
-        return _types(schema, self._schema)
+        return types_of(schema, self._schema)
 
     def _typed(self, value: str) -> str:
         """A value as JSON of one of its types; as a text if it is of none of them."""
@@ -163,7 +162,7 @@ def _as_one_of(written: str, types: set[str]) -> str | None:
     return written if kind in types or (kind == "integer" and "number" in types) else None
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
     """The JSON types that a schema allows; empty if it says nothing of them."""
     if not isinstance(schema, dict) or not depth:
         return set()
@@ -171,7 +170,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
     found = {declared} if isinstance(declared, str) else {one for one in declared or () if isinstance(one, str)}
     for name in ("anyOf", "oneOf", "allOf"):
         for part in schema.get(name) or () if isinstance(schema.get(name), list) else ():
-            found |= _types(part, root, depth - 1)
+            found |= types_of(part, root, depth - 1)
     if not found and isinstance(schema.get("enum"), list):
         found = {"string" if isinstance(one, str) else "null" if one is None else _kind(one) for one in schema["enum"]}
     pointer = schema.get("$ref")
@@ -179,7 +178,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
         target: Any = root
         for step in pointer[2:].split("/"):
             target = target.get(step) if isinstance(target, dict) else None
-        found = _types(target, root, depth - 1)
+        found = types_of(target, root, depth - 1)
     if not found and "properties" in schema:
         found = {"object"}
     return found | ({"null"} if schema.get("nullable") is True else set())

@@ -32,6 +32,11 @@ class Tags(NamedTuple):
     lines: bool
     written: str
 
+    @property
+    def end(self) -> str:
+        """What ends a value, with its line end."""
+        return f"\n{self.close}" if self.lines else self.close
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
@@ -49,6 +54,7 @@ class ToolFormat:
         tags: How arguments are written as tags; None for an object.
         marker: A text that nothing but calls begins with.
         marked: Whether no other text looks like a call.
+        starts: Characters that a mark may begin with.
         always: Whether answers without calls have marks of the format, too.
         nothing: A tool that is not offered, and whose call does nothing.
         before: Text before the first call, as a model must write it.
@@ -66,6 +72,7 @@ class ToolFormat:
     tags: Tags | None = None
     marker: str
     marked: bool = True
+    starts: str = "<[{`"
     always: bool = False
     nothing: str | None = None
     before: str = ""
@@ -224,7 +231,7 @@ HARMONY = ToolFormat(
     name="gpt-oss",
     sign=r"<\|channel\|>(?s:.*)to=functions|to=functions(?s:.*)<\|channel\|>",
     fields=_regions(
-        r"re:(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))?\s*to=functions\.",
+        r"re:(?:(?:<\|start\|>assistant)?<\|channel\|>(?:commentary|analysis)|<\|start\|>assistant)\s*to=functions\.",
         ["<|call|>", "<|end|>", "<|return|>"],
         thinking={
             "open": ["<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>analysis<|message|>"],
@@ -266,6 +273,7 @@ COMMAND_R = ToolFormat(
     between=",\n    ",
     after="\n]```",
     marker="Action:",
+    starts="A",
     nothing="directly_answer",
 )
 GEMMA = ToolFormat(
@@ -329,6 +337,7 @@ GRANITE = ToolFormat(
     between=", ",
     after="]",
     marker="<|tool_call|>",
+    starts="<f",
 )
 PYTHONIC = ToolFormat(
     name="Llama 3.2 and 4 with calls of Python, ToolACE",
@@ -413,19 +422,34 @@ def known_format(template: str) -> ToolFormat | None:
     return next((known for known in FORMATS if regex.search(known.sign, template)), None)
 
 
-def told_of_tools(tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
-    """Whether requests may have tools, and in whose format calls are found, or why not: a line for people."""
-    try:
-        template = template_for(tokenizer, [])
+class ToolSupport(NamedTuple):
+    """Whether requests to a model may have tools.
+
+    Args:
+        told: In whose format calls are found, or why requests with tools are refused: a line for people.
+        served: Whether they may.
+        unknown: Whether the chat template has a place for tools, but shows no format that is known.
+    """
+
+    told: str
+    served: bool
+    unknown: bool = False
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "ToolSupport":
+        """The support of the model with this tokenizer."""
+        try:
+            template = template_for(tokenizer, [])
+        except ValueError:
+            return cls("refused: the chat template has no place for them", False)
         if getattr(tokenizer, "response_template", None) is not None:
-            return "calls are found by the tokenizer's response template", True
+            return cls("calls are found by the tokenizer's response template", True)
         known = known_format(template)
-    except ValueError:
-        return "refused: the chat template has no place for them", False
-    if known is None:
-        return "refused: the chat template shows no format of calls that is known", False
-    forced = "" if known.call is not None else "; tool_choice cannot force them"
-    return f"calls are found as these models write them: {known.name}{forced}", True
+        if known is None:
+            told = "refused: the chat template shows no format of calls that is known; give the tokenizer a "
+            return cls(f"{told}`response_template`", False, unknown=True)
+        forced = "" if known.call is not None else "; tool_choice cannot force them"
+        return cls(f"calls are found as these models write them: {known.name}{forced}", True)
 
 
 def template_for(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> str:

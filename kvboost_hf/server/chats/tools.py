@@ -107,9 +107,10 @@ class ToolCallStream:
                 parts.append(self._told())
                 text = rest
                 continue
-            part, again = self._feed(text[0])
+            size = self._plain_size(text)
+            part, again = self._feed(text[:size])
             parts.append(part)
-            text = again + text[1:]
+            text = again + text[size:]
         return joined(parts)
 
     def finish(self, *, cut: bool = False) -> Parsed:
@@ -139,14 +140,21 @@ class ToolCallStream:
             return parsed._replace(content="")
         return parsed._replace(content=parsed.content + ("" if self._called else self._spaces))
 
-    def _feed(self, char: str) -> tuple[Parsed, str]:
-        """Add a character outside of calls; returns what is certain, and what is to be added once more.
+    def _plain_size(self, text: str) -> int:
+        """How many characters to feed: as many as surely are text, or one.
 
-        One at a time: what has come is then known to end where a call does.
+        One at a time, what has come is known to end where a call does.
         """
-        self._untold += char
+        if self._known is None or self._calls is not None or self._untold.strip():
+            return 1
+        starts = self._known.starts
+        return max(1, next((at for at, char in enumerate(text) if char in starts), len(text)))
+
+    def _feed(self, text: str) -> tuple[Parsed, str]:
+        """Add text outside of calls; returns what is certain, and what is to be added once more."""
+        self._untold += text
         try:
-            return self._read(self._parser.feed(char)), ""
+            return self._read(self._parser.feed(text)), ""
         except (ValueError, KeyError):
             if self._calls is not None and self._calls.told:
                 self._calls.close(cut=True)

@@ -77,7 +77,7 @@ class SessionTable:
         job, now = task.job, self._clock()
         own, id = self._sessions.setdefault(job.client, OrderedDict()), session_id(job, self._runner.store.chunker)
         if id not in own:
-            own[id] = SessionRecord(id, job.client, job.session is not None, now, now)
+            own[id] = SessionRecord(id, job.client, now, now)
             if len(self) > _MOST_SESSIONS:
                 max(self._sessions.values(), key=len).popitem(last=False)
         own.move_to_end(id)

@@ -42,7 +42,6 @@ class SessionRecord:
     Args:
         id: The name of the session, or a hash of its first chunk.
         client: Whose it is.
-        named: Whether the client has named it. Then it has a salt of its own, and with it all K/V under some roots.
         first_seen: When its first request ran.
         last_used: When its last request ran.
         keep: What to pin of each of its prompts, as was asked afterwards.
@@ -52,7 +51,6 @@ class SessionRecord:
 
     id: str
     client: bytes
-    named: bool
     first_seen: float
     last_used: float
     requests: int = 0
@@ -76,8 +74,6 @@ class SessionRecord:
             pieces: Keys of what was stored of it to be found by content.
         """
         self.roots.add(root)
-        if self.named:
-            return
         if self._head is None:
             self._head = first_chunk(ids, chunker).copy()
         self._pieces |= dict.fromkeys(pieces, root)
@@ -94,8 +90,7 @@ class SessionRecord:
     @property
     def belongings(self) -> Belongings:
         """The part of the store that belongs to the session."""
-        roots = frozenset(self.roots if self.named else ())
-        return Belongings(self.id, roots, dict(self._pieces), self._has_more_pieces)
+        return Belongings(self.id, pieces=dict(self._pieces), all_pieces=self._has_more_pieces)
 
 
 @dataclass(slots=True, eq=False)

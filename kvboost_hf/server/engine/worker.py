@@ -26,7 +26,8 @@ from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.offload.build import streaming_stats
 from kvboost_hf.server.engine.embedding import EmbeddingJob
-from kvboost_hf.server.engine.intake import EngineLimits, Intake
+from kvboost_hf.server.engine.intake import Intake
+from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.phases import Decoding, Prefill, Round, Speculation
 from kvboost_hf.server.engine.sessions import SessionTable

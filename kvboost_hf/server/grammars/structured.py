@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvboost_hf.server.chats.tool_formats import Tool, format_of
+from kvboost_hf.server.chats.tags import types_of
+from kvboost_hf.server.chats.tool_formats import Tags, Tool, format_of
 from kvboost_hf.server.grammars.program import WRITTEN
 from kvboost_hf.server.grammars.schemas import closed, require_ends
 from kvboost_hf.server.jobs import ConstraintError
@@ -21,6 +22,7 @@ from kvboost_hf.server.jobs import ConstraintError
 _SPACE = r" |\n {0,20}"
 _MAX_DIGITS, _MAX_SPACES = 40, 200  # in a row: of a number, and in a string
 _ASCII_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\t\n\v\f\r "}
+_COMBINE, _SHARED = ("$ref", "allOf", "anyOf", "oneOf"), ("$defs", "definitions")
 _QUOTE, _ESCAPE = b'"\\'
 
 
@@ -120,7 +122,7 @@ def tool_calls(
     """
     known = format_of(tokenizer, tools)
     added = tokenizer.get_added_vocab()
-    if known.call is None or known.tags is not None:
+    if known.call is None:
         raise ValueError(
             f"Calls cannot be forced with this model, which writes them as {known.name} do. Pass tool_choice 'auto'."
         )
@@ -134,7 +136,8 @@ def tool_calls(
     for i, tool in enumerate(tools):
         function = tool["function"]
         head = _lark(before_name + json.dumps(function["name"])[1:-1] + before_arguments, added)
-        arguments = json_of(function.get("parameters") or {"type": "object"})
+        schema = function.get("parameters") or {"type": "object"}
+        arguments = json_of(schema) if known.tags is None else _tagged(known.tags, schema, f"value_{i}", json_of)
         rules.append(f"call_{i}: {head} arguments_{i} {_lark(behind, added)}\narguments_{i}: {arguments}")
         names.append(f"call_{i}")
     more = f"({_lark(known.between, added)} call)*" if parallel and known.between is not None else ""
@@ -142,6 +145,38 @@ def tool_calls(
     if answer is not None:
         start += f" | answer\nanswer: {json_of(answer)}"
     return "\n".join([start, f"call: {' | '.join(names)}", *rules])
+
+
+def _tagged(tags: Tags, schema: Mapping[str, Any], name: str, json_of: Callable[[Mapping[str, Any]], str]) -> str:
+    """The rule of arguments that are written as tags, and behind it those of their values, whose names begin alike.
+
+    Texts are free up to the tag behind them; what else a schema says of them is left to the model.
+
+    Raises:
+        ValueError: the schema does not name its properties at its top.
+    """
+    properties = schema.get("properties") or {}
+    if not isinstance(properties, dict) or ("properties" not in schema and any(name in schema for name in _COMBINE)):
+        raise ValueError(
+            "Arguments of this model's calls are tags: `parameters` must have its `properties` at its top to force a "
+            "call. Write them there, or pass tool_choice 'auto'."
+        )
+    required, shared = schema.get("required") or (), {key: schema[key] for key in _SHARED if key in schema}
+    parts, rules = [], []
+    for n, (key, given) in enumerate(properties.items()):
+        value = given if isinstance(given, dict) else {}
+        before, _, behind = tags.written.replace("{key}", key).partition("{value}")
+        rule = f"{name}_{n}"
+        enum = value.get("enum")
+        if isinstance(enum, list) and enum and all(isinstance(one, str) for one in enum):
+            rules.append(f"{rule}: ({' | '.join(map(json.dumps, enum))}) {json.dumps(behind)}")
+        elif not types_of(value, schema) - {"string"}:
+            rules.append(f"{rule}: {rule}_text {json.dumps(behind.removeprefix(tags.end))}")
+            rules.append(f"{rule}_text[suffix={json.dumps(tags.end)}]: /(?s:.*)/")
+        else:
+            rules.append(f"{rule}: {rule}_json {json.dumps(behind)}\n{rule}_json: {json_of({**shared, **value})}")
+        parts.append(f"{json.dumps(before)} {rule}" if key in required else f"({json.dumps(before)} {rule})?")
+    return "\n".join([" ".join(parts) or '""', *rules])
 
 
 class GrammarConstraint:

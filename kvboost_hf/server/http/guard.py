@@ -129,8 +129,8 @@ class RequestBody:
 
     @property
     def unknown_encoding(self) -> ApiError | None:
-        """Why the body cannot be unpacked, or None."""
-        return self._unpacked.refusal
+        """Why the body, if there is one, cannot be unpacked; or None."""
+        return None if self._whole else self._unpacked.refusal
 
     def forget(self) -> None:
         """Note that the body is no longer in memory."""

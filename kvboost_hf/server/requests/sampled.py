@@ -60,7 +60,7 @@ class TextRequest(Body):
     stream: bool | None = None
     """Server-sent events."""
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
-    """Requests share K/V only with requests of the same key."""
+    """Names the session, and leads a cluster to the replica that has it; it separates no K/V, as `cache_salt` does."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Requests share K/V only with requests of the same salt, as in vLLM."""
     modalities: Annotated[Any, Refusal("answers are text; leave modalities out, or pass ['text']", ["text"])] = None

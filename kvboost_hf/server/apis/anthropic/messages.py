@@ -19,6 +19,7 @@ from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.apis.wire import PINGED_EVENTS, EventStream, PostedRoute
 from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.http.errors import ApiError
+from kvboost_hf.server.protocol import TooLongError
 from kvboost_hf.server.requests.chat import ChatRequest
 
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
@@ -44,7 +45,12 @@ def message_routes(context: RouteContext) -> APIRouter:
     async def count(body: CountRequest, request: Request) -> dict[str, int]:
         context.require_model(body.model)
         chat = await context.read(request, lambda: body.chat)
-        return {"input_tokens": len(await context.encode_asked(chat, request))}
+        try:
+            return {"input_tokens": len(await context.encode_asked(chat, request))}
+        except TooLongError as error:  # clients ask whether it is
+            if error.tokens is None:
+                raise
+            return {"input_tokens": error.tokens}
 
     return router
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from kvboost_hf.server.http.notes import note_ignored
 from kvboost_hf.server.requests.chat import MAX_TOOLS, CalledFunction, ChatRequest, MadeCall, Message, ToolName
-from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent, note_ignored, only
+from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent, only
 from kvboost_hf.server.requests.media import text_of_media
 from kvboost_hf.server.requests.sampled import MAX_STOPS, JsonSchemaBody
 
-_BILLING = "x-anthropic-billing-header:"  # a block of Claude Code's with a number that changes with each request
 _BETWEEN = "\n\n"  # texts of several blocks
 
 
@@ -287,7 +287,7 @@ class CountRequest(Body):
     """Text, thinking, calls and their results; a text stands for images and other blocks. The answer continues a last
     message of the assistant."""
     system: str | Many[Annotated[TextBlock, BeforeValidator(_text_block)]] | None = None
-    """Claude Code's block `x-anthropic-billing-header` is left out: it changes with each request."""
+    """Claude Code's line `x-anthropic-billing-header` is left out: it changes with each request."""
     tools: Annotated[Many[OwnTool], Field(max_length=MAX_TOOLS), only("tools", ("custom",))] | None = None
     """Tools with an `input_schema`; those that Anthropic defines or runs are ignored and named."""
     tool_choice: UseChoice | None = None
@@ -341,7 +341,7 @@ class CountRequest(Body):
     def _messages(self, turns: Iterable[Turn]) -> list[Message]:
         system = self.system
         if isinstance(system, list):
-            system = _joined(block for block in system if not block.text.startswith(_BILLING))
+            system = _joined(system)
         head = [Message(role="system", content=system)] if system else []
         return _merged([*head, *(message for turn in turns for message in turn.messages)])
 

@@ -26,7 +26,7 @@ from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.apis.texts import embed, filled, require_embeddings
 from kvboost_hf.server.apis.wire import JSON_LINES, EventStream, PostedRoute
 from kvboost_hf.server.chats.calls import ToolCall
-from kvboost_hf.server.chats.tool_formats import told_of_tools
+from kvboost_hf.server.chats.tool_formats import ToolSupport
 from kvboost_hf.server.http.errors import ApiError, refused
 from kvboost_hf.server.jobs import Finished
 from kvboost_hf.server.requests.chat import ChatRequest, Message
@@ -298,15 +298,11 @@ def _capabilities(context: RouteContext) -> list[str]:
     templates = "".join(template.values()) if isinstance(template, dict) else template or ""
     found = {
         "completion": True,
-        "tools": _takes_tools(context.tokenizer),
+        "tools": ToolSupport.of(context.tokenizer).served,
         "thinking": _THINKS.search(templates) is not None,
         "embedding": context.settings.embeddings,
     }
     return [name for name, has in found.items() if has]
-
-
-def _takes_tools(tokenizer: Any) -> bool:
-    return told_of_tools(tokenizer)[1]
 
 
 def _since(context: RouteContext) -> str:

@@ -171,7 +171,7 @@ async def _jobs(context: RouteContext, body: CompletionRequest, request: Request
         reported = (reported - told) // len(prompts)
     lengths = [context.length(ids, body.max_tokens, reported=reported) for ids in prompts]
     context.require_few_logprobs(answers * (told + sum(length.tokens for length in lengths)), body.logprobs)
-    salt = context.salt(request, body.prompt_cache_key, body.cache_salt)
+    salt = context.salt(request, body.cache_salt)
     constraints = iter(await constraints_of(context, body, request, salt, answers * len(prompts)))
     jobs = []
     for ids, length in zip(prompts, lengths, strict=True):

@@ -1,0 +1,130 @@
+"""`EngineLimits`: how many jobs and tokens there is room for, and which running job gives way to a long answer."""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvboost_hf.server.jobs import Job
+from kvboost_hf.server.protocol import TooLongError
+
+
+class Claim(Protocol):
+    """A job that takes memory, or is about to."""
+
+    @property
+    def client(self) -> bytes:
+        """Who asks."""
+        ...
+
+    @property
+    def reserved(self) -> int:
+        """Tokens of prompt and answer that memory is kept for."""
+        ...
+
+
+Claimed = TypeVar("Claimed", bound=Claim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Limits of a `ModelEngine`.
+
+    Args:
+        max_batch_size: Jobs that run at the same time, those whose prompts are being computed included.
+        max_queue_size: Jobs that may wait besides.
+        prefill_chunk_size: Tokens of a prompt that are computed in one forward, at most.
+        batch_window_ms: How long the first job after a pause waits for others, in milliseconds.
+        max_model_len: Tokens of a prompt and its answer, at most; None for the number of positions of the model.
+        max_live_tokens: Tokens of all running jobs; None for no limit. Of an answer, `FIRST_TOKENS` count from its
+            start, and more when it gets longer. Where there is no room for more, a job is set aside until there is.
+        max_client_share: The share of `max_queue_size` and of `max_live_tokens` that one client may take alone. It
+            gets more only while what stays free is its part of what it has and what is free: so two clients with a
+            share of 3/4 take 3/7 each, and 1/7 is left for others.
+
+    Raises:
+        ValueError: A count is not positive, or the share is not above 0 and at most 1.
+    """
+
+    max_batch_size: int = 8
+    max_queue_size: int = 64
+    prefill_chunk_size: int = 256
+    batch_window_ms: float = 0
+    max_model_len: int | None = None
+    max_live_tokens: int | None = None
+    max_client_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_queue_size", "prefill_chunk_size", "max_model_len", "max_live_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be positive, got {value}.")
+        if not 0 < self.max_client_share <= 1:
+            raise ValueError(f"`max_client_share` must be more than 0 and at most 1, got {self.max_client_share}.")
+
+    def require_fit(self, job: Job, context: int) -> None:
+        """Raise for a job that can never run.
+
+        Args:
+            job: The job.
+            context: Tokens of a prompt and its answer, at most.
+
+        Raises:
+            ValueError: The prompt is empty.
+            TooLongError: Prompt and answer do not fit into the context, or into `max_live_tokens`.
+        """
+        prompt, new = len(job.ids), job.options.max_tokens
+        if not prompt:
+            raise ValueError("The prompt must have at least one token, got none.")
+        for limit, what in ((context, "the context window"), (self.max_live_tokens, "the memory of this server")):
+            if limit is not None and job.longest > limit:
+                most = max(limit - new, 0)
+                raise TooLongError(
+                    f"A prompt of {prompt} tokens with {new} new ones takes {job.longest}, which exceeds {what} of "
+                    f"{limit}. Shorten it to {most} tokens, or ask for fewer new ones.",
+                    most,
+                    tokens=prompt,
+                    limit=limit,
+                )
+
+    def has_room(self, job: Claim, running: Collection[Claim]) -> bool:
+        """Whether a job may start beside the running ones. A client without a running job may exceed the batch."""
+        own = [other.reserved for other in running if other.client == job.client]
+        if len(running) >= (self.max_batch_size if own else 2 * self.max_batch_size):
+            return False
+        if self.max_live_tokens is None:
+            return True
+        free = self.max_live_tokens - sum(other.reserved for other in running) - job.reserved
+        return free >= 0 and (not own or self._is_share(sum(own) + job.reserved, free))
+
+    def in_the_way(self, job: Claimed, more: int, running: Sequence[Claimed]) -> Claimed | None:
+        """Which of the running jobs has to wait so that one of them may take more memory; None where there is room.
+
+        It is the last one of the same client; where that has no other one, the last one of the client that has most.
+        The first of all goes on, so that all of them end.
+
+        Args:
+            job: The job with the long answer.
+            more: How many tokens more.
+            running: All running jobs, in the order in which they were admitted.
+        """
+        if self.max_live_tokens is None or len(running) < 2:
+            return None
+        held = Counter[bytes]()
+        for other in running:
+            held[other.client] += other.reserved
+        alone = sum(other.client == job.client for other in running) == 1
+        free = self.max_live_tokens - held.total() - more
+        if free >= 0 and (alone or self._is_share(held[job.client] + more, free)):
+            return None
+        client = held.most_common(1)[0][0] if alone else job.client
+        return next((other for other in reversed(running[1:]) if other.client == client), running[-1])
+
+    def has_place(self, own: int, waiting: int) -> bool:
+        """Whether a client with `own` waiting jobs may queue another one beside `waiting` jobs of all clients."""
+        free = self.max_queue_size - waiting - 1
+        return free >= 0 and (not own or self._is_share(own + 1, free))
+
+    def _is_share(self, own: int, free: int) -> bool:
+        """Whether one client may have `own` while `free` stays free (the dynamic thresholds of shared buffers)."""
+        return own * (1 - self.max_client_share) <= free * self.max_client_share
