@@ -160,7 +160,8 @@ class _Attachment:
         if (config := call.config) is None:
             cache.stores_prompts_whole = True
         else:  # generate() makes it for one call, and lets go of it when it returns
-            at_end(config, partial(self._store_tails_of, weakref.ref(cache)), streamer=call.streamer)
+            store = partial(self._store_tails_of, weakref.ref(cache), threading.get_ident())
+            at_end(config, store, streamer=call.streamer)
         return cache
 
     def _of_any_size(self, model: PreTrainedModel, max_cache_len: MaxCacheLen = None) -> ChunkReuseCache:
@@ -234,9 +235,13 @@ class _Attachment:
     def _note(self, cache: ChunkReuseCache) -> None:
         self._of_thread.last = self._latest = cache
 
-    def _store_tails_of(self, ended: "weakref.ref[ChunkReuseCache]") -> None:
-        if (cache := ended()) is not None:
-            self._store_tails(cache)
+    def _store_tails_of(self, ended: "weakref.ref[ChunkReuseCache]", thread: int) -> None:
+        """Store what a call of a thread has left, unless the end shows in another thread, which must not wait."""
+        if (cache := ended()) is not None and self._storing.acquire(blocking=thread == threading.get_ident()):
+            try:
+                cache.store_tails()
+            finally:
+                self._storing.release()
 
     def _store_tails(self, cache: ChunkReuseCache) -> None:
         with self._storing:

@@ -195,7 +195,7 @@ class ChunkReuseCache(DynamicCache):
             static.in_use, static.padded = call.uses_cache, call.mask is not None
             static.require_call_fits(call, live.held)
         self._user_defined = value
-        elsewhere = self._of_call and call.model is not None and call.model is not self._binding.model
+        elsewhere = self._of_call and call.model is not None and call.model is not self._binding.model()
         follows = elsewhere or call.follows(live.held)
         self._call = call if value and not follows else None
         self._mask_fits = not follows or call.fits(live.held)
@@ -203,7 +203,7 @@ class ChunkReuseCache(DynamicCache):
         if self._call is not None:
             live.tally = Tally(bypass=_UNUSED)  # until a forward comes with it
             live.end_call()
-            if live.held and (model := self._binding.model) is not None:
+            if live.held and (model := self._binding.model()) is not None:
                 self._call.start_over(model)
 
     def reason_for_eager(self, call: GenerateCall) -> str | None:
@@ -301,7 +301,7 @@ class ChunkReuseCache(DynamicCache):
         elif not self._of_call and (
             self._live.static is None or not (torch.compiler.is_compiling() or key_states.shape[-2] == 1)
         ):
-            model = self._binding.model
+            model = self._binding.model()
             name = type(model).__name__ if model is not None else "a model that no longer exists"
             raise CacheModelMismatchError(
                 f"This ChunkReuseCache was made for one {name} object, and K/V reached it from elsewhere. Make a "
@@ -330,12 +330,12 @@ class ChunkReuseCache(DynamicCache):
         if static is not None and torch.compiler.is_compiling():
             static.step_log.record(live.static_layers[0].length_tensor, kwargs)
             return kwargs
-        if model is not self._binding.model_ref():
+        if model is not self._binding.model():
             if self._of_call:
                 self._go_on()
                 return kwargs
             raise CacheModelMismatchError(
-                f"This ChunkReuseCache was made for another {type(self._binding.model).__name__} object than the "
+                f"This ChunkReuseCache was made for another {type(self._binding.model()).__name__} object than the "
                 f"{type(model).__name__} that it was passed to. Make one for it: ChunkReuseCache(model)."
             )
         self._go_on()
@@ -445,7 +445,7 @@ class ChunkReuseCache(DynamicCache):
 
     @store.setter
     def store(self, store: ChunkStore) -> None:
-        if (model := self._binding.model) is not None:
+        if (model := self._binding.model()) is not None:
             require_store(store, model)
         self._settle_last()
         self._binding.change(store=store)
@@ -537,7 +537,7 @@ class ChunkReuseCache(DynamicCache):
             How many tokens went through the model, over all rows: 0 if K/V is exact, or where they cannot be
             computed again: a window has let go of tokens, an image came behind them, or the model is another one now.
         """
-        live, model = self._live, self._binding.model
+        live, model = self._live, self._binding.model()
         before = live.tally.repaired
         self._begin_loan()  # an interrupt leaves what is held, tainted as before
         if model is not None and self._writer.storable() is not None and self._binding.reason_in_training is None:
@@ -583,7 +583,7 @@ class ChunkReuseCache(DynamicCache):
         self._settle()
         self._form.leave(self._settle)
         live.in_step()
-        model = binding.model
+        model = binding.model()
         assert model is not None, "a cache without its model cannot be forked"
         twin = ChunkReuseCache(
             model,

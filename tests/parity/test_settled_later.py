@@ -329,6 +329,35 @@ def test_once(llama: PreTrainedModel, store: ChunkStore, monkeypatch: pytest.Mon
     assert len(settled) == len(set(settled)) == 2
 
 
+def test_the_end_of_a_call_waits_for_nobody(llama: PreTrainedModel, store: ChunkStore) -> None:
+    """It may show in a thread that whoever is storing waits for."""
+    cache = ChunkReuseCache(llama, store)
+    held, ended = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        settled: Any = cache._unsettled
+        with settled._lock:
+            held.set()
+            assert ended.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def hold_meanwhile() -> None:
+            while cache._unsettled is None:
+                pass
+            holding.append(pool.submit(hold))
+            assert held.wait(60)
+
+        holding: list[Any] = []
+        generate(llama, cache, 1, streamer=Reading(hold_meanwhile))
+        assert held.is_set()
+        assert not ended.is_set()
+        ended.set()
+        holding[0].result()
+    assert cache.report.prompt_tokens == 300
+    assert store.stats()["chunks"] == 4
+
+
 # A prompt that another thread is about to store
 
 

@@ -11,6 +11,7 @@ The first reason that holds is in the report. Reasons that a model or its argume
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ from kvboost_hf.cache.prompt.token_log import counts_from_padding_id
 from kvboost_hf.compat import attn_implementation, head_widths, padding_reason, rope_regime
 from kvboost_hf.handles import ATTENTION
 
+_is_own = cache(is_own)  # asked for each text
 UPDATE_REPLACED = "`update` of this ChunkReuseCache was replaced"
 MASK = "the attention mask hides more than padding on the left"
 PADDING_WITHOUT_POSITIONS = "there is padding but no position_ids, so that positions do not follow it"
@@ -92,13 +94,13 @@ class Admitted:
 
 def reason_for_stock_layers(parts: CacheParts, request: Request) -> str | None:
     """Why a text that begins runs on transformers' own layers, or None. Looks at the model."""
-    live, cache, model = parts.live, request.cache, request.model
+    live, model, given = parts.live, request.model, request.cache
     if live.unsupported is not None:
         return live.unsupported
     request.seen = parts.binding.look()
     if live.static is None and (reason := parts.binding.fact(model, holder_of_cache)) is not None:
         return reason
-    if "update" in cache.__dict__ or not is_own(type(cache).update):
+    if "update" in given.__dict__ or not _is_own(type(given).update):
         return UPDATE_REPLACED
     return None
 

@@ -99,7 +99,7 @@ def plan_moved(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns,
 
 def movable_spans(parts: CacheParts, ids: torch.Tensor, start: int) -> list[tuple[int, int]]:
     """Which tokens from `start` on of a prompt [1, tokens] chunks could serve that stood elsewhere; half-open."""
-    model, tokens = parts.binding.model, ids[0].cpu().numpy().astype(np.int64, copy=False)
+    model, tokens = parts.binding.model(), ids[0].cpu().numpy().astype(np.int64, copy=False)
     if parts.binding.policy.mode != "blend" or model is None or rope_regime(model, len(tokens)):
         return []
     root = root_of(parts, len(tokens))

@@ -222,14 +222,14 @@ class Reused(Forward):
 
     def _note_pace(self) -> None:
         """Tell how fast the model is. On a GPU the host's clock does not."""
-        model = self.parts.binding.model
+        model = self.parts.binding.model()
         if model is not None and self._loading is None and self._prompt.inputs.input_ids.device.type == "cpu":
             tokens = len(self._prompt.ids) * (self._prompt.columns - self.length)
             ComputePace.of(model).observe(tokens, time.perf_counter() - self._began)
 
     def _audit(self, ledger: Ledger, kwargs: Kwargs, output: Any) -> Any:
         """Compute the prompt a second time; returns the output to give in place of `output`, if it was wrong."""
-        live, model = self.parts.live, self.parts.binding.model
+        live, model = self.parts.live, self.parts.binding.model()
         assert model is not None
         at = int(kwargs.get("labels") is not None)  # of the logits in a tuple: behind the loss
         logits = output["logits"] if isinstance(output, ModelOutput) else output[at]

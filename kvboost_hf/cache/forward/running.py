@@ -22,7 +22,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf import forks
 from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.layers.choose import kv_layers
 from kvboost_hf.cache.live.binding import Binding
@@ -200,12 +199,12 @@ class SettledLater:
     def __init__(self, forward: Forward, config: Any) -> None:
         self._forward: Forward | None = forward
         self._thread, self._config, self._pid = threading.get_ident(), weakref.ref(config), os.getpid()
-        self._lock = forks.rlock()  # whoever comes second waits until it is settled
+        self._lock = forward.parts.writer.settling
         self._begun = threading.Event()
         ledger, beginning = forward.parts.live.ledger, forward.beginning
         self._root = ledger.root if ledger is not None else None
         self._beginnings = _beginnings(beginning) if beginning is not None else frozenset()
-        at_end(config, self.settle)
+        at_end(config, self._settle_unless_under_way)
         forward.parts.binding.store.settles_first(self)
 
     def settle(self) -> None:
@@ -216,6 +215,14 @@ class SettledLater:
             if forward is not None:
                 with contextlib.suppress(StoreClosedError):  # then there is nothing to store it in
                     forward.settle()
+
+    def _settle_unless_under_way(self) -> None:
+        """Settle it where nobody does so: the end of a call may show in any thread, and somebody wait for that one."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.settle()
+            finally:
+                self._lock.release()
 
     def settle_here(self) -> None:
         """Settle it, unless another thread may still be running the call."""
@@ -349,7 +356,7 @@ def lending_reason(live: LiveKV) -> str | None:
 
 def lend_layers(parts: CacheParts) -> list[Any]:
     """The layers, as transformers knows them, for forwards that are not told to the cache."""
-    model = parts.binding.model
+    model = parts.binding.model()
     parts.live.hand_out(model is not None and attn_implementation(model) == ATTENTION)
     return [layer.lend() for layer in kv_layers(parts.live.layers)]
 
@@ -365,7 +372,7 @@ def extend_layers(
     parts: CacheParts, input_ids: torch.Tensor, position_ids: torch.Tensor, kv: Sequence[LayerPair | None]
 ) -> None:
     """Append columns that were computed by forwards over lent layers: see `ChunkReuseCache.extend`."""
-    live, model = parts.live, parts.binding.model
+    live, model = parts.live, parts.binding.model()
     held = live.held
     stop = held + input_ids.shape[1]
     for layer, pair in zip(kv_layers(live.layers), kv, strict=True):
@@ -383,7 +390,7 @@ def extend_layers(
 
 def root_of(parts: CacheParts, tokens: int) -> bytes | None:
     """The root of a prompt of one row with so many tokens; None if nothing of it can be stored."""
-    live, model = parts.live, parts.binding.model
+    live, model = parts.live, parts.binding.model()
     regime = rope_regime(model, tokens) if model is not None and live.unsupported is None else None
     return parts.binding.root(regime) if regime is not None else None
 

@@ -1,6 +1,6 @@
 """Tells that nobody has changed a model, by the numbers with which CPython counts the changes of dicts.
 
-In Python 3.11 each dict has a number that is another one after each change, and that no dict had before.
+In Python 3.11 and 3.12 each dict has a number that is another one after each change, and that no dict had before.
 Attributes, parameters, buffers, children and hooks of modules are in dicts, and so are settings of configurations,
 methods of classes and functions of Python's modules. To compare a few thousand numbers takes microseconds; to read
 what is in the dicts takes milliseconds. Where changes are not counted, each look at a model reads it.
@@ -63,7 +63,7 @@ _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dty
 _NEVER_READ = (GenerationConfig, KeptOnModel, type, types.ModuleType, types.BuiltinFunctionType)
 _VERSION_AT = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)  # in a dict, behind the number of its items
 _VERSION = np.dtype(np.uint64)
-_COUNTED_UNTIL = (3, 11)  # later ones have the number, too; nobody has tried them
+_COUNTED_UNTIL = (3, 12)  # Python 3.13 does not count changes of attributes that it keeps beside their object
 Dict = dict[Any, Any]
 _Item = tuple[Dict, Any]  # a dict, and a key in it
 
@@ -115,7 +115,7 @@ class Still:
         children = _items(attributes["_modules"] for attributes in own)
         in_place = [model, *(items[name] for items, name in children)]
         self._types, own = list(map(type, in_place)), list(map(_DICT, in_place))
-        self._shown = list(map(shown, self._lists))
+        self._shown = _all_shown(self._lists)
         counted = {id(each): each for each in map(_dict_of, dicts)}
         hooks = {id(attributes[name]) for attributes in map(_DICT, modules) for name in HOOKS}
         self._no_hooks = {at: each for at, each in enumerate(counted.values()) if id(each) in hooks and not each}
@@ -165,7 +165,7 @@ class Still:
             return None
         if list(map(type, modules)) != self._types or not all(map(is_, map(_DICT, modules), own)):
             return None
-        if list(map(_bases_and_code, self._kinds)) != self._bases or list(map(shown, self._lists)) != self._shown:
+        if list(map(_bases_and_code, self._kinds)) != self._bases or _all_shown(self._lists) != self._shown:
             return None
         return None if any(map(_IS_META, tensors)) else tensors
 
@@ -185,6 +185,14 @@ def _bases_and_code(kind: Any) -> list[Any]:
         found.append(getattr(function, "__code__", None))
         function = getattr(function, "__wrapped__", None)
     return found
+
+
+def _all_shown(values: list[Any]) -> list[str]:
+    """The texts of values that may change in place."""
+    try:
+        return [repr(value) for value in values]
+    except Exception:  # of something in them
+        return list(map(shown, values))
 
 
 def _items(dicts: Iterable[Dict]) -> list[_Item]:

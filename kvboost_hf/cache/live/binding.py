@@ -33,7 +33,7 @@ class Binding:
 
     Attributes:
         keeps_hidden: Hidden states are kept beside K/V.
-        model_ref: What `model` asks, for whoever asks at each token.
+        model: Gives the model, or None if it no longer exists.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Binding:
         live_quant: KVQuantConfig | None,
     ) -> None:
         self.store, self.policy, self.salt, self.live_quant = store, policy, salt, live_quant
-        self.model_ref = weakref.ref(model)
+        self.model = weakref.ref(model)
         self._fingerprint = weakref.ref(ModelState.of(model).fingerprint)  # it may hold hooks that hold the model
         self.keeps_hidden = policy.keep_logprobs and known_hidden_states_reason(model) is None
         self._mark = mark(live_quant) if live_quant is not None else b""
@@ -88,11 +88,6 @@ class Binding:
         _require_fit(store, policy, live_quant)
         return cls(model, store, policy, store.salt if salt is None else salt_bytes(salt), live_quant)
 
-    @property
-    def model(self) -> PreTrainedModel | None:
-        """The model, or None if it no longer exists."""
-        return self.model_ref()
-
     def change(self, store: ChunkStore | None = None, policy: ReusePolicy | None = None) -> None:
         """Go on with another store, or another policy.
 
@@ -111,7 +106,7 @@ class Binding:
     @property
     def all_logits_reason(self) -> str | None:
         """Why the logits of reused tokens cannot be had, or None."""
-        model = self.model_ref()
+        model = self.model()
         if not self.policy.keep_logprobs or model is None:
             return ALL_LOGITS
         return known_hidden_states_reason(model)
@@ -125,13 +120,13 @@ class Binding:
     @property
     def reason_in_training(self) -> str | None:
         """Why K/V of the model, a part of which is in training mode, may be drawn at random; None if it is not."""
-        model, fingerprint = self.model_ref(), self.fingerprint
+        model, fingerprint = self.model(), self.fingerprint
         return fingerprint.reason_in_training(model) if model is not None and fingerprint is not None else None
 
     def look(self) -> ModelParts | None:
         """What the K/V of the model, as it is now, depends on; None if it no longer exists."""
         self._hooks = RemovableHandle.next_id, hooks_registered()
-        model, fingerprint = self.model_ref(), self._fingerprint()
+        model, fingerprint = self.model(), self._fingerprint()
         if model is None or fingerprint is None:
             return None
         seen = fingerprint.look(model)
@@ -186,7 +181,7 @@ class Binding:
     @property
     def may_change_within_a_forward(self) -> bool:
         """Whether functions or hooks of others run in the model, which may change its K/V in the course of it."""
-        model, fingerprint = self.model_ref(), self.fingerprint
+        model, fingerprint = self.model(), self.fingerprint
         return (
             model is None or fingerprint is None or foreign_attention(model) is not None or bool(fingerprint.watched)
         )

@@ -83,7 +83,7 @@ class DecodingForm:
             call: The call.
             settle: Ends what is under way in the cache, and takes over what graphs have decoded.
         """
-        model = self._binding.model
+        model = self._binding.model()
         if model is None or not compiles(model, call):
             return NOT_ON_GPU
         settle()
@@ -94,7 +94,7 @@ class DecodingForm:
         self.reason = GROWS if self.asked is None else NOT_YET
         if self.asked != AUTO:
             return
-        reason, model = self.reason_for(call, settle), self._binding.model
+        reason, model = self.reason_for(call, settle), self._binding.model()
         if reason is None and model is not None:
             reason = self._take(model, call)
         if reason is not None:
@@ -117,7 +117,7 @@ class DecodingForm:
 
     def leave(self, settle: Settle) -> None:
         """Go on with buffers that grow, unless a size was named."""
-        model = self._binding.model
+        model = self._binding.model()
         if self.asked == AUTO and self._live.static is not None and model is not None:
             settle()
             self._live.take_form(model, None)

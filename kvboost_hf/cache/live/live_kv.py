@@ -84,6 +84,8 @@ class LiveKV:
         self._bumps = fingerprint.bumps
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
         self._classes_of: list[ReuseLayer] | None = None
+        self._own_of: list[ReuseLayer] | None = None
+        self._own: dict[str, list[ReuseLayer]] = {}  # by method, of these layers
         self._classes: list[type | None] = []  # of what transformers sees, as it was made; None for somebody else's
         text_config = model.config.get_text_config(decoder=True)
         self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())  # they hold no tokens
@@ -120,6 +122,15 @@ class LiveKV:
         """The layer of hidden states, if they are kept."""
         last = self.layers[-1] if self.layers else None
         return last if isinstance(last, HiddenStates) else None
+
+    def _with_own(self, name: str) -> list[ReuseLayer]:
+        """The layers whose kind does something in a method that does nothing by default."""
+        if self._own_of is not self.layers:
+            self._own_of, self._own = self.layers, {}
+        if name not in self._own:
+            default = getattr(ReuseLayer, name)
+            self._own[name] = [layer for layer in self.layers if getattr(type(layer), name) is not default]
+        return self._own[name]
 
     @property
     def static_layers(self) -> list[StaticReuseLayer]:
@@ -218,7 +229,7 @@ class LiveKV:
     def expect_padding(self, pads: NDArray[np.int64]) -> None:
         """Tell the layers where the shortest row begins."""
         longest = int(pads.max())
-        for layer in self.layers:
+        for layer in self._with_own("expect_padding"):
             layer.expect_padding(longest)
 
     def release(self, before: int) -> None:
@@ -369,7 +380,7 @@ class LiveKV:
 
     def can_rewind(self, length: int) -> bool:
         """Whether all layers can forget the columns from `length` on."""
-        return all([layer.can_rewind(length) for layer in self.layers])
+        return all([layer.can_rewind(length) for layer in self._with_own("can_rewind")])
 
     def rewind(self, length: int) -> None:
         """Forget the columns from `length` on."""

@@ -1,5 +1,6 @@
 """Handing K/V from the live cache to the store."""
 
+from kvboost_hf import forks
 from kvboost_hf.cache.live.binding import Binding
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
@@ -19,10 +20,13 @@ class StoreWriter:
     Args:
         binding: The model and the store.
         live: The K/V.
+
+    Attributes:
+        settling: Held while a forward is settled, so that whoever comes second waits until it is.
     """
 
     def __init__(self, binding: Binding, live: LiveKV) -> None:
-        self._binding, self._live = binding, live
+        self._binding, self._live, self.settling = binding, live, forks.rlock()
 
     def offer_new(self, ledger: Ledger) -> None:
         """Offer chunks that have become complete."""
@@ -112,7 +116,7 @@ class StoreWriter:
         if not live.untouched(ledger):
             live.note_change()
             return False
-        if not ledger.log.trusted or binding.model is None or binding.altered is not None:
+        if not ledger.log.trusted or binding.model() is None or binding.altered is not None:
             return False
         # What others have put into it may have changed in the course of the forward.
         if root_checked and not binding.may_change_within_a_forward:

@@ -301,6 +301,7 @@ class Roots:
 
     def __init__(self, history: History, lower: LowerMemory, drop: Callable[[set[bytes]], None]) -> None:
         self._history, self._lower, self._drop = history, lower, drop
+        self._lasts = bool(lower)  # there are tiers that other processes may read
         self._age = -1, -1  # of the model
         self._passing: set[bytes] = set()  # roots that last as long as it stays as it is
         self._warned: set[str] = set()
@@ -329,7 +330,7 @@ class Roots:
             seen: What was just found in the model, or None to look at it.
         """
         follower = ModelState.of(model).fingerprint
-        fingerprint = follower.durable(model, full=read_all, found=seen) if self._lower else None
+        fingerprint = follower.durable(model, full=read_all, found=seen) if self._lasts else None
         if durable := isinstance(fingerprint, bytes):
             found = fingerprint
         else:

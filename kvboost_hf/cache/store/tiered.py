@@ -217,7 +217,8 @@ class TieredRecords:
             self.memory.use([each.key for each in used], by_content=moved)
             self.counts["hits"] += len(chunks)
             self.counts["misses"] += missed
-            self.payback.note_served(sum(len(chunk.tokens) for chunk in chunks))
+            if chunks:
+                self.payback.note_served(sum(len(chunk.tokens) for chunk in chunks))
         if durable := [each.key for each in used if self.lower.keeps(each.root)]:
             self.lower.tiers.touch(durable)
 
