@@ -81,6 +81,7 @@ class RouteContext:
     encoder: Encoder
     created: int
     _token_texts: dict[int, str] = field(default_factory=dict)
+    _token_bytes: dict[int, list[int]] = field(default_factory=dict)
 
     def require_model(self, name: str | None) -> str:
         """Return the name that an answer gives the model, or raise an `ApiError` for the name of another model."""
@@ -206,16 +207,19 @@ class RouteContext:
             found = self._token_texts[token] = str(self.tokenizer.decode([token]))
         return found
 
+    def _bytes_of(self, token: int) -> list[int]:
+        """The bytes of a single token; the caller must not change the list."""
+        found = self._token_bytes.get(token)
+        if found is None:
+            given = self.grammars.token_bytes(token) or self.token_text(token).encode()
+            found = self._token_bytes[token] = list(given)
+        return found
+
     def logprob_body(self, found: TokenLogprob) -> dict[str, Any]:
         """A log probability, and those of other tokens at its place, as chats have them."""
 
         def told(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self.token_text(token)
-            return {
-                "token": text,
-                "logprob": logprob,
-                "bytes": list(self.grammars.token_bytes(token) or text.encode()),
-            }
+            return {"token": self.token_text(token), "logprob": logprob, "bytes": self._bytes_of(token)}
 
         return told(found.token, found.logprob) | {"top_logprobs": [told(*one) for one in found.top]}
 
