@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvboost_hf.errors import KVBoostError
 from kvboost_hf.server.grammars import program
-from kvboost_hf.server.grammars.fitting import Fitted, narrowed, opened
+from kvboost_hf.server.grammars.fitting import Fitted, opened
+from kvboost_hf.server.grammars.narrowing import narrowed
 from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ What means the same in other words is put so. References are resolved, whatever 
 `$defs` then. Annotations and unknown keywords are left out.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -23,7 +23,7 @@ _COUNTS = (
 )
 _COUNTABLE = range(2**31)
 _AS_GIVEN = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_LISTS = ("anyOf", "oneOf", "allOf")
+LISTS = ("anyOf", "oneOf", "allOf")
 _NEVER_HELD = (
     "if",
     "then",
@@ -39,7 +39,7 @@ _NEVER_HELD = (
     "uniqueItems",
     "not",
 )
-_JOINS = ("$ref", *_LISTS, "if", "dependentSchemas")
+_JOINS = ("$ref", *LISTS, "if", "dependentSchemas")
 # What is left out of these may tell of other properties, so that an object cannot be closed.
 _MAY_NAME_MORE = (
     "$ref",
@@ -52,7 +52,7 @@ _MAY_NAME_MORE = (
     "dependencies",
 )
 _NOTES = ("contentEncoding", "contentMediaType", "contentSchema")
-_MOST_PATHS, _MOST_TRIALS = 32, 64
+_MOST_PATHS = 32
 OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -142,21 +142,6 @@ def fit(schema: Any, *, name: str, place: str, strict: bool, is_object: bool) ->
     return result.require()
 
 
-def narrowed(fitted: Fitted, compiles: Callable[[Mapping[str, Any]], bool]) -> Fitted:
-    """Leave to the model what a grammar of the schema cannot be compiled with.
-
-    Args:
-        fitted: A schema with which a grammar could not be compiled, maybe for another reason.
-        compiles: Whether one can be compiled with a schema.
-
-    Raises:
-        ValueError: The client asks for all of it.
-    """
-    search = _Search(fitted.schema, compiles)
-    schema = search.schema()
-    return replace(fitted, schema=schema, left=(*fitted.left, *search.left)).require()
-
-
 def opened(fitted: Fitted) -> Fitted:
     """Leave all of a schema to the model, besides whether it is an object.
 
@@ -222,12 +207,12 @@ class _Fitter:
         self._joined(given, found, path)
         for name in _NEVER_HELD:
             if name in given and not self._says_nothing(name, given, found):
-                self._leave(_under(path, name), "a grammar has no way to say it")
+                self._leave(under(path, name), "a grammar has no way to say it")
         if "properties" in found and any(name in given and name not in found for name in _MAY_NAME_MORE):
             found.setdefault("additionalProperties", True)
         for name in _NOTES:
             if name in given:
-                self._leave(_under(path, name), "it says how to read a text", note=True)
+                self._leave(under(path, name), "it says how to read a text", note=True)
         return _nullable(found) if given.get("nullable") is True else found
 
     def _leave(self, path: str, why: str, *, note: bool = False) -> None:
@@ -242,7 +227,7 @@ class _Fitter:
         if asked is not None and "any" not in known:
             kept = list(dict.fromkeys(name for name in known if name in _TYPES))
             if len(kept) < len(names) or not kept:
-                self._leave(_under(path, "type"), f"a type must be one of {', '.join(_TYPES)}")
+                self._leave(under(path, "type"), f"a type must be one of {', '.join(_TYPES)}")
             else:
                 found["type"] = kept if isinstance(asked, list) and len(kept) > 1 else kept[0]
         refused = given.get("not")
@@ -251,13 +236,13 @@ class _Fitter:
                 continue
             values = given[name] if name == "enum" else [given[name]]
             if not isinstance(values, list) or not values:
-                self._leave(_under(path, name), "it must be a list of values, and have one at least")
+                self._leave(under(path, name), "it must be a list of values, and have one at least")
                 continue
             if given.get("nullable") is True and name == "enum" and None not in values:
                 values = [*values, None]
             fitting = [value for value in values if "type" not in found or _is_of(value, found["type"], given)]
             if not fitting:
-                self._leave(_under(path, "type"), f"no value of `{name}` is of this type")
+                self._leave(under(path, "type"), f"no value of `{name}` is of this type")
                 found.pop("type", None)
                 fitting = values
             if _denied(refused) is not None:
@@ -277,7 +262,7 @@ class _Fitter:
             if value is None or isinstance(value, bool):
                 continue
             if not isinstance(value, int | float) or (name == "multipleOf" and value <= 0):
-                self._leave(_under(path, name), f"it must be a number, got {str(value)[:40]!r}")
+                self._leave(under(path, name), f"it must be a number, got {str(value)[:40]!r}")
                 continue
             found[name] = value
         for plain, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
@@ -289,15 +274,15 @@ class _Fitter:
                 if value is None:
                     continue
                 if isinstance(value, bool) or not isinstance(value, int | float) or value not in _COUNTABLE:
-                    self._leave(_under(path, name), f"it must be a count, got {str(value)[:40]!r}")
+                    self._leave(under(path, name), f"it must be a count, got {str(value)[:40]!r}")
                 else:
                     found[name] = int(value)
             if low in found and high in found and found[low] > found[high]:
-                self._leave(_under(path, low), f"it is above `{high}`")
+                self._leave(under(path, low), f"it is above `{high}`")
                 del found[low], found[high]
         bounds = [found.get(name) for name in ("minimum", "maximum")]
         if None not in bounds and bounds[0] > bounds[1]:  # type: ignore[operator]
-            self._leave(_under(path, "minimum"), "it is above `maximum`")
+            self._leave(under(path, "minimum"), "it is above `maximum`")
             del found["minimum"], found["maximum"]
 
     def _text(self, given: dict[str, Any], found: dict[str, Any], path: str) -> None:
@@ -305,10 +290,10 @@ class _Fitter:
         if isinstance(kind, str) and kind in _FORMATS:
             found["format"] = kind
         elif kind is not None:
-            self._leave(_under(path, "format"), "no grammar is known for it", note=True)
+            self._leave(under(path, "format"), "no grammar is known for it", note=True)
         if "pattern" not in given:
             return
-        patterns = self._patterns(given["pattern"], _under(path, "pattern"))
+        patterns = self._patterns(given["pattern"], under(path, "pattern"))
         if patterns:
             found["pattern"] = patterns[0]
         if patterns[1:]:
@@ -329,12 +314,12 @@ class _Fitter:
             items, places = given.get("additionalItems"), items
         if isinstance(places, list) and places:
             found["prefixItems"] = [
-                self.schema(each, f"{_under(path, 'prefixItems')}.{n}") for n, each in enumerate(places)
+                self.schema(each, f"{under(path, 'prefixItems')}.{n}") for n, each in enumerate(places)
             ]
         if items is not None:
-            found["items"] = self.schema(items, _under(path, "items"))
+            found["items"] = self.schema(items, under(path, "items"))
         if "items" not in found and "unevaluatedItems" in given and not _joins(given):
-            found["items"] = self.schema(given["unevaluatedItems"], _under(path, "unevaluatedItems"))
+            found["items"] = self.schema(given["unevaluatedItems"], under(path, "unevaluatedItems"))
         if "contains" in given and given.get("minContains") != 0:
             count = given.get("minContains", 1)
             if isinstance(count, int) and count > found.get("minItems", 0):
@@ -344,10 +329,10 @@ class _Fitter:
         properties = given.get("properties")
         if isinstance(properties, dict):
             found["properties"] = {
-                name: self.schema(each, f"{_under(path, 'properties')}.{name}") for name, each in properties.items()
+                name: self.schema(each, f"{under(path, 'properties')}.{name}") for name, each in properties.items()
             }
         elif properties is not None:
-            self._leave(_under(path, "properties"), "they must be schemas by name")
+            self._leave(under(path, "properties"), "they must be schemas by name")
         by_pattern = given.get("patternProperties")
         if isinstance(by_pattern, dict):
             found |= self._by_pattern(by_pattern, path)
@@ -355,11 +340,11 @@ class _Fitter:
             found["additionalProperties"] = True
         elif "additionalProperties" in given:
             found["additionalProperties"] = self.schema(
-                given["additionalProperties"], _under(path, "additionalProperties")
+                given["additionalProperties"], under(path, "additionalProperties")
             )
         elif "unevaluatedProperties" in given and not _joins(given):
             found["additionalProperties"] = self.schema(
-                given["unevaluatedProperties"], _under(path, "unevaluatedProperties")
+                given["unevaluatedProperties"], under(path, "unevaluatedProperties")
             )
         self._names_of_properties(given, found, path)
         required = given.get("required")
@@ -369,14 +354,14 @@ class _Fitter:
             known = found.get("properties", {})
             lost = [name for name in names if known.get(name, True) is False or (closed and name not in known)]
             if lost:
-                self._leave(_under(path, "required"), f"there can be no property {lost[0][:64]!r}")
+                self._leave(under(path, "required"), f"there can be no property {lost[0][:64]!r}")
             if kept := [name for name in names if name not in lost]:
                 found["required"] = list(dict.fromkeys(kept))
 
     def _by_pattern(self, given: dict[str, Any], path: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for pattern, each in given.items():
-            inner = f"{_under(path, 'patternProperties')}.{pattern}"
+            inner = f"{under(path, 'patternProperties')}.{pattern}"
             patterns, exact = rust(pattern)
             if not exact or len(patterns) > 1:
                 # Names that a wider pattern matches would have to keep to what is not said of them.
@@ -403,20 +388,20 @@ class _Fitter:
     def _joined(self, given: dict[str, Any], found: dict[str, Any], path: str) -> None:
         for name in ("$ref", "$dynamicRef", "$recursiveRef"):
             if name in given and id(given) in self._elsewhere and str(given[name]).startswith("#"):
-                self._leave(_under(path, name), "it is in a schema that has an `$id` of its own")
+                self._leave(under(path, name), "it is in a schema that has an `$id` of its own")
             elif name in given:
-                found |= self._reference(given[name], _under(path, name))
-        for name in _LISTS:
+                found |= self._reference(given[name], under(path, name))
+        for name in LISTS:
             parts = given.get(name)
             if parts is None:
                 continue
             if not isinstance(parts, list) or not parts:
-                self._leave(_under(path, name), "it must be a list of schemas, and have one at least")
+                self._leave(under(path, name), "it must be a list of schemas, and have one at least")
                 continue
-            inner = [self.schema(each, f"{_under(path, name)}.{n}") for n, each in enumerate(parts)]
+            inner = [self.schema(each, f"{under(path, name)}.{n}") for n, each in enumerate(parts)]
             if name == "oneOf":
                 if not self._are_apart(parts):
-                    self._leave(_under(path, name), "a value may be of several of these schemas, as with anyOf")
+                    self._leave(under(path, name), "a value may be of several of these schemas, as with anyOf")
                 name = "anyOf" if "anyOf" not in given else "allOf"
                 inner = [{"anyOf": inner}] if name == "allOf" else inner
             found[name] = [*found.get(name, []), *inner]
@@ -513,94 +498,7 @@ class _Fitter:
 _SAYS_NOTHING = ("title", "description", "default", "examples", "$comment", "deprecated")
 
 
-@dataclass
-class _Search:
-    """Finds what a grammar cannot be compiled with, by compiling it without.
-
-    Args:
-        root: The schema.
-        compiles: Whether a grammar can be compiled with a schema.
-
-    Attributes:
-        left: What was left out.
-    """
-
-    root: Mapping[str, Any]
-    compiles: Callable[[Mapping[str, Any]], bool]
-    left: list[Left] = field(default_factory=list)
-    _trials: int = 0
-
-    def schema(self) -> Mapping[str, Any]:
-        """The schema without it."""
-        if self._holds(self.root):
-            return self.root
-        self._defs = dict(self.root.get("$defs", {}))
-        for name in self._failing([(name, each) for name, each in self._defs.items()]):
-            self._defs[name] = self._part(self._defs[name], f"$defs.{name}")
-        found = self._part({name: value for name, value in self.root.items() if name != "$defs"}, "")
-        if isinstance(found, dict) and self._is_fine(found):
-            return {**found, **({"$defs": self._defs} if self._defs else {})}
-        self.left = [Left("", "its grammar is too large, or allows no value")]
-        return OBJECT if self.root.get("type") == "object" else {}
-
-    def _holds(self, schema: Any) -> bool:
-        self._trials += 1
-        return self._trials <= _MOST_TRIALS and self.compiles(schema)
-
-    def _is_fine(self, schema: Any) -> bool:
-        return self._holds({**schema, **({"$defs": self._defs} if self._defs else {})})
-
-    def _failing(self, parts: list[tuple[Any, Any]]) -> list[Any]:
-        """The keys of those schemas that no grammar can be compiled with."""
-        parts = [(key, part) for key, part in parts if isinstance(part, dict) and part]
-        tried = [part for _, part in parts]
-        if not parts or self._is_fine({"type": "array", "prefixItems": tried, "minItems": len(tried)}):
-            return []
-        if len(parts) == 1:
-            return [parts[0][0]]
-        half = len(parts) // 2
-        return [*self._failing(parts[:half]), *self._failing(parts[half:])]
-
-    def _part(self, schema: Any, path: str) -> Any:
-        """A part of the schema without it."""
-        found = dict(schema)
-        inner = dict(_inner(found))
-        for keys in self._failing(list(inner.items())):
-            _put(found, keys, self._part(inner[keys], ".".join(filter(None, (path, *map(str, keys))))))
-        if self._is_fine(found):
-            return found
-        for name in [name for name in found if name not in ("properties", "type")] + ["properties", "type"]:
-            fewer = {key: value for key, value in found.items() if key != name}
-            if name == "patternProperties":
-                fewer["additionalProperties"] = True
-            if name in found and self._is_fine(fewer):
-                self.left.append(Left(_under(path, name), "no grammar can be compiled with it"))
-                return fewer
-        self.left.append(Left(path, "no grammar can be compiled with it"))
-        return True
-
-
-def _inner(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The schemas in one, with the keys that lead there."""
-    for name in ("properties", "patternProperties"):
-        yield from (((name, key), each) for key, each in schema.get(name, {}).items())
-    for name in (*_LISTS, "prefixItems"):
-        yield from (((name, n), each) for n, each in enumerate(schema.get(name, ())))
-    for name in ("items", "additionalProperties"):
-        if name in schema:
-            yield (name,), schema[name]
-
-
-def _put(schema: dict[str, Any], keys: tuple[Any, ...], value: Any) -> None:
-    if len(keys) == 1:
-        schema[keys[0]] = value
-        return
-    outer = schema[keys[0]]
-    schema[keys[0]] = inner = dict(outer) if isinstance(outer, dict) else list(outer)
-    inner[keys[1]] = value
-
-
-def _under(path: str, name: str) -> str:
+def under(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvboost_hf.server.chats.template import RESERVED, Rendering, reasoning_arguments
 from kvboost_hf.server.chats.values import arguments_of
-from kvboost_hf.server.requests.fields import Body, Many, Refusal, only, read_json
+from kvboost_hf.server.requests.fields import Body, LargeJsonError, Many, Refusal, only, read_json
 from kvboost_hf.server.requests.media import text_of_media
 from kvboost_hf.server.requests.sampled import JsonSchemaBody, Length, Sampled
 
@@ -160,8 +160,16 @@ class CalledFunction(Body):
         Raises:
             LargeJsonError: they have too many parts, or too deep ones.
         """
-        written = arguments_of(self.arguments)
-        found = read_json(written.encode()) if written is not None else None
+        try:
+            found = read_json(self.arguments.encode())
+            json.dumps(found, allow_nan=False)
+        except LargeJsonError:
+            raise
+        except ValueError:  # no JSON, or a number that JSON does not have
+            found = None
+        if not isinstance(found, dict):
+            written = arguments_of(self.arguments)
+            found = read_json(written.encode()) if written is not None else None
         return found if isinstance(found, dict) else self.arguments
 
 
