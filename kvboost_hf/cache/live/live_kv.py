@@ -85,7 +85,7 @@ class LiveKV:
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
         self._classes_of: list[ReuseLayer] | None = None
         self._own_of: list[ReuseLayer] | None = None
-        self._own: dict[str, list[ReuseLayer]] = {}  # by method, of these layers
+        self._own: dict[str, list[int]] = {}  # by method, numbers of these layers: `has_layers_elsewhere` counts them
         self._classes: list[type | None] = []  # of what transformers sees, as it was made; None for somebody else's
         text_config = model.config.get_text_config(decoder=True)
         self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())  # they hold no tokens
@@ -129,8 +129,9 @@ class LiveKV:
             self._own_of, self._own = self.layers, {}
         if name not in self._own:
             default = getattr(ReuseLayer, name)
-            self._own[name] = [layer for layer in self.layers if getattr(type(layer), name) is not default]
-        return self._own[name]
+            kinds = list(map(type, self.layers))
+            self._own[name] = [at for at, kind in enumerate(kinds) if getattr(kind, name) is not default]
+        return [self.layers[at] for at in self._own[name]]
 
     @property
     def static_layers(self) -> list[StaticReuseLayer]:
