@@ -84,7 +84,7 @@ def test_a_wrong_key_and_then_the_right_one(browser: Browser, reading: Listening
 def test_an_error_is_shown_and_leaves_the_chat_as_it_was(page: Browser) -> None:
     page.run("document.getElementById('text').value = 'word '.repeat(9000)")
     page.click("send")
-    page.shows(".error", "exceeds the context window")
+    page.shows(".error", "maximum context length")
     assert page.names(".error") == [("alert", "")]
     assert _answers(page) == []
     assert page.run("return document.getElementById('text').value.length") > 40000
