@@ -180,8 +180,19 @@ def _choices(said: bytes, streamed: bool) -> list[tuple[str, str, list[Body]]]:
             text, reason, calls = found.get(choice["index"], ("", "", []))
             text += message.get("text") or message.get("content") or ""
             reason = choice["finish_reason"] or reason
-            found[choice["index"]] = text, reason, calls + (message.get("tool_calls") or [])
+            found[choice["index"]] = text, reason, _with_pieces(calls, message.get("tool_calls") or [])
     return [found[n] for n in sorted(found)]
+
+
+def _with_pieces(calls: list[Body], pieces: list[Body]) -> list[Body]:
+    """Calls, and what a message has of them: in a stream the arguments of a call come in pieces."""
+    found = list(calls)
+    for piece in pieces:
+        if piece.get("index", len(found)) < len(found):
+            found[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+        else:
+            found.append(piece)
+    return found
 
 
 Kind = Callable[[Client, Prompts, Tally, random.Random], None]

@@ -134,7 +134,7 @@ TABLE: Mapping[str, tuple[Replacement, ...]] = {
             "verify_greedy, verify_sampling, truncate_past_kv, gather_kv_columns, run_speculative_decode",
             "The assisted decoding of transformers does this; `TreeDecoding` does it for trees.",
         ),
-        _same("OOMPlanner", "what_fits", "The server refuses prompts that have no room with status 413."),
+        _same("OOMPlanner", "what_fits", "The server refuses prompts that have no room with status 400."),
     ),
     "modules": (
         _works("kvboost.engine, kvboost.streaming, kvboost.compat", "For the names above that are here, too."),
@@ -302,7 +302,7 @@ TABLE: Mapping[str, tuple[Replacement, ...]] = {
         _works("--speculative-gamma", "The most tokens of a chain; without a policy it asks for chains."),
         _works("--batch-window-ms, --max-batch-size, --max-queue-size", "A full queue is told with status 429."),
         _works("--warm", "Of completions; chats begin with messages: `--warm-chat FILE`."),
-        _works("--oom-planning, --no-oom-planning, --planner-safety-margin", "Requests without room get status 413."),
+        _works("--oom-planning, --no-oom-planning, --planner-safety-margin", "Requests without room get status 400."),
         _works("--auto-truncate"),
         _works("--max-tokens", "Of a chat that gives no length; `--max-model-len` limits prompt and answer together."),
         _works("--log-level"),

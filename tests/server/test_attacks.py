@@ -21,7 +21,7 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.wire import Wire, post_json, until
 
 _MIB = 2**20
-_FROZEN_S = 2  # longer than this nobody may wait for work of the server
+_FROZEN_S = 2  # longer than this nobody may wait for work of the server, on a core of its own
 _FROZEN_ON_THE_CLOCK_S = 8  # nor longer than this, whatever else the machine does
 
 
@@ -56,10 +56,21 @@ class Watch:
         self._ended.set()
 
 
+_QUIET_S = 0.2  # of this thread, that the work below takes where nobody else computes
+
+
+def _slowness() -> float:
+    """How many times as long as on a quiet core the same work takes now: cores are shared with other tests."""
+    start, total = time.thread_time(), 0
+    for number in range(2_000_000):
+        total += number
+    return max(1.0, (time.thread_time() - start) / _QUIET_S)
+
+
 @contextmanager
 def watched(at: Listening) -> Iterator[Watch]:
     """Fails if the server was frozen, or took very much memory."""
-    watch = Watch(at.url)
+    watch, slowness = Watch(at.url), _slowness()
     thread = threading.Thread(target=watch.run)
     thread.start()
     try:
@@ -67,7 +78,7 @@ def watched(at: Listening) -> Iterator[Watch]:
     finally:
         watch.end()
         thread.join()
-    assert watch.worst_of_ours < _FROZEN_S
+    assert watch.worst_of_ours < _FROZEN_S * max(slowness, _slowness())
     assert watch.worst < _FROZEN_ON_THE_CLOCK_S
     assert watch.grown < 1500 * _MIB
 
