@@ -1,4 +1,4 @@
-"""What surrounds a forward: the generate() call under way, its assisted decoding, and the precision of the thread."""
+"""Finds the generate() call and the assisted decoding that a forward belongs to, and the precision of the thread."""
 
 import sys
 from collections.abc import Hashable

@@ -112,9 +112,11 @@ async def whole(found: AsyncIterator[Delta], choices: int) -> list[Answer]:
         answer = answers[delta.choice]
         answer.text += delta.text
         answer.reasoning += delta.reasoning
-        answer.calls = list(joined_calls([*answer.calls, *delta.calls]))
+        answer.calls += delta.calls
         answer.logprobs += delta.logprobs
         answer.reason = delta.reason or answer.reason
+    for answer in answers:
+        answer.calls = list(joined_calls(answer.calls))
     return answers
 
 

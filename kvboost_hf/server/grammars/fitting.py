@@ -109,7 +109,7 @@ def fit(schema: Any, *, name: str, place: str, strict: bool, is_object: bool) ->
     """Fit a schema to what a grammar can hold.
 
     Args:
-        schema: Of a client; nested 100 deep at most.
+        schema: The JSON schema that a client has sent; nested 100 deep at most.
         name: The schema in errors.
         place: The field that it is in.
         strict: Whether the client asks for all of it.

@@ -32,7 +32,7 @@ def text_of_media(part: Mapping[str, Any], place: str) -> str:
     A document of text, and a result of a search, keep their texts.
 
     Args:
-        part: Of a message, as any of the APIs has it, with a `type`.
+        part: A part of a message, with a `type`, as any of the APIs has it.
         place: Where such parts are in a request.
 
     Example:
