@@ -9,6 +9,7 @@ import os
 import shlex
 import sqlite3
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,11 +17,17 @@ from itertools import islice
 from pathlib import Path
 from uuid import uuid4
 
+from kvboost_hf.cache.tiers import disk_index as index
 from kvboost_hf.cache.tiers.base import Entry, Failures
-from kvboost_hf.cache.tiers.disk import index
-from kvboost_hf.cache.tiers.disk.files import BlobFiles, in_flight, is_dead
-from kvboost_hf.cache.tiers.disk.index import DiskIndex
+from kvboost_hf.cache.tiers.disk_files import BlobFiles, in_flight, is_dead
+from kvboost_hf.cache.tiers.disk_index import DiskIndex
 from kvboost_hf.cache.tiers.record import read_entry
+
+if sys.platform == "win32":
+    raise ImportError(
+        "A disk tier needs a POSIX system, such as Linux, macOS or the Windows Subsystem for Linux. On Windows, use "
+        "the tier file:///C:/FOLDER, which keeps K/V in files, too."
+    )
 
 _log = logging.getLogger(__name__)
 _AT_ONCE = 500  # keys in one query, rows in one page, files removed in one transaction
