@@ -666,7 +666,7 @@ class ChunkReuseCache(DynamicCache):
             states: For each layer, its state behind the last of the tokens; None where it has none.
         """
         self._settle()
-        if states and (model := self._binding.model()) is not None:
+        if any(states) and (model := self._binding.model()) is not None:
             leave_prompts(self._parts, model)
         self._begin_loan()
         extend_layers(self._parts, input_ids, position_ids, kv, states)

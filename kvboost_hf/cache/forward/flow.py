@@ -193,7 +193,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     new = inputs.input_ids.shape[1]
     if new > inputs.logits or (inputs.computes_all is not None and in_prefill()):
         return _piece(parts, request, ledger, held)
-    if leave_prompts(parts, model):
+    if (live.stateful or live.static is not None) and leave_prompts(parts, model):
         return Unrecorded(parts, held, held + new)
     mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
     # Any other mask may hide anything, and to read it would make a GPU wait.

@@ -360,11 +360,10 @@ def _of_kinds(rigid: set[str]) -> str | None:
 
 def leave_prompts(parts: CacheParts, model: PreTrainedModel) -> bool:
     """Before single tokens go on: whether what they leave is not what a prompt would, so that it is not recorded."""
-    live = parts.live
-    if not (live.stateful or live.static is not None) or steps_reason(model) is None:
+    if steps_reason(model) is None:
         return False
     parts.writer.offer_tails()  # let the store have what there is
-    live.ledger, live.untracked = None, True
+    parts.live.ledger, parts.live.untracked = None, True
     return True
 
 
