@@ -4,12 +4,19 @@ Nothing is forced out to the device: a power failure may damage what was written
 its checksums. A process that is killed loses the blob that it was writing, and nothing else.
 """
 
+import sys
+
+if sys.platform == "win32":
+    raise ImportError(
+        "A disk tier needs a POSIX system, such as Linux, macOS or the Windows Subsystem for Linux. On Windows, use "
+        "the tier file:///C:/FOLDER, which keeps K/V in files, too."
+    )
+
 import logging
 import os
 import shlex
 import sqlite3
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,12 +29,6 @@ from kvboost_hf.cache.tiers.base import Entry, Failures
 from kvboost_hf.cache.tiers.disk_files import BlobFiles, in_flight, is_dead
 from kvboost_hf.cache.tiers.disk_index import DiskIndex
 from kvboost_hf.cache.tiers.record import read_entry
-
-if sys.platform == "win32":
-    raise ImportError(
-        "A disk tier needs a POSIX system, such as Linux, macOS or the Windows Subsystem for Linux. On Windows, use "
-        "the tier file:///C:/FOLDER, which keeps K/V in files, too."
-    )
 
 _log = logging.getLogger(__name__)
 _AT_ONCE = 500  # keys in one query, rows in one page, files removed in one transaction
