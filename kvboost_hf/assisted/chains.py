@@ -29,6 +29,7 @@ from kvboost_hf.compat import (
     remember,
     run_model,
     several_steps_reason,
+    steps_reason,
 )
 
 _LAG = 32  # tokens that a forward carries, at most: beyond, one without drafts takes the states to the end
@@ -69,6 +70,8 @@ class Chain:
         self._cache: Any = cache
         self._lagging: _Lagging = self._copied if self._copied is not None else cache
         self._count = 0
+        if self._copied is None and steps_reason(model) is not None:
+            cache.store_tails()  # while the model still is what has computed them
 
     @property
     def may_draft(self) -> bool:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvboost_hf.cache.codecs import LiveQuant, live_config
-from kvboost_hf.cache.forward.flow import may_carry, next_forward
+from kvboost_hf.cache.forward.flow import carrying_forward, may_carry, next_forward
 from kvboost_hf.cache.forward.moved import PIECE, may_repair, movable_spans, repair_more
 from kvboost_hf.cache.forward.running import (
     CacheParts,
@@ -197,7 +197,7 @@ class ChunkReuseCache(DynamicCache):
             static.require_call_fits(call, live.held)
         self._user_defined = value
         elsewhere = self._of_call and call.model is not None and call.model is not self._binding.model()
-        held = live.claimed
+        held = live.held if live.behind is None else live.claimed
         follows = elsewhere or call.follows(held)
         self._call = call if value and not follows else None
         self._mask_fits = not follows or call.fits(held)
@@ -278,7 +278,7 @@ class ChunkReuseCache(DynamicCache):
         columns = max(live.held - length, 0)
         with live.changing() as ledger:
             if live.can_crop(columns):
-                super().crop(-columns)
+                live.crop(columns)
                 live.cropped(ledger, columns)
             else:
                 live.crop_states(ledger, length, self._writer.offer_tails)
@@ -424,7 +424,11 @@ class ChunkReuseCache(DynamicCache):
         if running and isinstance(ids, torch.Tensor) and ids.shape[-1] > 1:
             if outputs_read(ids, running) is not None:
                 self._config = running.f_locals["generation_config"]
-        self._forward = next_forward(self._parts, request)
+        behind, live.behind = live.behind, None
+        if behind is None or armed:
+            self._forward = next_forward(self._parts, request)
+        else:
+            self._forward = carrying_forward(self._parts, request, behind)
         if request.is_step:
             self._form.costs.tokens += 1
         live.in_forward = True

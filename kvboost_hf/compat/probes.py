@@ -93,6 +93,9 @@ def as_steps(model: PreTrainedModel) -> Iterator[None]:
     Zamba2 and Nemotron-H do so: `selective_state_update`, which decodes, is given no `dt_limit`. Other threads that
     run the model meanwhile compute without the limit, too.
     """
+    if steps_reason(model) is None:
+        yield
+        return
     limited: list[Any] = remember(model, as_steps, lambda: [m for m in model.modules() if hasattr(m, _LIMIT)])
     before = [getattr(module, _LIMIT) for module in limited]
     try:

@@ -75,18 +75,11 @@ _OTHER_ROWS = (
 )
 
 
-def next_forward(parts: CacheParts, request: Request) -> Forward:
-    """The forward that a model is to run for a request; it is under way from its `begin` on.
-
-    Raises:
-        ValueError: for more columns than a cache of a fixed size has room for, and for ids that continue other rows.
-    """
-    behind, parts.live.behind = parts.live.behind, None
-    if behind is None or request.armed:
-        return _next(parts, request)
+def carrying_forward(parts: CacheParts, request: Request, behind: Behind) -> Forward:
+    """The next forward, with tokens in front of its own that the layers lag behind."""
     try:
         request.kwargs, request.carries = _carry(request.kwargs, behind), True
-        found = _next(parts, request)
+        found = next_forward(parts, request)
     except BaseException:
         parts.live.behind = behind
         raise
@@ -125,7 +118,12 @@ def _carry(kwargs: Kwargs, behind: Behind) -> Kwargs:
     return {**kwargs, **given}
 
 
-def _next(parts: CacheParts, request: Request) -> Forward:
+def next_forward(parts: CacheParts, request: Request) -> Forward:
+    """The forward that a model is to run for a request; it is under way from its `begin` on.
+
+    Raises:
+        ValueError: for more columns than a cache of a fixed size has room for, and for ids that continue other rows.
+    """
     live, model = parts.live, request.model
     if live.static is not None:
         parts.writer.confirm_steps()

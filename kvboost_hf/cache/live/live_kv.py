@@ -64,6 +64,10 @@ class _KeptStates:
     column: int
     since: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)  # ids and positions
 
+    def append(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
+        """Note tokens that a forward has appended: copies, for the caller may write the next ones there."""
+        self.since.append((ids.clone(), positions.clone() if positions is not None else None))
+
     def behind(self, stop: int) -> Behind | None:
         """The tokens since, up to column `stop`."""
         if not self.since:
@@ -395,7 +399,8 @@ class LiveKV:
     ) -> None:
         """A forward has appended the K/V of `input_ids` [batch, m], up to column `stop`; they are read when needed."""
         self._columns = stop
-        self._note_since(input_ids, position_ids)
+        if self._kept is not None:
+            self._kept.append(input_ids, position_ids)
         if (ledger := self.ledger) is not None:
             ledger.log.append(input_ids, position_ids, mask)
             self._note(ledger)
@@ -405,13 +410,8 @@ class LiveKV:
         self._columns = stop
         if input_ids is None:
             self._kept = None
-        else:
-            self._note_since(input_ids, position_ids)
-
-    def _note_since(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> None:
-        if self._kept is not None:
-            # Copies: the caller may write the next step into the same tensors.
-            self._kept.since.append((input_ids.clone(), position_ids.clone() if position_ids is not None else None))
+        elif self._kept is not None:
+            self._kept.append(input_ids, position_ids)
 
     def keep_hidden(self, states: torch.Tensor) -> None:
         """A forward under way has computed hidden states [batch, m, hidden_size] of its columns."""
@@ -440,6 +440,12 @@ class LiveKV:
         """Whether transformers' own `crop` can remove the last columns from all layers."""
         held = self.held
         return all([layer.can_crop(columns, held) for layer in self._with_own("can_crop")])
+
+    def crop(self, columns: int) -> None:
+        """Remove the last columns, or none, so that layers let go of what they have recorded."""
+        for native in self.visible:
+            if getattr(native, "is_initialized", True) or columns:
+                native.crop(-columns)
 
     def crop_states(self, ledger: Ledger | None, length: int, offer: Callable[[], None]) -> None:
         """Go back to states at or before column `length`, and leave the tokens up to there to the next forward.
