@@ -249,6 +249,6 @@ def test_the_facade() -> None:
     with pytest.warns(UserWarning, match="drafting will take longer"):
         engine = KVBoost(model, tokenizer, assistant=make_model("qwen3_next"))
     assert engine.generate("7,8,9,7,8,9", max_new_tokens=12).output_text == plain
-    stats = engine.speculative_stats
+    stats = engine.speculative_stats()
     assert stats is not None
     assert stats.passes_per_token < 1

@@ -444,7 +444,8 @@ class LiveKV:
     def crop(self, columns: int) -> None:
         """Remove the last columns, or none, so that layers let go of what they have recorded."""
         for native in self.visible:
-            if getattr(native, "is_initialized", True) or columns:
+            recorded = getattr(native, "record_past", False) and getattr(native, "is_initialized", True)
+            if columns or recorded or isinstance(native, ReuseLayer):
                 native.crop(-columns)
 
     def crop_states(self, ledger: Ledger | None, length: int, offer: Callable[[], None]) -> None:
