@@ -1,6 +1,9 @@
 """Handing K/V from the live cache to the store."""
 
+from collections.abc import Iterable, Sequence
+
 from kvboost_hf import forks
+from kvboost_hf.cache.kv.layer_kv import LayerStates
 from kvboost_hf.cache.live.binding import Binding
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
@@ -74,6 +77,13 @@ class StoreWriter:
             if self._live.stateful:
                 results.append(ledger.store_states(row, layers, store, pinned=pinned))
         return results
+
+    def offer_earlier_states(
+        self, ledger: Ledger, saved: Iterable[tuple[int, bool, Sequence[LayerStates]]], *, root_checked: bool = False
+    ) -> None:
+        """Offer states that a forward over a prompt has left on its way; see `Ledger.store_earlier_states`."""
+        if self._may_store(ledger, root_checked=root_checked):
+            ledger.store_earlier_states(saved, self._live.layers, self._binding.store)
 
     def offer_again(self, ledger: Ledger) -> None:
         """Offer all complete chunks: what was computed takes the place of what was wrong."""
