@@ -61,7 +61,7 @@ clients: .venv-clients/installed
 test: $(VENV)/installed server browser npm clients
 	PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not nightly"
 
-# What every commit is not tested with, since it differs little from what it is.
+# Slow tests, and the cases that every commit is not tested with: an hour on two cores.
 nightly: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu and nightly"
 

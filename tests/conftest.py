@@ -1,8 +1,11 @@
 """Tiny models from configurations, and a counter of what really went through a model."""
 
+import hashlib
+import math
 import os
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -45,6 +48,26 @@ from transformers import (
 from transformers.utils.import_utils import is_kernels_available
 
 from tests.internals.cache import ComputePace
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what every commit need not be tested with: tests that take long, and most cases of tests with many."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.nightly)
+    for each in cases.values():
+        for item in _left_for_the_night(each):
+            item.add_marker(pytest.mark.nightly)
+
+
+def _left_for_the_night(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    """All but the square root of the cases of a test, and all but three: which ones, a hash of their names decides."""
+    ordered = sorted(cases, key=lambda item: hashlib.sha1(item.nodeid.encode()).digest())
+    return ordered[max(3, math.isqrt(len(cases) - 1) + 1) :]
+
 
 # Where transformers takes the release of `kernels`, plain models, too, hold a local function of it: for positions.
 pickles_models = pytest.mark.skipif(

@@ -79,6 +79,7 @@ def test_what_shows_it_is_there(name: str) -> None:
     assert named or any(test for _, test in shown), f"name the tests that show {name!r}"
 
 
+@pytest.mark.slow
 def test_the_numbers_of_architectures() -> None:
     """Those of exact reuse and of moved chunks are in the table; which compute trees is tried here."""
     table = (ROOT / "docs" / "architectures.md").read_text("utf-8")

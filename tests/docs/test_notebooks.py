@@ -59,6 +59,7 @@ def test_there_are_five() -> None:
     assert len(NOTEBOOKS) == 5
 
 
+@pytest.mark.slow
 @by_notebook
 def test_it_prints_what_its_reader_was_shown(path: Path, run: Run) -> None:
     committed = read(path)

@@ -48,6 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
     pages, styles = list(site.rglob("*.html")), list(site.rglob("*.css"))
     assert len(pages) > 30

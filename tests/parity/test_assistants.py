@@ -110,6 +110,7 @@ def test_padding_and_a_confidence() -> None:
     assert drafted <= speculation_stats(bold).drafted
 
 
+@pytest.mark.slow
 def test_sampling_keeps_the_distribution() -> None:
     """The first two tokens of many answers, against the probabilities that the target gives them."""
     sizes: dict[str, Any] = {

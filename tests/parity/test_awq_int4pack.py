@@ -139,6 +139,7 @@ print(order_name(), dense_dtype())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("instructions", "found"), [("default", "no order"), ("avx2", "32 torch.float32")])
 def test_other_processors(instructions: str, found: str) -> None:
     """PyTorch's kernels for other processors, which keep codes in another order, and without bfloat16."""

@@ -11,8 +11,6 @@ from tests.internals.triton import awq_plan_tiling as plan_tiling
 from tests.internals.triton import launch_module as awq_launch
 from tests.triton_compile import Compiled, Kernels, Launch, pointer, targets
 
-pytestmark = pytest.mark.slow
-
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 # What a program may use of it: sm_86 and sm_89, of consumers' GPUs, have the least since sm_80.
 KB = 1024

@@ -71,6 +71,7 @@ def of(result: Result, arm: str, workload: str) -> list[MeasuredRow]:
     return [row for row in result.rows if (row.arm, row.workload) == (arm, workload)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arms", "workloads"),
     [(list(ARMS), ["rag"]), (["exact", "all"], [name for name in WORKLOADS if not WORKLOADS[name].restarts])],
@@ -138,6 +139,7 @@ def test_a_new_process_finds_what_is_on_disk() -> None:
     assert stored[0].served.prefilled == stored[0].prompt_tokens - reused
 
 
+@pytest.mark.slow
 def test_transformers_own_ways() -> None:
     def fail(_: object) -> Any:
         raise RuntimeError("not on\nthis machine")
@@ -152,6 +154,7 @@ def test_transformers_own_ways() -> None:
     assert copied[2] > exact[2]  # it knows the first prompt only
 
 
+@pytest.mark.slow
 def test_a_peer_answers_the_same_in_a_process_of_its_own() -> None:
     with PeerProcess(sys.executable, EMBEDDED) as process:
         result = small([], ["chat"], [PEERS["hf-kept"], PeerElsewhere("hf-deepcopy", process)])
@@ -161,6 +164,7 @@ def test_a_peer_answers_the_same_in_a_process_of_its_own() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_process_says_why_a_peer_does_not_run_there(tmp_path: Path) -> None:
     models, tokenizer = Models(EMBEDDED, tmp_path), EMBEDDED.tokenizer()
     with PeerProcess(sys.executable, ModelSource(random=(1, 64))) as process:
@@ -187,6 +191,7 @@ def wheel(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_an_environment_has_all_that_is_here_and_one_package_more(tmp_path: Path) -> None:
     python = make_environment(tmp_path / "there", str(wheel(tmp_path)))
     shown = "import only_there, torch, kvboost_hf; print(torch.__version__, kvboost_hf.__file__)"
@@ -196,6 +201,7 @@ def test_an_environment_has_all_that_is_here_and_one_package_more(tmp_path: Path
         __import__("only_there")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = str(tmp_path / "missing-1.0-py3-none-any.whl")
     monkeypatch.setitem(PEERS, "missing", replace(PEERS["hf-kept"], name="missing", needs=missing))
@@ -247,6 +253,7 @@ def test_a_model_that_is_named_is_asked_about_real_text(tmp_path: Path, capsys: 
     )
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub(tmp_path: Path) -> None:
     """As it lies in the hub's cache; in a process of its own, which knows this cache from its start."""
     cached = tmp_path / "models--acme--reader"

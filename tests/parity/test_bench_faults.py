@@ -85,6 +85,7 @@ class NotInFolders(Arm):
         return super().open(models, tokenizer, None)
 
 
+@pytest.mark.slow
 def test_who_fails_takes_part_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Plain, "left", 1 + 4 + 3)  # a try, a workload, and the first counted answer of the next
     peer, arm = Peer("unlucky", Plain), NotInFolders(name="nowhere")
@@ -137,6 +138,7 @@ def test_batching_that_fails_keeps_no_thread(place: str, monkeypatch: pytest.Mon
     assert [thread for thread in set(threading.enumerate()) - before if not thread.daemon] == []
 
 
+@pytest.mark.slow
 def test_what_else_a_process_writes_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To the file itself, as C code does: it goes where errors go. What comes in place of an answer ends all."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -162,6 +164,7 @@ def test_without_plain_answers_there_is_nothing_to_say(monkeypatch: pytest.Monke
         small([], ["chat"])
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     with PeerProcess(sys.executable, EMBEDDED) as process:
         peer = PeerElsewhere("hf-kept", process)
@@ -177,6 +180,7 @@ def test_a_process_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row.arm for row in result.rows} == {"plain", "exact"}
 
 
+@pytest.mark.slow
 def test_who_does_not_wait_for_a_process_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         def readline(self) -> str:
@@ -197,6 +201,7 @@ def test_who_does_not_wait_for_a_process_ends_it(monkeypatch: pytest.MonkeyPatch
             server.answer([1, 2, 3], 2)
 
 
+@pytest.mark.slow
 def test_termination_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvboost_hf", "bench", "--workloads", "restart", "--arms", "exact"]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
@@ -224,6 +229,7 @@ def test_what_is_named_twice_is_run_once(tmp_path: Path) -> None:
     assert (told["dtype"], told["failed"]) == ("float32", {})
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_by_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(ARMS, "exact", NotInFolders(name="exact"))
     assert main(["bench", "--workloads", "restart", "--arms", "exact", "--prompts", "2", "--repeats", "1"]) == 1
@@ -277,6 +283,7 @@ def test_a_page_that_could_not_be_drawn(
     assert "pip install 'kvboost_hf[demo]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_peers_that_have_nothing_to_do_say_so() -> None:
     assert small([], ["restart"], [PEERS["hf-kept"]]).refused == {"hf-kept": "it keeps nothing for another process"}
 

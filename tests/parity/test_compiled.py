@@ -66,6 +66,7 @@ def test_reuse(llama: PreTrainedModel, way: str) -> None:
         assert cache.report.reused_tokens == reused
 
 
+@pytest.mark.slow
 def test_moved_chunks(llama: PreTrainedModel) -> None:
     """Compiled after the model was found to do well with them."""
     document = random_ids(64, seed=2)

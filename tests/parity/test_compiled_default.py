@@ -73,6 +73,7 @@ def columns_of(cache: ChunkReuseCache) -> int | None:
     return layer.max_cache_len if isinstance(layer, StaticReuseLayer) else None
 
 
+@pytest.mark.slow
 def test_a_chat_that_grows(llama: PreTrainedModel, compiler: Compiler) -> None:
     """Eager until enough tokens were decoded; then few graphs, and no token is computed again as buffers grow."""
     growing = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=32), max_cache_len=None)
@@ -383,6 +384,7 @@ def test_calls_of_other_threads_are_eager(llama: PreTrainedModel, compiler: Comp
     assert cache.report.eager_reason == "CUDA graphs are replayed in the main thread only"
 
 
+@pytest.mark.slow
 def test_other_uses_of_a_cache_whose_buffers_are_fixed(llama: PreTrainedModel, compiler: Compiler) -> None:
     """Whatever growing buffers can do goes on to work after a call in a graph, and nothing is computed again."""
     store = ChunkStore(llama, chunk_size=32)

@@ -13,6 +13,7 @@ def figures() -> dict[str, Any]:
     return figures_of(*names)
 
 
+@pytest.mark.slow
 def test_a_token_takes_few_launches(figures: dict[str, Any]) -> None:
     assert figures["launches"] == {
         "plain": [],  # PyTorch's
@@ -39,6 +40,7 @@ def test_a_token_of_a_model_calls_few_more_functions_than_with_sdpa(figures: dic
     assert found["kvboost_fa2"] <= 1.1 * found["sdpa"]
 
 
+@pytest.mark.slow
 def test_lengths_compile_nothing(figures: dict[str, Any]) -> None:
     """What is compiled in the middle of an answer holds up a token by a second."""
     found = figures["compilations"]

@@ -244,6 +244,7 @@ def test_moved_chunks_are_put_in_place() -> None:
     assert cache.report.moved_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("read_anywhere")
 def test_a_compiled_model_reads_pieces() -> None:
     model, text, more = model_of("llama"), random_ids(70, 1), random_ids(1, 2)

@@ -254,6 +254,7 @@ def test_copies_of_whole_layers_and_of_pieces(pieces: int, gpu: DoubleDevice, ch
     assert machine.copies == pieces * stats.bytes_copied // layer == pieces * (5 * 5 + 2)
 
 
+@pytest.mark.slow
 def test_other_programs_take_room_of_the_card(
     gpu: DoubleDevice, checkpoints: dict[bool, Path], caplog: pytest.LogCaptureFixture
 ) -> None:

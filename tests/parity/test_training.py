@@ -291,6 +291,7 @@ def test_k_v_of_earlier_weights_is_dropped(llama: PreTrainedModel, store: ChunkS
     store.check_consistency()
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, phases=[Phase.generate], derandomize=True)
 @given(changes=st.lists(st.sampled_from([*CHANGES, *OTHERS]), min_size=3, max_size=6))
 def test_changes_in_any_order(changes: list[str]) -> None:

@@ -223,6 +223,7 @@ def test_scores_and_logits() -> None:
     assert found.past_key_values.get_seq_length() == 29
 
 
+@pytest.mark.slow
 def test_sampling_keeps_the_distribution() -> None:
     """The first two tokens of many answers, against the probabilities that the target gives them."""
     sizes: dict[str, Any] = {

@@ -11,8 +11,6 @@ from tests.internals.triton import Device, dense
 from tests.internals.triton import attention_plan_tiling as plan_tiling
 from tests.triton_compile import Kernels, Launch, in_groups, pointer
 
-pytestmark = pytest.mark.slow
-
 SHARED = {  # bytes that a program may use
     **dict.fromkeys((86, 89, 120), 99 * 1024),
     80: 163 * 1024,

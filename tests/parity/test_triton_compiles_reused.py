@@ -21,8 +21,6 @@ from tests.parity.test_triton_compiles import SHARED
 from tests.parity.test_triton_compiles import launch as dense_launch
 from tests.triton_compile import Compiled, Kernels, Launch, compile_launches, in_groups, pointer
 
-pytestmark = pytest.mark.slow
-
 HEADS, KV_HEADS, BLOCKS, TOKENS = 32, 8, 4, 128
 
 
@@ -110,6 +108,7 @@ def compiled() -> Kernels:
     return Kernels(launches, NIGHTLY)
 
 
+@pytest.mark.slow
 def test_pieces_take_the_tiles_of_numbers(compiled: Kernels) -> None:
     """Where nothing moves: with tiles of 64 x 32, as for what moves, there were 2.7 times as many instructions."""
     in_place, whole = compiled[over_pieces_in_place, (90, 128, 128)], compiled["whole"]
@@ -124,6 +123,7 @@ def test_kernels(compiled: Kernels, case: tuple[Callable[..., Launch], tuple[obj
     assert made.shared_bytes <= SHARED[capability]  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_columns_of_pinned_memory_are_read_by_16_bytes() -> None:
     """And no loop of the kernel waits for one load before it asks for the next."""
     opened, table = torch.zeros(1, KV_HEADS, 256, 128, dtype=torch.bfloat16), torch.zeros(4, 6, dtype=torch.int64)

@@ -190,6 +190,7 @@ def test_what_is_refused(reader: Reader) -> None:
         validate_turboquant(load_embedded()[0].train(), tokenizer)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("The lamp is red. " * 40, encoding="utf-8")

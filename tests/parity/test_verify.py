@@ -115,6 +115,7 @@ def blend(repair: Repair, ratio: float = 0.15) -> ReusePolicy:
     return ReusePolicy(mode="blend", repair=repair, recompute_ratio=ratio, progressive=False)
 
 
+@pytest.mark.slow
 def test_moved_documents_that_need_others() -> None:
     """Naive reuse must get them wrong, a repair right, and computing all again must give the plain logits."""
     model, tokenizer = load_embedded()

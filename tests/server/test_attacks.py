@@ -143,6 +143,7 @@ def _bomb(n: int) -> dict[str, Any]:
     return {"model": "reader", "messages": [{"role": "user", "content": "a"}], "response_format": form}
 
 
+@pytest.mark.slow
 def test_schemas_that_take_long_do_not_keep_others_waiting(reading: Listening) -> None:
     key = {"authorization": "Bearer key"}
     told: list[httpx.Response] = []
@@ -166,6 +167,7 @@ def test_schemas_that_take_long_do_not_keep_others_waiting(reading: Listening) -
     assert all("takes more than 2 s of computing" in response.json()["error"]["message"] for response in told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["schema", "text"])
 def test_what_nobody_waits_for_is_not_done(
     serve: Serve, engine: FakeEngine, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -204,6 +206,7 @@ def test_what_nobody_waits_for_is_not_done(
     assert len(begun) == (3 if kind == "schema" else 2)
 
 
+@pytest.mark.slow
 def test_a_server_that_compiles_can_be_ended() -> None:
     with serving([*OURS, "--device", "cpu", "--model-name", "reader", "--drain-s", "1"]) as server:
         process, url = psutil.Process(server.pid), f"http://127.0.0.1:{server.port}/v1/chat/completions"
@@ -411,6 +414,7 @@ for thread in threads:
 """
 
 
+@pytest.mark.slow
 def test_many_calls_at_once_keep_nobody_waiting(serve: Serve, engine: FakeEngine, tmp_path: Path) -> None:
     at = serve(engine, api_keys=("one", "two"))
     body = tmp_path / "body.json"

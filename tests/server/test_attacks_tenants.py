@@ -198,6 +198,7 @@ def told(trial: Callable[[str, str], float], seed: int) -> float:
     return auc(wrong, right)
 
 
+@pytest.mark.slow
 def test_time_to_first_token_tells_nothing(tenants: Tenants) -> None:
     one, two, _ = tenants()
 
@@ -213,6 +214,7 @@ def test_time_to_first_token_tells_nothing(tenants: Tenants) -> None:
     assert 0.2 < told(trial, 0) < 0.8
 
 
+@pytest.mark.slow
 def test_time_beside_a_running_answer_tells_nothing(tenants: Tenants) -> None:
     one, two, engine = tenants()
 
@@ -226,6 +228,7 @@ def test_time_beside_a_running_answer_tells_nothing(tenants: Tenants) -> None:
     assert 0.2 < told(trial, 2) < 0.8
 
 
+@pytest.mark.slow
 def test_time_to_compile_tells_nothing(tenants: Tenants) -> None:
     one, two, _ = tenants()
 
@@ -315,6 +318,7 @@ def test_time_to_encode_tells_nothing() -> None:
         assert statistics.median(map(truediv, times[name], times["sent by the same key"])) > 1.2
 
 
+@pytest.mark.slow
 def test_the_order_of_answers_tells_nothing(tenants: Tenants) -> None:
     """Six candidates wait behind the secret; which of them comes first is not the right one more often than any."""
     one, two, engine = tenants(max_batch_size=1)

@@ -116,6 +116,7 @@ def test_half_open_connections_do_not_keep_others_out(
     assert len([record for record in log if record.levelno > logging.INFO]) < 20
 
 
+@pytest.mark.slow
 def test_a_process_with_few_descriptors(tmp_path: Path) -> None:
     import resource
 
@@ -367,6 +368,7 @@ def test_an_engine_gives_up_what_is_left() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_process_that_ends(tmp_path: Path, twice: bool) -> None:
     found: list[httpx.Response] = []

@@ -45,3 +45,32 @@ def test_the_billing_header_of_claude_code_is_not_in_the_prompt(
         prompts.append(list(engine.job.ids))
     assert prompts[0] == prompts[1]
     assert "billing" not in tokenizer.decode(prompts[0])
+
+
+_ROUTES = {
+    "/v1/chat/completions": {"model": "reader", "messages": [{"role": "user", "content": "a"}]},
+    "/v1/completions": {"model": "reader", "prompt": "a"},
+    "/v1/responses": {"model": "reader", "input": "a"},
+    "/v1/messages": {"model": "reader", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
+    "/api/chat": {"model": "reader", "messages": [{"role": "user", "content": "a"}]},
+    "/api/generate": {"model": "reader", "prompt": "a"},
+}
+
+
+@pytest.mark.parametrize("path", _ROUTES)
+@pytest.mark.parametrize("fault", [{}, {"colour": "red"}, {"model": [1]}, None])
+def test_large_bodies_are_answered_as_small_ones(
+    at: Listening, engine: FakeEngine, path: str, fault: dict[str, Any] | None
+) -> None:
+    """Large ones are checked in a thread."""
+
+    def told(padding: int) -> tuple[Any, ...]:
+        body: Any = ["a" * padding] if fault is None else _ROUTES[path] | fault | {"padding": "a" * padding}
+        response = at.http.post(path, json=body)
+        headers = response.headers
+        error = response.json()["error"] if response.status_code != 200 and path[:4] != "/api" else None
+        return response.status_code, error, headers.get("x-kvboost-ignored"), headers.get("x-kvboost-changed")
+
+    small, large = told(1), told(70_000)
+    assert large == small
+    assert small[0] == (400 if fault is None or "model" in fault else 200)

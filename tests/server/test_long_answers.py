@@ -61,6 +61,7 @@ def test_eight_without_a_length_run_together(engines: Make) -> None:
         ticket.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "qwen3_next"])
 def test_long_answers_take_turns_where_memory_ends(name: str, engines: Make) -> None:
     """Those that are set aside go on as if nothing had been: the tokens are those of each alone."""
@@ -178,6 +179,7 @@ def test_who_gives_way() -> None:
     assert EngineLimits().in_the_way(a, 10**9, [a, b]) is None
 
 
+@pytest.mark.slow
 def test_a_session_that_is_dropped_keeps_nothing_of_what_goes_on(engines: Make) -> None:
     model = make_model()
     engine = engines(model, max_live_tokens=450, max_model_len=430)

@@ -81,6 +81,7 @@ def test_a_wrong_key_and_then_the_right_one(browser: Browser, reading: Listening
     browser.shows(".assistant .figures", "reused")
 
 
+@pytest.mark.slow
 def test_an_error_is_shown_and_leaves_the_chat_as_it_was(page: Browser) -> None:
     page.run("document.getElementById('text').value = 'word '.repeat(9000)")
     page.click("send")

@@ -450,6 +450,7 @@ def test_dropping_takes_moved_text_along_and_leaves_what_others_share(reader: tu
         assert {each.id for each in engine.sessions(b"")} >= {early.id}
 
 
+@pytest.mark.slow
 def test_a_session_is_dropped_while_it_runs(reader: tuple[PreTrainedModel, Any]) -> None:
     """What runs goes on to the same answer, and leaves nothing; what comes later is kept again."""
     ids = reader[1].encode(BOOK + "Who?")

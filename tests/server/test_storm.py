@@ -25,6 +25,7 @@ def storm(monkeypatch: pytest.MonkeyPatch) -> Any:
     return import_module("server_storm")
 
 
+@pytest.mark.slow
 def test_a_storm_leaves_nothing_behind(storm: Any) -> None:
     result = storm.run(150, 8, 0)
     assert not result["first_errors"]
@@ -42,6 +43,7 @@ def test_wrong_answers_are_noticed(storm: Any, at: Listening, engine: FakeEngine
     assert len(rage.tally.errors) == 3
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_knows_what_it_said(storm: Any, tmp_path: Path) -> None:
     prompts = storm.Prompts(0, 0)
     prompts.save(str(tmp_path / "model"))

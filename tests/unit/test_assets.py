@@ -280,6 +280,7 @@ class TestDraft:
         assert rounds[0] == Round(drafted=3, accepted=3, committed=4)
         assert Rounds(tuple(rounds)).committed == len(said)
 
+    @pytest.mark.slow
     def test_one_step_of_the_recipe(self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
         before = {name: weight.clone() for name, weight in model.state_dict().items()}
         draft = build_draft(model)
@@ -337,6 +338,7 @@ class TestReading:
             logits = model(input_ids=input_ids, position_ids=position_ids).logits
         assert logits[0, prompt.shape[1] - 1 : -1].argmax(-1).tolist() == right[0].tolist()
 
+    @pytest.mark.slow
     def test_chats(self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
         measured = chat_accuracy(model, tokenizer, num_chats=5, seed=HELD_OUT_SEED)
         assert len(measured.questions) == 40
@@ -348,6 +350,7 @@ class TestReading:
         hidden = accuracy(model, tokenizer, num_documents=6, num_questions=40, seed=HELD_OUT_SEED, hide_document=True)
         assert hidden.overall <= MAX_CHANCE
 
+    @pytest.mark.slow
     def test_bfloat16_reads_as_well(self, tokenizer: PreTrainedTokenizerFast) -> None:
         model, _ = load_embedded(torch.bfloat16)
         measured = accuracy(model, tokenizer, num_documents=6, num_questions=40, seed=HELD_OUT_SEED)

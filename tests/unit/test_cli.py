@@ -53,6 +53,7 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert row["arms"]["blend"]["forwarded_tokens"] <= 0.4 * row["prompt_tokens"]
 
 
+@pytest.mark.slow
 def test_demo_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Any model but the embedded one gets real text; no right answer is known."""
     figures, folder = tmp_path / "demo.json", tmp_path / "models" / "reader"
@@ -78,6 +79,7 @@ def test_demo_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "takes 256 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts, figure, figures = tmp_path / "prompts.txt", tmp_path / "verify.png", tmp_path / "verify.json"
     document = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 8

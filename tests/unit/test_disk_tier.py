@@ -905,6 +905,7 @@ def test_processes_go_on_when_the_index_is_harmed_under_them(folder: Path, harm:
     tier.close()
 
 
+@pytest.mark.slow
 def test_the_soak_finds_nothing(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "soak.py"
     command = [sys.executable, str(script), "--rounds", "16", "--out", str(tmp_path)]

@@ -193,6 +193,7 @@ def test_steps_share_a_process(worker: Callable[[str], Any], tmp_path: Path) -> 
     assert "FAILED raises: exit code 1: ZeroDivisionError: division by zero" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("breaks", "said"),
     [

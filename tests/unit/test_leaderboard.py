@@ -29,6 +29,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_a_method_is_one_file(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The one that the page shows, beside all that there are."""
     (shown,) = re.findall(r"```python\n(.*?)```", (COMMITTED / "leaderboard.md").read_text("utf-8"), re.DOTALL)

@@ -676,6 +676,7 @@ def test_a_backend_that_was_forgotten_ends_its_thread(kind: str) -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_at_exit_threads_end_and_memory_is_unpinned() -> None:
     program = """
 import torch

@@ -33,6 +33,7 @@ def test_tests_pass_there(system: str, chosen: tuple[str, ...]) -> None:
     assert "failed" not in done.stdout
 
 
+@pytest.mark.slow
 def test_windows_has_no_disk_tier() -> None:
     """A control, too: what Python lacks there is lacking."""
     done = _as_on("win32", *CHOSEN[:1], "-k", "outlive_the_process")

@@ -273,6 +273,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return stay
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "held"), [("torch", 1.0), ("auto", 0.55 / 0.52)])
 def test_memory_of_loading(kernel: str, held: float, tmp_path: Path) -> None:
     """Nothing is in memory twice: at its peak, no more than 1.15 times the weights, two slots of 24 included.

@@ -173,6 +173,7 @@ for path in (os.environ["PATH"], "", ""):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LINUX or shutil.which("gcc") is None, reason="needs gcc")
 def test_with_a_compiler_triton_itself_compiles_its_driver(tmp_path: Path) -> None:
     """Against a library that has the functions of CUDA's driver, and does nothing."""
@@ -238,6 +239,7 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
+@pytest.mark.slow
 def test_a_cpu_needs_neither_triton_nor_a_compiler() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CC")}
     command = [sys.executable, "-W", "ignore", "-c", _WITHOUT]

@@ -1,6 +1,6 @@
 """Reads and sends for routes: bodies of JSON (`PostedRoute`), and streams of objects (`EventStream`).
 
-Large bodies are parsed in a thread, and the client is told which fields were ignored.
+Large bodies are parsed and checked in a thread, and the client is told which fields were ignored.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
@@ -19,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvboost_hf.server.apis.context import RouteContext, client
 from kvboost_hf.server.apis.request_jobs import RequestJobs
-from kvboost_hf.server.http.errors import ApiError, api_error
+from kvboost_hf.server.http.errors import ApiError, api_error, most_telling
 from kvboost_hf.server.http.notes import noting
 from kvboost_hf.server.http.turns import in_thread
 from kvboost_hf.server.requests.fields import LargeJsonError, read_json
@@ -59,8 +60,14 @@ class PostedRoute(APIRoute):
                 others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
                 request.scope["headers"] = [*others, (b"content-type", _JSON.encode())]
                 request.scope["sent_type"] = kind
+            posted = _Posted(request.scope, request.receive, self)
             with noting(refuse=context.settings.strict_requests) as unknown:
-                response = await handle(_Posted(request.scope, request.receive))
+                try:
+                    response = await handle(posted)
+                except HTTPException:
+                    if posted.refusal is not None:
+                        raise posted.refusal from None
+                    raise
             if ignored := [*unknown.names, *unknown.left]:
                 request.scope["ignored"] = ignored
                 response.headers["x-kvboost-ignored"] = ", ".join(ignored)
@@ -80,7 +87,28 @@ def _is_json(kind: str) -> bool:
 
 
 class _Posted(Request):
+    """A request whose body is JSON.
+
+    Args:
+        scope: As of any request.
+        receive: As of any request.
+        route: The route, which knows the type of the body.
+
+    Attributes:
+        refusal: The error that the body has, once it is found here.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, route: APIRoute) -> None:
+        super().__init__(scope, receive)
+        self._field = route.body_field
+        self.refusal: RequestValidationError | None = None
+
     async def json(self) -> Any:
+        """The body, parsed; a large one is an instance of its type, which FastAPI does not check again.
+
+        Raises:
+            HTTPException: The body has too many parts, or (with `refusal`) is not of its type.
+        """
         raw = await self.body()
         try:
             return await self._read(raw)
@@ -103,9 +131,20 @@ class _Posted(Request):
                 return read_json(raw)
             context: RouteContext = self.app.state.context
             async with context.reading.turn(client(self)):
-                return await in_thread(partial(read_json, raw))
+                return await in_thread(partial(self._checked, raw))
         except LargeJsonError as error:
             raise HTTPException(400 if error.deep else 413, str(error)) from error
+
+    def _checked(self, raw: bytes) -> Any:
+        """The body as an instance of its type. The event loop would do nothing else while it is checked."""
+        parsed = read_json(raw)
+        if self._field is None:
+            return parsed
+        found, errors = self._field.validate(parsed, {}, loc=("body",))
+        if errors:
+            self.refusal = RequestValidationError([most_telling(errors)], body=parsed)
+            raise HTTPException(422)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

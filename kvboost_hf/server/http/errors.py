@@ -85,6 +85,11 @@ def refused(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
+def most_telling(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The error to name: a value that fits no kind of a union has one for each, and those of its own kind say more."""
+    return min(errors, key=lambda one: str(one["type"]).endswith("_type"))
+
+
 def api_error(error: Exception) -> ApiError:
     """The error that a client receives for an exception."""
     match error:
@@ -102,9 +107,7 @@ def api_error(error: Exception) -> ApiError:
         case DrainingError():
             return ApiError(503, str(error), code="draining", headers={"Retry-After": "5"})
         case RequestValidationError():
-            # A value that fits no kind of a union has an error for each; those of its own kind say more.
-            first = min(error.errors(), key=lambda one: str(one["type"]).endswith("_type"))
-            return _invalid(first, error.body)
+            return _invalid(most_telling(error.errors()), error.body)
         case HTTPException():
             code = _CODES.get(error.status_code)
             return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
