@@ -104,7 +104,8 @@ class Reused(Forward):
                 name = cache_argument(model)
                 self._audited = {key: value for key, value in request.kwargs.items() if key != name}
                 self._only_if_altered = not due
-        self._checkpoints = self._start_checkpoints(model, prompt.columns, self._stops)
+        if self._stops or self._spaced:
+            self._checkpoints = self._start_checkpoints(model, prompt.columns, self._stops)
         self._began = time.perf_counter()
         settings = parts.binding.fact(model, returns_of_each_token)
         return _narrow(model, settings, request.kwargs, prompt, self.length - prompt.first)
@@ -221,11 +222,12 @@ class Reused(Forward):
     def _start_checkpoints(self, model: PreTrainedModel, columns: int, stops: Sequence[int]) -> Checkpoints | None:
         """Have states saved within the next forward, which ends at `columns`; None if none are wanted."""
         parts, start, store = self.parts, self.length, self.parts.binding.store
-        inner = [[column for column in each if start < column < columns] for each in (stops, self._spaced)]
-        if not any(inner) or not store.usable:
+        stops = [column for column in stops if start < column < columns]
+        spaced = [column for column in self._spaced if start < column < columns]
+        if not stops + spaced or not store.usable:
             return None
         mixers = parts.binding.fact(model, mixers_of)
-        checkpoints = Checkpoints(mixers, parts.live.layers, start, columns, *inner, store.room_for_states)
+        checkpoints = Checkpoints(mixers, parts.live.layers, start, columns, stops, spaced, store.room_for_states)
         checkpoints.start()
         return checkpoints
 
