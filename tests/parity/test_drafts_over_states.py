@@ -167,8 +167,8 @@ def test_an_interrupted_check_leaves_no_trace(name: str, error: type[BaseExcepti
 
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))
     trees = TreeDecoding(noisy(make_architecture(name), 0.02), LONG)
-    layer: Any = model.base_model.layers[1]
-    handle = layer.register_forward_pre_hook(fail, with_kwargs=True)
+    base: Any = model.base_model
+    handle = base.layers[1].register_forward_pre_hook(fail, with_kwargs=True)
     with pytest.raises(error):
         model.generate(**as_inputs(ids), max_new_tokens=20, cache=cache, custom_generate=trees)
     handle.remove()
@@ -228,7 +228,7 @@ def test_crop(name: str) -> None:
 
 def test_what_states_cannot_do_is_said() -> None:
     model, draft = make_model("qwen3_next"), make_model("qwen3_next")
-    told = {**as_inputs(random_ids(10, seed=0)), "max_new_tokens": 4}
+    told: dict[str, Any] = {**as_inputs(random_ids(10, seed=0)), "max_new_tokens": 4}
     cache = ChunkReuseCache(model)
     with pytest.raises(ValueError, match="not supported with stateful models"):
         model.generate(**told, assistant_model=load_assistant(make_model("llama"), target=model), cache=cache)
