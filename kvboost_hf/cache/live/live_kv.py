@@ -6,8 +6,9 @@ they hold any more, nothing of it is stored, and `changed` is True.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -32,6 +33,7 @@ from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import cache_layers, known_reason, original_length
 from kvboost_hf.config import KVQuantConfig
 
+_is_own: Callable[[type], bool] = cache(is_own)  # asked of the classes of layers for each text
 CHANGED = "the cache was changed by somebody else"
 NO_HIDDEN = "its forward has not shown its hidden states, which `keep_logprobs` keeps"
 
@@ -190,7 +192,7 @@ class LiveKV:
         """Whether the layers that transformers sees are those that were made for it, as they were made."""
         if self._classes_of is not self.layers:
             kinds = [type(layer.native) for layer in kv_layers(self.layers)]
-            self._classes_of, self._classes = self.layers, [kind if is_own(kind) else None for kind in kinds]
+            self._classes_of, self._classes = self.layers, [kind if _is_own(kind) else None for kind in kinds]
         if len(self.visible) != len(self._classes):
             return False
         for theirs, ours, made in zip(self.visible, self.layers, self._classes, strict=False):
