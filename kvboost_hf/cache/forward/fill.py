@@ -15,8 +15,8 @@ from kvboost_hf.cache.costs import pieces
 from kvboost_hf.cache.forward.loading import Span, parts_of, pieces_of, spans_of
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.layer_kv import LayerKVReader, Place, are_alike_in_place
+from kvboost_hf.cache.kv.model_form import private_cache
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
-from kvboost_hf.cache.layers.choose import private_cache
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import buffers_for
 from kvboost_hf.cache.planning.chunks import Stem
