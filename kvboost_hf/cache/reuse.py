@@ -120,7 +120,8 @@ class ChunkReuseCache(DynamicCache):
         max_cache_len: MaxCacheLen = AUTO,
         live_quant: LiveQuant = None,
     ) -> None:
-        model, live_quant = unwrapped(model), live_config(live_quant)
+        model = unwrapped(model)
+        live_quant = live_config(live_quant) if live_quant is not None else None
         named = max_cache_len if max_cache_len != AUTO else None
         binding = Binding.checked(model, store, policy, salt, live_quant, named)
         static = StaticDecoding(model, named) if named is not None else None

@@ -22,7 +22,7 @@ from kvboost_hf.compat.forwards import (
     take_newest_name,
     with_cache_by,
 )
-from kvboost_hf.compat.hooks import hook_hidden_states, hook_layers, hooks_registered, own_hook
+from kvboost_hf.compat.hooks import OwnHooks, hook_hidden_states, hook_layers, own_hook
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
@@ -83,6 +83,7 @@ __all__ = [
     "KeyRotation",
     "LayerMasks",
     "LayerRotation",
+    "OwnHooks",
     "PrivateCache",
     "Shifts",
     "as_steps",
@@ -109,7 +110,6 @@ __all__ = [
     "hidden_states_reason",
     "hook_hidden_states",
     "hook_layers",
-    "hooks_registered",
     "input_device",
     "is_generate",
     "keeps_positions",

@@ -13,6 +13,8 @@ import torch
 Turn = tuple[int, Callable[[torch.Tensor], None]]  # which tensor of a layer, and what turns its new columns in place
 Piece = tuple[torch.Tensor, ...]  # of one row, one tensor for each that the layer keeps: [heads, length, dim]
 
+JOINED_ON = ("cuda",)  # where consecutive chunks are copied together; elsewhere they are views, which cost nothing
+
 
 class ColumnSpec(NamedTuple):
     """The size of one token of one row in a tensor [batch, heads, columns, dim]."""

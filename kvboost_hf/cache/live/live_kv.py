@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -20,8 +21,8 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import is_own
 from kvboost_hf.cache.identity.weights import are_held_by_more, references
+from kvboost_hf.cache.kv.model_form import make_layers
 from kvboost_hf.cache.layers.base import ReuseLayer, kv_layers
-from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.layers.windows import HiddenStates
@@ -33,6 +34,7 @@ from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import cache_layers, known_reason, original_length
 from kvboost_hf.config import KVQuantConfig
 
+_is_own: Callable[[type], bool] = cache(is_own)  # asked of the classes of layers for each text
 CHANGED = "the cache was changed by somebody else"
 NO_HIDDEN = "its forward has not shown its hidden states, which `keep_logprobs` keeps"
 
@@ -234,7 +236,7 @@ class LiveKV:
         """Whether the layers that transformers sees are those that were made for it, as they were made."""
         if self._classes_of is not self.layers:
             kinds = [type(layer.native) for layer in kv_layers(self.layers)]
-            self._classes_of, self._classes = self.layers, [kind if is_own(kind) else None for kind in kinds]
+            self._classes_of, self._classes = self.layers, [kind if _is_own(kind) else None for kind in kinds]
         if len(self.visible) != len(self._classes):
             return False
         for theirs, ours, made in zip(self.visible, self.layers, self._classes, strict=False):
