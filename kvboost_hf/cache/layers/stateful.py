@@ -35,10 +35,10 @@ class _WithStates(ReuseLayer):
     @property
     def intact(self) -> bool:
         """Models write states in place, which only the next `note_state` tells apart."""
-        return super().intact and are_as_marked(_states(self), self._marks)
+        return super().intact and are_as_marked(states_of(self), self._marks)
 
     def note_state(self) -> None:
-        self._marks = marks_of(_states(self))
+        self._marks = marks_of(states_of(self))
 
     def can_rewind(self, length: int) -> bool:
         return False
@@ -79,7 +79,7 @@ class StateLayer(_WithStates, LinearAttentionLayer):
         """A layer with copies of the states: models write them in place."""
         twin = self.fresh()
         twin.stock = self.stock
-        _copy_states(self, twin)
+        copy_states(self, twin)
         twin.note_state()
         return twin
 
@@ -102,7 +102,7 @@ class StateLayer(_WithStates, LinearAttentionLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of all states."""
-        return sum(t.nbytes for t in _states(self))
+        return sum(t.nbytes for t in states_of(self))
 
 
 class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-call]
@@ -119,7 +119,7 @@ class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-ca
     def share(self) -> Self:
         twin = super().share()
         _reset_states(twin)
-        _copy_states(self, twin)
+        copy_states(self, twin)
         twin.note_state()
         return twin
 
@@ -151,7 +151,7 @@ class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-ca
     @property
     def nbytes(self) -> int:
         """Bytes of buffers and states."""
-        return super().nbytes + sum(t.nbytes for t in _states(self))
+        return super().nbytes + sum(t.nbytes for t in states_of(self))
 
 
 class HybridLayer(_BesideAttention, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
@@ -225,7 +225,8 @@ def are_as_marked(tensors: Sequence[torch.Tensor], marks: Marks | None) -> bool:
     )
 
 
-def _states(layer: Any) -> list[torch.Tensor]:
+def states_of(layer: Any) -> list[torch.Tensor]:
+    """All states of a layer of transformers, or of ours."""
     return [t for states in (layer.conv_states, layer.recurrent_states) for t in states.values() if t is not None]
 
 
@@ -297,7 +298,8 @@ def _reset_states(layer: Any) -> None:
         layer.device, layer.dtype = device, dtype
 
 
-def _copy_states(source: Any, target: Any) -> None:
+def copy_states(source: Any, target: Any) -> None:
+    """Give a layer copies of the states of another one."""
     target.record_past, target.device, target.dtype = source.record_past, source.device, source.dtype
     for name in ("conv_kernel_size", "has_previous_state"):
         setattr(target, name, dict(getattr(source, name)))
