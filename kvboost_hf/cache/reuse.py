@@ -29,20 +29,23 @@ from kvboost_hf.cache.forward.running import (
     Request,
     SettledLater,
     extend_layers,
+    leave_prompts,
     lend_layers,
     lending_reason,
     note_hooks,
     read_layers,
+    read_states,
+    reading_reason,
     root_of,
     stored_tokens,
 )
-from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.live.binding import Binding, require_policy, require_store
+from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
+from kvboost_hf.cache.live.binding import Binding, StoreWriter, require_policy, require_store
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
 from kvboost_hf.cache.live.live_kv import LiveKV
-from kvboost_hf.cache.live.store_writer import StoreWriter
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
+from kvboost_hf.cache.prompt.forward_call import Kwargs, install, read_pads
 from kvboost_hf.cache.prompt.generate_call import (
     CacheUse,
     GenerateCall,
@@ -52,8 +55,6 @@ from kvboost_hf.cache.prompt.generate_call import (
     outputs_read,
     running_config,
 )
-from kvboost_hf.cache.prompt.hook import Kwargs, install
-from kvboost_hf.cache.prompt.inputs import read_pads
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
 from kvboost_hf.compat import generate_frame, hook_hidden_states, unwrapped
 from kvboost_hf.config import ReusePolicy
@@ -599,7 +600,7 @@ class ChunkReuseCache(DynamicCache):
         twin._user_defined, twin._call, twin._of_call = self._user_defined, self._call, self._of_call
         return twin
 
-    # What drafts that branch call
+    # What drafts that branch call, and servers that decode rows of many caches together
 
     @property
     def lending_reason(self) -> str | None:
@@ -638,21 +639,37 @@ class ChunkReuseCache(DynamicCache):
         self._form.leave(self._settle)
         return read_layers(self._live)
 
+    @property
+    def reading_reason(self) -> str | None:
+        """Why a row of the layers cannot be read, and extended; None if it can."""
+        self._form.leave(self._settle)
+        return reading_reason(self._live)
+
+    def read_states(self) -> list[LayerState | None]:
+        """Of each layer, views of the only row's state: not to be kept. None for a layer that has none."""
+        self._settle()
+        return read_states(self._live)
+
     def extend(
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         kv: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+        states: Sequence[LayerState | None] = (),
     ) -> None:
-        """Append columns that were computed by forwards over lent layers.
+        """Append columns that were computed by forwards over lent layers, or over what was read of these.
 
         Args:
             input_ids: [1, tokens].
             position_ids: [1, tokens], or [planes, 1, tokens].
             kv: For each layer, keys and values [1, num_kv_heads, tokens, head_dim]; None where it has none.
+            states: For each layer, its state behind the last of the tokens; None where it has none.
         """
+        self._settle()
+        if any(states) and (model := self._binding.model()) is not None:
+            leave_prompts(self._parts, model)
         self._begin_loan()
-        extend_layers(self._parts, input_ids, position_ids, kv)
+        extend_layers(self._parts, input_ids, position_ids, kv, states)
         self._forward, self._live.in_forward = None, False  # only now: an interrupt before this undoes it
         if self._live.ledger is not None:
             self._writer.confirm(self._live.ledger)

@@ -24,7 +24,8 @@ from kvboost_hf.server.engine.intake import WaitingLine
 from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit
 from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.generation.batch import BatchKV, PrefixTree, _BatchLayer
+from kvboost_hf.server.generation.batch import BatchKV, _BatchLayer
+from kvboost_hf.server.generation.prefix_tree import PrefixTree
 from kvboost_hf.server.generation.sampling import Sampler, choose_rows
 from kvboost_hf.server.generation.sharing import choose_attention, sharing_reason
 from kvboost_hf.server.generation.speculation import DraftedText

@@ -13,13 +13,14 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.errors import StoreClosedError
 from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, counted, make_model, random_ids
-from tests.internals.cache import ChunkReuseCache
+from tests.internals.cache import ChunkReuseCache, view_states
 from tests.internals.compat import kv_bytes_per_token
 from tests.internals.server import (
     BatchKV,
@@ -234,17 +235,27 @@ def test_kv_of_a_row_that_has_left_is_let_go_of() -> None:
 def _in_row(batch: BatchKV, model: PreTrainedModel, ids: torch.Tensor) -> None:
     cache = DynamicCache(config=model.config)
     model(ids, past_key_values=cache, use_cache=True)
-    batch.join([(layer.keys, layer.values) for layer in cache.layers], ids[0].tolist())
+    states = [view_states(layer, 0) if isinstance(layer, LinearAttentionLayer) else None for layer in cache.layers]
+    pairs = [(layer.keys, layer.values) if isinstance(layer, DynamicLayer) else None for layer in cache.layers]
+    batch.join(pairs, ids[0].tolist(), states=states)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("least", [1, 64])
+@pytest.mark.parametrize(
+    ("name", "in_place", "least"),
+    [
+        ("llama", False, 1),
+        ("llama", True, 1),
+        ("llama", True, 64),
+        ("qwen3_next", False, 64),
+        ("falcon_h1", False, 64),
+    ],
+)
 @torch.no_grad()
 def test_without_memory_for_a_row_the_others_go_on(
-    in_place: bool, least: int, monkeypatch: pytest.MonkeyPatch
+    name: str, in_place: bool, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever of the allocations it is that fails, and whether or not all columns have to move for the row."""
-    model, stock, left = make_model(), torch.Tensor.new_zeros, [-1]
+    model, stock, left = make_model(name), torch.Tensor.new_zeros, [-1]
     model.set_attn_implementation("kvboost_fa2" if in_place else "sdpa")
 
     def new_zeros(*given: Any, **told: Any) -> torch.Tensor:
@@ -277,7 +288,7 @@ def test_without_memory_for_a_row_the_others_go_on(
             logits = batch.step([7] * len(batch))
             texts = [torch.cat([ids, torch.tensor([[7]])], 1) for ids in texts]
             for row, ids in enumerate(texts):
-                torch.testing.assert_close(logits[row], model(ids).logits[0, -1], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(logits[row], model(ids).logits[0, -1], atol=2e-4, rtol=2e-4)
     assert 0 < fails < 39
 
 

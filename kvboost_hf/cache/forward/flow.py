@@ -10,7 +10,7 @@ A forward over the columns [held, n) of a batch, as the hook sees it:
     narrow    the model is given what is left                 reused.py
     forward   the unmodified model
     record    what the layers hold now                        live/live_kv.py
-    settle    chunks that are now complete go to the store    live/store_writer.py
+    settle    chunks that are now complete go to the store    live/binding.py
 """
 
 from collections.abc import Callable
@@ -31,22 +31,34 @@ from kvboost_hf.cache.forward.admission import (
 from kvboost_hf.cache.forward.moved import Moved, columns_per_token, may_repair, repair_more
 from kvboost_hf.cache.forward.prompt_plan import min_saving_of, plan_prompt
 from kvboost_hf.cache.forward.reused import Reused
-from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, Step, Unrecorded
+from kvboost_hf.cache.forward.running import (
+    CacheParts,
+    Forward,
+    PromptColumns,
+    Request,
+    Step,
+    Unrecorded,
+    leave_prompts,
+)
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import CHANGED, LiveKV
 from kvboost_hf.cache.planning.chunks import whole_pieces
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.planning.report import Tally
+from kvboost_hf.cache.prompt.forward_call import (
+    ForwardInputs,
+    Kwargs,
+    common_columns,
+    read_forward,
+    returns_of_each_token,
+)
 from kvboost_hf.cache.prompt.generate_call import in_prefill
-from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import ForwardInputs, common_columns, read_forward, returns_of_each_token
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import (
     attn_implementation,
     cache_argument,
     has_own_cache,
-    steps_reason,
 )
 from kvboost_hf.handles import ATTENTION
 
@@ -186,10 +198,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     new = inputs.input_ids.shape[1]
     if new > inputs.logits or (inputs.computes_all is not None and in_prefill()):
         return _piece(parts, request, ledger, held)
-    if (live.stateful or live.static is not None) and steps_reason(model) is not None:
-        # What is kept of decoded tokens is not what a prompt would leave: let the store have what there is.
-        parts.writer.offer_tails()
-        live.ledger, live.untracked = None, True
+    if (live.stateful or live.static is not None) and leave_prompts(parts, model):
         return Unrecorded(parts, held, held + new)
     mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
     # Any other mask may hide anything, and to read it would make a GPU wait.

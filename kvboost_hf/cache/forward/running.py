@@ -23,19 +23,17 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.identity.walk import ModelParts
-from kvboost_hf.cache.layers.choose import kv_layers
-from kvboost_hf.cache.live.binding import Binding
+from kvboost_hf.cache.layers.base import LayerState, kv_layers
+from kvboost_hf.cache.live.binding import Binding, StoreWriter
 from kvboost_hf.cache.live.decoding_form import DecodingForm
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
-from kvboost_hf.cache.live.store_writer import StoreWriter
 from kvboost_hf.cache.planning.chunks import Tokens, whole_pieces
+from kvboost_hf.cache.prompt.forward_call import ForwardInputs, Kwargs
 from kvboost_hf.cache.prompt.generate_call import at_end
-from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.media import Prompt
 from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import attn_implementation, rope_regime
+from kvboost_hf.compat import attn_implementation, rope_regime, steps_reason
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.handles import ATTENTION
 
@@ -350,8 +348,29 @@ def lending_reason(live: LiveKV) -> str | None:
     """Why the layers cannot be lent, nor read and extended; None if they can."""
     if live.plain_reason is not None:
         return live.plain_reason
-    rigid = {type(layer).__name__ for layer in live.layers if layer.is_stateful or not layer.can_branch}
+    return _of_kinds({type(layer).__name__ for layer in live.layers if layer.is_stateful or not layer.can_branch})
+
+
+def _of_kinds(rigid: set[str]) -> str | None:
     return f"its cache has layers of the kind {', '.join(sorted(rigid))}" if rigid else None
+
+
+def leave_prompts(parts: CacheParts, model: PreTrainedModel) -> bool:
+    """Before single tokens go on: whether what they leave is not what a prompt would, so that it is not recorded."""
+    if steps_reason(model) is None:
+        return False
+    parts.writer.offer_tails()  # let the store have what there is
+    parts.live.ledger, parts.live.untracked = None, True
+    return True
+
+
+def reading_reason(live: LiveKV) -> str | None:
+    """Why what the layers hold of a row cannot be read, and put back with more tokens; None if it can."""
+    if live.plain_reason is not None:
+        return live.plain_reason
+    return _of_kinds(
+        {type(each).__name__ for each in live.layers if each.single_row or not (each.can_branch or each.is_stateful)}
+    )
 
 
 def lend_layers(parts: CacheParts) -> list[Any]:
@@ -368,17 +387,30 @@ def read_layers(live: LiveKV) -> list[LayerPair | None]:
     return [None if not piece else (piece[0][None], piece[1][None]) for piece in found]
 
 
+def read_states(live: LiveKV) -> list[LayerState | None]:
+    """Of each layer, views of the only row's state; None for a layer that has none."""
+    return [layer.view_state(0) for layer in kv_layers(live.layers)]
+
+
 def extend_layers(
-    parts: CacheParts, input_ids: torch.Tensor, position_ids: torch.Tensor, kv: Sequence[LayerPair | None]
+    parts: CacheParts,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    kv: Sequence[LayerPair | None],
+    states: Sequence[LayerState | None],
 ) -> None:
-    """Append columns that were computed by forwards over lent layers: see `ChunkReuseCache.extend`."""
+    """Append columns that were computed by forwards elsewhere: see `ChunkReuseCache.extend`."""
     live, model = parts.live, parts.binding.model()
     held = live.held
     stop = held + input_ids.shape[1]
     for layer, pair in zip(kv_layers(live.layers), kv, strict=True):
         if pair is not None:
             layer.fill(held, stop, [[(pair[0][0], pair[1][0])]])
-            layer.native.crop(0)
+            if live.is_recording:
+                layer.native.crop(0)
+    for layer, state in zip(kv_layers(live.layers), states, strict=bool(states)):
+        if state is not None:
+            layer.load_states([state])
     if (
         live.ledger is not None
         and model is not None

@@ -23,10 +23,11 @@ class ColumnSpec(NamedTuple):
 
 
 class LayerState:
-    """The state of one row in a layer, in host memory: enough to go on from the token that it was saved at.
+    """The state of one row in a layer: enough to go on from the token that it was taken at.
 
     Args:
-        tensors: In an order that only the kind of layer knows; None where there is nothing.
+        tensors: In an order that only the kind of layer knows; None where there is nothing. In host memory if it was
+            saved, else views of the layer's own.
         extra: Whatever else it needs; small.
     """
 
@@ -213,5 +214,14 @@ class ReuseLayer:
         """A copy of a row's state, or None if there is none."""
         return None
 
+    def view_state(self, row: int) -> LayerState | None:
+        """Views of a row's state, which the next forward changes, or None if there is none."""
+        return None
+
     def load_states(self, rows: Sequence[LayerState | None]) -> None:
         """Put back the states of all rows."""
+
+
+def kv_layers(layers: Sequence[ReuseLayer]) -> list[ReuseLayer]:
+    """The layers that transformers sees."""
+    return [layer for layer in layers if layer.native is not None]

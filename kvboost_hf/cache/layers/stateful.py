@@ -52,8 +52,11 @@ class _WithStates(ReuseLayer):
     def save_state(self, row: int) -> LayerState | None:
         return _save_states(self, row)
 
+    def view_state(self, row: int) -> LayerState | None:
+        return view_states(self, row)
+
     def load_states(self, rows: Sequence[LayerState | None]) -> None:
-        _load_states(self, rows)
+        load_states(self, rows)
 
 
 class StateLayer(_WithStates, LinearAttentionLayer):
@@ -254,28 +257,39 @@ def _state_bytes(layer: Any) -> int:
     return sum(t[0].nbytes for t in _current(layer) if t is not None)
 
 
-def _save_states(layer: Any, row: int) -> LayerState | None:
+def view_states(layer: Any, row: int) -> LayerState | None:
+    """Views of a row's states; None where there are none."""
     states = _current(layer)
     if all(state is None for state in states):
         return None
-    with torch.inference_mode(False), torch.no_grad():
-        # A copy in any case: models write states in place.
-        rows = [None if s is None else torch.empty_like(s[row], device="cpu").copy_(s[row]) for s in states]
     devices = [None if state is None else state.device for state in states]
+    rows = [None if state is None else state[row] for state in states]
     return LayerState(rows, (layer.device, layer.dtype, dict(layer.has_previous_state), devices))
 
 
-def _load_states(layer: Any, rows: Sequence[LayerState | None]) -> None:
-    _reset_states(layer)
+def _save_states(layer: Any, row: int) -> LayerState | None:
+    found = view_states(layer, row)
+    if found is None:
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        # A copy in any case: models write states in place.
+        copies = [None if t is None else torch.empty_like(t, device="cpu").copy_(t) for t in found.tensors]
+    return LayerState(copies, found.extra)
+
+
+def load_states(layer: Any, rows: Sequence[LayerState | None]) -> None:
+    """Give a layer copies of the states of its rows, in place of those that it has."""
     saved = [state for state in rows if state is not None]
     if not saved:
+        _reset_states(layer)
         return
     assert len(saved) == len(rows), "either every row has a state or none"
-    layer.device, layer.dtype, previous, devices = saved[0].extra
-    layer.has_previous_state = dict(previous)
-    n = layer.number_of_states
+    n, devices = layer.number_of_states, saved[0].extra[3]
     with torch.inference_mode(False), torch.no_grad():
         stacked = [_stack([state.tensors[i] for state in saved], devices[i]) for i in range(2 * n)]
+    _reset_states(layer)
+    layer.device, layer.dtype, previous, _ = saved[0].extra
+    layer.has_previous_state = dict(previous)
     for i in range(n):
         conv, recurrent = stacked[i], stacked[n + i]
         if conv is not None:

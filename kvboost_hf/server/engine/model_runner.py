@@ -64,15 +64,18 @@ class ModelRunner:
         self.model, self.store, self.policy, self.device = model, store, policy, input_device(model)
         self._live_quant = live_quant
         self._caches: WeakSet[ChunkReuseCache] = WeakSet()  # those of tasks
-        self.lending_reason = ChunkReuseCache(model, store, live_quant=live_quant).lending_reason
+        cache = ChunkReuseCache(model, store, live_quant=live_quant)
+        self.lending_reason = cache.lending_reason
         ModelState.of(model).fingerprint.look(model)
-        self.in_pieces = (
-            self.lending_reason is None  # such as states: of a prompt in pieces, fewer of them are of use to others
+        may_be_cut = (
+            cache.reading_reason is None
             and rope_regime(model, context) == b""  # a long row would change the frequencies of others and of itself
             and probe_reason(model) is None
         )
+        # With states, others could use fewer of a prompt in pieces.
+        self.in_pieces = may_be_cut and self.lending_reason is None
         self.batchable = (
-            self.in_pieces
+            may_be_cut
             and live_quant is None  # a batch would hold it as it is
             and padding_reason(model) is None
         )
@@ -145,7 +148,8 @@ class ModelRunner:
         ]
         shared = [min(common_prefix(other.job.ids, job.ids), other.done) for other in others]
         most = max(shared, default=0)
-        if self.batchable and most >= self.store.chunker.chunk_size:
+        # A fork with states could not go back to where the texts part.
+        if self.batchable and self.lending_reason is None and most >= self.store.chunker.chunk_size:
             found = others[shared.index(most)].cache
             assert found is not None
             cache = found.fork()

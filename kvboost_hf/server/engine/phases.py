@@ -175,7 +175,7 @@ class Decoding:
             said = task.joined - len(task.job.ids)
             ids = torch.tensor([task.ids[said : said + new]], device=self._runner.device)
             positions = torch.arange(task.joined, task.joined + new, device=self._runner.device)[None]
-            task.cache.extend(ids, positions, self._batch.read(place, new))
+            task.cache.extend(ids, positions, self._batch.read(place, new), self._batch.read_states(place))
 
     def remove(self, task: Task) -> None:
         """Remove a task; in the batch the last row takes the place of its row."""
@@ -196,7 +196,8 @@ class Decoding:
         task.joined = task.length  # the last token is computed next
         # Moved chunks are computed for the one text that they are in.
         owner = task.job.salt if task.cache.policy.mode == "exact" else task
-        self._batch.join(task.cache.read(), [*task.job.ids, *task.ids[:-1]], owner)
+        cache, tokens = task.cache, [*task.job.ids, *task.ids[:-1]]
+        self._batch.join(cache.read(), tokens, owner, cache.read_states())
 
     def _leave_batch(self, task: Task) -> None:
         self.sync(task)

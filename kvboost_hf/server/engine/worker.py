@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.kv.records import Belongings, Heads, count_bytes
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.store.removal import Belongings, Heads, count_bytes
 from kvboost_hf.compat import require_cache
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
@@ -263,7 +263,7 @@ class ModelEngine:
 
     def _embed(self) -> None:
         """Embed the next piece of a text."""
-        piece = self._limits.prefill_chunk_size if self._runner.batchable else None
+        piece = self._limits.prefill_chunk_size if self._runner.in_pieces and self._runner.batchable else None
         job = self._intake.next_embedding(piece)
         if job is not None and job.advance(self.model, piece):
             self._intake.embedded(job)

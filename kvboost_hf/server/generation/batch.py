@@ -7,30 +7,28 @@
 
 All rows end at the same column, so that a step appends one column to all of them. Where the model's attention can read
 K/V in pieces, the columns hold the decoded tokens only: K/V of the prompts stays where it is, and rows that share a
-prefix read it once. `PrefixTree` finds these, as parts that one or several rows have:
+prefix read it once. `PrefixTree` finds these.
 
-    [ system prompt ─┬─ question a ]        text 0: parts 0, 1
-                     ├─ question b ]        text 1: parts 0, 2
-                     └─ document ─┬─ c ]    text 2: parts 0, 3, 4
-                                  └─ d ]    text 3: parts 0, 3, 5
+States have no columns, and so no padding: each row has its own, which a step advances by one token.
 """
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from kvboost_hf.compat import PrivateCache, run_model
+from kvboost_hf.cache.layers.base import LayerState
+from kvboost_hf.cache.layers.stateful import load_states, states_of, view_states
+from kvboost_hf.compat import PrivateCache, cache_layers, run_model
 from kvboost_hf.handles import KVHandle, PiecedKV, PieceTable
-from kvboost_hf.ngrams import common_prefix
+from kvboost_hf.server.generation.prefix_tree import PrefixTree
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, num_kv_heads, tokens, head_dim]
 _ROOM = 128  # columns to spare, at least, in a buffer that had to be made anew
 _LEAST = 64  # tokens that are worth a call of attention of their own
-Held = TypeVar("Held")
 
 
 class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -104,6 +102,73 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
         return any(buffer.untyped_storage().nbytes() > buffer.nbytes for buffer in self.buffers)
 
 
+class _HybridLayer(_BatchLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
+    """K/V and states in one layer; `_RowStates` writes the states."""
+
+    def __init__(self, number_of_states: int) -> None:
+        _BatchLayer.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states)  # type: ignore[no-untyped-call]
+
+
+class _RowStates:
+    """The states of a layer, [rows, …] each, in buffers with rows to spare.
+
+    Args:
+        layer: The layer that transformers sees; models write the states of a step in place.
+    """
+
+    def __init__(self, layer: LinearAttentionLayer) -> None:
+        self._layer = layer
+        self.buffers: list[torch.Tensor] = []
+        self.rows = 0
+
+    def add(self, state: LayerState) -> None:
+        """Add a row. If it fails, nothing has changed."""
+        if not self.rows:
+            load_states(self._layer, [state])
+            self.buffers, self.rows = states_of(self._layer), 1
+            return
+        if self.rows == len(self.buffers[0]):
+            self._move(2 * self.rows)
+        new = [tensor for tensor in state.tensors if tensor is not None]
+        for buffer, tensor in zip(self.buffers, new, strict=True):
+            buffer[self.rows].copy_(tensor)
+        self._show(self.rows + 1)
+
+    def remove(self, row: int) -> None:
+        """Remove a row; the last one takes its place."""
+        for buffer in self.buffers:
+            buffer[row].copy_(buffer[self.rows - 1])
+        self.keep(self.rows - 1)
+
+    def keep(self, rows: int) -> None:
+        """Let go of all but the first rows; of their memory, too, if that is half of it."""
+        self._show(rows)
+        if 2 * rows <= len(self.buffers[0]):
+            with contextlib.suppress(RuntimeError):  # where there is no memory for smaller buffers, these are kept
+                self._move(rows)
+                self._show(rows)
+
+    def _show(self, rows: int) -> None:
+        """Have the layer hold the first rows of the buffers."""
+        self.rows, buffers = rows, iter(self.buffers)
+        for states in (self._layer.conv_states, self._layer.recurrent_states):
+            for i, state in states.items():
+                if state is not None:
+                    states[i] = next(buffers)[:rows]
+
+    def _move(self, rows: int) -> None:
+        """Make new buffers, of so many rows."""
+        moved = [buffer.new_zeros(rows, *buffer.shape[1:]) for buffer in self.buffers]
+        for buffer, made in zip(self.buffers, moved, strict=True):
+            made[: self.rows].copy_(buffer[: self.rows])
+        self.buffers = moved
+
+    def read(self, row: int) -> LayerState | None:
+        """Views of a row's states."""
+        return view_states(self._layer, row)
+
+
 def _room(columns: int) -> int:
     return max(_ROOM, columns // 8)
 
@@ -124,6 +189,8 @@ class BatchKV:
     def __init__(self, model: PreTrainedModel, *, in_place: bool = False, least: int = _LEAST) -> None:
         self._model = model
         self._layers: list[_BatchLayer | None] = []  # None for a layer that has no K/V of its own
+        self._states: list[_RowStates | None] = []  # None for a layer that has no states
+        self._shown: list[Any] = []  # the layers that transformers sees
         self._lengths: list[int] = []  # of each row
         self._own: list[int] = []  # those of its tokens that are in columns
         self._stop = 0
@@ -139,11 +206,21 @@ class BatchKV:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, unused ones included; without K/V that lies elsewhere."""
-        held = (buffer for layer in self._layers if layer is not None for buffer in layer.buffers)
-        return sum(buffer.untyped_storage().nbytes() for buffer in held)
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
+
+    @property
+    def _buffers(self) -> Iterator[torch.Tensor]:
+        held = (each for each in (*self._layers, *self._states) if each is not None)
+        return (buffer for each in held for buffer in each.buffers)
 
     @torch.no_grad()
-    def join(self, kv: Sequence[KeysValues | None], tokens: Sequence[int], owner: Hashable = None) -> None:
+    def join(
+        self,
+        kv: Sequence[KeysValues | None],
+        tokens: Sequence[int],
+        owner: Hashable = None,
+        states: Sequence[LayerState | None] = (),
+    ) -> None:
         """Add a row behind the others. If it fails, the others do not change.
 
         Args:
@@ -151,9 +228,12 @@ class BatchKV:
                 layer needs; None for a layer without K/V. They must not change while the row is here.
             tokens: Token ids of the row.
             owner: Only rows of the same owner share K/V of prefixes.
+            states: For each layer, the state of the row, of which a copy is made; None for a layer without states.
+                Empty if no layer has any.
         """
+        states = states or [None] * len(kv)
         if not self._lengths:
-            self._layers = [None if pair is None else _BatchLayer() for pair in kv]
+            self._make_layers(kv, states)
             self._stop = 0
         rows, stop = len(self), self._stop
         made = max((len(layer.buffers[0]) for layer in self._layers if layer is not None and layer.buffers), default=0)
@@ -166,6 +246,9 @@ class BatchKV:
             for layer, pair in zip(self._layers, kv, strict=True):
                 if layer is not None and pair is not None:
                     layer.add((pair[0][:, :, placed:], pair[1][:, :, placed:]), self._stop)
+            for held, state in zip(self._states, states, strict=True):
+                if held is not None and state is not None:
+                    held.add(state)
             self._lengths.append(len(tokens))
             self._own.append(own)
             self._place()
@@ -184,8 +267,11 @@ class BatchKV:
                 layer.rows = rows
                 if len(layer.buffers[0]) != made or layer.stop != stop:
                     layer.shrink(layer.stop - stop, made)
+        for held in self._states if rows else ():
+            if held is not None:
+                held.keep(rows)
         if not rows:
-            self._layers = []
+            self._drop_layers()
         else:
             self._place()
 
@@ -199,8 +285,11 @@ class BatchKV:
         if self._tree is not None:
             self._tree.remove(row)
         if not self._lengths:
-            self._layers = []
+            self._drop_layers()
             return
+        for held in self._states:
+            if held is not None:
+                held.remove(row)
         longest = max(self._own)
         unused = self._stop - longest
         for layer in self._layers:
@@ -214,9 +303,26 @@ class BatchKV:
 
     def clear(self) -> None:
         """Remove all rows, whatever state they were left in."""
-        self._layers, self._lengths, self._own = [], [], []
+        self._lengths, self._own = [], []
+        self._drop_layers()
         if self._tree is not None:
             self._tree.clear()
+
+    def _make_layers(self, kv: Sequence[KeysValues | None], states: Sequence[LayerState | None]) -> None:
+        """Empty layers, for K/V and states where a row has them."""
+        self._shown = cache_layers(self._model)
+        for at, (pair, state) in enumerate(zip(kv, states, strict=True)):
+            if pair is not None:
+                self._shown[at] = _BatchLayer() if state is None else _HybridLayer(len(state.tensors) // 2)
+            elif state is not None:
+                self._shown[at] = LinearAttentionLayer(len(state.tensors) // 2)
+        self._layers = [layer if isinstance(layer, _BatchLayer) else None for layer in self._shown]
+        self._states = [
+            _RowStates(layer) if state is not None else None for layer, state in zip(self._shown, states, strict=True)
+        ]
+
+    def _drop_layers(self) -> None:
+        self._layers, self._states, self._shown = [], [], []
 
     def _place(self) -> None:
         """Give the layers the tables of the K/V that lies elsewhere."""
@@ -249,10 +355,14 @@ class BatchKV:
 
         return [None if layer is None else (last(layer.buffers[0]), last(layer.buffers[1])) for layer in self._layers]
 
+    def read_states(self, row: int) -> list[LayerState | None]:
+        """For each layer, views of a row's state; None where it has none."""
+        return [None if held is None else held.read(row) for held in self._states]
+
     @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         """Append a token to each row; returns the logits [rows, vocab_size] for the next ones."""
-        device = next(layer.buffers[0].device for layer in self._layers if layer is not None)
+        device = next(self._buffers).device
         lengths, own = torch.tensor([self._lengths, self._own], device=device)
         keep = torch.arange(self._stop + 1, device=device) >= self._stop - own[:, None]
         even = min(self._own) == self._stop
@@ -260,12 +370,11 @@ class BatchKV:
         for layer in self._layers:
             if layer is not None and layer.table is not None:
                 layer.keep, in_pieces = None if even else keep, True
-        cache = PrivateCache([_Nothing() if layer is None else layer for layer in self._layers])
         try:
             output = run_model(
                 self._model,
                 torch.tensor(tokens, device=device)[:, None],
-                cache,
+                PrivateCache(self._shown),
                 attention_mask=keep.long() if not (even or in_pieces) else None,
                 position_ids=lengths[:, None],
             )
@@ -279,126 +388,3 @@ class BatchKV:
         self._own = [own + 1 for own in self._own]
         logits: torch.Tensor = output.logits[:, -1]
         return logits
-
-
-class _Nothing(_BatchLayer):  # type: ignore[no-untyped-call]
-    """Stands for a layer that shares the K/V of another."""
-
-
-@dataclass(slots=True, eq=False)
-class _Text(Generic[Held]):
-    owner: Hashable
-    held: Held
-    last: "SharedPart[Held] | None" = None
-
-
-@dataclass(slots=True, eq=False)
-class SharedPart(Generic[Held]):
-    """Tokens that one or more texts have at the same place."""
-
-    start: int
-    tokens: list[int]
-    texts: list[_Text[Held]]  # that go through it
-    above: "SharedPart[Held] | None"
-    below: "list[SharedPart[Held]]" = field(default_factory=list)
-
-    @property
-    def stop(self) -> int:
-        """Where the next part of a text begins."""
-        return self.start + len(self.tokens)
-
-    @property
-    def held(self) -> Held:
-        """The K/V of one of the texts that go through the part; it covers all tokens of that text."""
-        return self.texts[0].held
-
-
-class PrefixTree(Generic[Held]):
-    """Texts in an order of their own, in which the last one takes the place of one that leaves.
-
-    Args:
-        least: Tokens that texts share at least, if they share any.
-    """
-
-    def __init__(self, least: int) -> None:
-        self._least = least
-        self._roots: dict[Hashable, list[SharedPart[Held]]] = {}  # by owner
-        self._texts: list[_Text[Held]] = []
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def add(self, owner: Hashable, tokens: Sequence[int], held: Held) -> int:
-        """Add a text behind the others.
-
-        Args:
-            owner: Only texts of the same owner share anything.
-            tokens: The token ids of the text.
-            held: What is held of all of them.
-
-        Returns:
-            How many first tokens are in parts: all but a rest of fewer than `least`.
-        """
-        text, beside, stop = _Text(owner, held), self._roots.setdefault(owner, []), 0
-        while (found := self._shared(beside, [*tokens[stop:]])) is not None:
-            found.texts.append(text)
-            beside, text.last, stop = found.below, found, found.stop
-        if len(tokens) - stop >= self._least:
-            text.last = SharedPart(stop, [*tokens[stop:]], [text], text.last)
-            beside.append(text.last)
-            stop = len(tokens)
-        self._texts.append(text)
-        return stop
-
-    def remove(self, text: int) -> None:
-        """Remove a text; the last one takes its place."""
-        left, last = self._texts[text], self._texts.pop()
-        if text < len(self._texts):
-            self._texts[text] = last
-        part = left.last
-        while part is not None:
-            part.texts.remove(left)
-            if not part.texts:
-                (self._roots[left.owner] if part.above is None else part.above.below).remove(part)
-            elif len(part.below) == 1 and len(part.below[0].texts) == len(part.texts):
-                _join(part, part.below[0])
-            part = part.above
-        if all(each.owner != left.owner for each in self._texts):
-            del self._roots[left.owner]
-
-    def clear(self) -> None:
-        """Remove all texts, one by one: parts refer to each other, and would be freed much later."""
-        while self._texts:
-            self.remove(0)
-
-    def path(self, text: int) -> list[SharedPart[Held]]:
-        """The parts of a text, in order."""
-        part, found = self._texts[text].last, []
-        while part is not None:
-            found.append(part)
-            part = part.above
-        return found[::-1]
-
-    def _shared(self, beside: list[SharedPart[Held]], tokens: list[int]) -> SharedPart[Held] | None:
-        """The part of `beside` that the tokens begin with, split off from its rest if need be."""
-        shared = [common_prefix(part.tokens, tokens) for part in beside]
-        most = max(shared, default=0)
-        part = beside[shared.index(most)] if most else None
-        if part is None or most == len(part.tokens):
-            return part
-        if most < self._least:
-            return None
-        upper = SharedPart(part.start, part.tokens[:most], [*part.texts], part.above, [part])
-        beside[beside.index(part)] = upper
-        part.start, part.tokens, part.above = upper.stop, part.tokens[most:], upper
-        return upper
-
-
-def _join(part: SharedPart[Held], lower: SharedPart[Held]) -> None:
-    """Make one part of two that all of their texts go through."""
-    part.tokens, part.below = part.tokens + lower.tokens, lower.below
-    for each in lower.below:
-        each.above = part
-    for text in lower.texts:
-        if text.last is lower:
-            text.last = part
