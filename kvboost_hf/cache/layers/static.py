@@ -304,7 +304,6 @@ class StaticStateLayer(StateLayer):
     def __init__(self, number_of_states: int = 1) -> None:
         super().__init__(number_of_states)
         self._fixed: dict[tuple[str, int], torch.Tensor] = {}
-        self._before: tuple[int, list[torch.Tensor]] | None = None  # a step of a graph, and the column that it is of
 
     def fresh(self) -> StateLayer:
         """An empty layer for rows that are computed ahead, eagerly."""
@@ -318,18 +317,9 @@ class StaticStateLayer(StateLayer):
         super().load_states(rows)
         self._stay()
 
-    def keep_state(self, column: int) -> None:
-        """Copy the states, so that `truncate` can put them back."""
-        self._before = column, [state.clone() for state in states_of(self)]
-
-    def can_rewind(self, length: int) -> bool:
-        return self._before is not None and self._before[0] == length
-
     def truncate(self, length: int) -> None:
-        if self._before is not None and self._before[0] == length:
-            for state, copied in zip(states_of(self), self._before[1], strict=True):
-                state.copy_(copied)
-        self._before = None
+        super().truncate(length)
+        self._stay()
 
     @property
     def copies(self) -> list[torch.Tensor]:
@@ -367,16 +357,16 @@ class StaticStateLayer(StateLayer):
                 kept = self._fixed.get((name, number))
                 if state is None or state is kept:
                     continue
-                if kept is not None and (kept.shape, kept.dtype, kept.device) == (
-                    state.shape,
-                    state.dtype,
-                    state.device,
-                ):
+                if kept is not None and kept.shape == state.shape and (kept.dtype, kept.device) == _kind(state):
                     with torch.no_grad():
                         held[number] = kept.copy_(state)
                 else:
                     self._fixed[name, number] = state
                     _keep_address(state)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
 
 
 def _keep_address(tensor: torch.Tensor) -> None:
