@@ -41,13 +41,14 @@ class Answer:
     def __init__(self, engine: ModelEngine, ids: list[int], new_tokens: int) -> None:
         self._ended, self.first_s, self._start = threading.Event(), 0.0, time.perf_counter()
         self._reason: str | None = None
+        self.ids: tuple[int, ...] = ()
         engine.submit(Job(ids=ids, options=SamplingOptions(max_tokens=new_tokens)), self._hear)
 
     def _hear(self, event: JobEvent) -> None:
         if isinstance(event, Progress) and not self.first_s:
             self.first_s = time.perf_counter() - self._start
         if isinstance(event, Finished):
-            self._reason = event.reason
+            self._reason, self.ids = event.reason, event.ids
             self._ended.set()
 
     def wait(self) -> None:

@@ -15,7 +15,11 @@ from tests.internals.server import Job, ModelEngine, SamplingOptions
 from tests.server.test_worker import Told, job, numbers, plain
 
 Make = Callable[..., ModelEngine]
-MORE = [
+FAMILIES = [
+    "falcon_h1",
+    "nemotron_h",
+    "mamba2",
+    "lfm2",
     "qwen3_5_text",
     "zamba2",
     "kimi_linear",
@@ -23,13 +27,6 @@ MORE = [
     "olmo_hybrid",
     "bailing_hybrid",
     "lara_mini",
-]
-FAMILIES = [
-    "falcon_h1",
-    "nemotron_h",
-    "mamba2",
-    "lfm2",
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE),
 ]
 COUNT = 24  # tokens of an answer
 
