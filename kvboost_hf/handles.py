@@ -21,7 +21,7 @@ class CodePlanes:
     Either `least` and `step` are there, and a number is `least + step * code`; or `scale` and `codebook` are, and a
     vector is `(scale * codebook[codes]) @ rotation`, with `mean` turned to its token's position added to it.
 
-    Codes share bytes as `cache/codecs/packing.py` says: with `bits` 1, 2, 4 and `width = head_dim * bits / 8`, code j
+    Codes share bytes as `cache/codecs/base.py` says: with `bits` 1, 2, 4 and `width = head_dim * bits / 8`, code j
     is in byte `j % width`, `bits * (j // width)` bits up. With 3 bits, the lower two are so in the first
     `head_dim / 4` bytes, and the third one in the `head_dim / 8` bytes behind them.
 

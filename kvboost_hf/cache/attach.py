@@ -20,9 +20,16 @@ from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.identity.versions import PREPARE_CACHE
 from kvboost_hf.cache.live.compiled import static_reason
 from kvboost_hf.cache.live.decoding_form import AUTO, GROWS, NOT_ON_GPU, MaxCacheLen, compiles
+from kvboost_hf.cache.prompt.forward_call import (
+    ALL_LOGITS,
+    GRADIENTS,
+    Kwargs,
+    gradients_enabled,
+    install,
+    logits_kept,
+    wants_all_logits,
+)
 from kvboost_hf.cache.prompt.generate_call import at_end, calling
-from kvboost_hf.cache.prompt.hook import Kwargs, install
-from kvboost_hf.cache.prompt.inputs import ALL_LOGITS, GRADIENTS, gradients_enabled, logits_kept, wants_all_logits
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import CACHE, cache_in, known_reason, require_model, unwrapped

@@ -40,12 +40,12 @@ from kvboost_hf.cache.forward.running import (
     stored_tokens,
 )
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
-from kvboost_hf.cache.live.binding import Binding, require_policy, require_store
+from kvboost_hf.cache.live.binding import Binding, StoreWriter, require_policy, require_store
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
 from kvboost_hf.cache.live.live_kv import LiveKV
-from kvboost_hf.cache.live.store_writer import StoreWriter
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
+from kvboost_hf.cache.prompt.forward_call import Kwargs, install, read_pads
 from kvboost_hf.cache.prompt.generate_call import (
     CacheUse,
     GenerateCall,
@@ -55,8 +55,6 @@ from kvboost_hf.cache.prompt.generate_call import (
     outputs_read,
     running_config,
 )
-from kvboost_hf.cache.prompt.hook import Kwargs, install
-from kvboost_hf.cache.prompt.inputs import read_pads
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
 from kvboost_hf.compat import generate_frame, hook_hidden_states, unwrapped
 from kvboost_hf.config import ReusePolicy

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.forward.moved_probe import blend_reason
+from kvboost_hf.cache.forward.admission import blend_reason
 from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.live.ledger import offer_content
 from kvboost_hf.cache.planning.moved import Measure

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
-from kvboost_hf.cache.tiers.addresses import parse_tier
+from kvboost_hf.cache.store.settings import parse_tier
 from kvboost_hf.compat import available_device
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.engine.load import load

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.planning.chunks import text_ids
-from kvboost_hf.cache.tiers.addresses import open_tier, open_tiers, parse_tier
+from kvboost_hf.cache.store.settings import open_tier, open_tiers, parse_tier
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
 from kvboost_hf.cli.arguments import Commands, add_json, needs_extra, next_steps, positive, require_lasting
 from kvboost_hf.engine.load import naming

@@ -1,9 +1,9 @@
 """Names of `kvboost_hf.cache`."""
 
 from kvboost_hf.cache import costs
-from kvboost_hf.cache.codecs import Codec, Planes, Role, make_codec, packing, turboquant
-from kvboost_hf.cache.codecs.base import ExactStart
-from kvboost_hf.cache.codecs.packing import centroids, pack, packed_width, round_to, unpack
+from kvboost_hf.cache.codecs import Codec, Planes, Role, make_codec, turboquant
+from kvboost_hf.cache.codecs import base as packing
+from kvboost_hf.cache.codecs.base import ExactStart, centroids, pack, packed_width, round_to, unpack
 from kvboost_hf.cache.codecs.turboquant import TurboQuant, random_projection, random_rotation, rotated, rotated_back
 from kvboost_hf.cache.costs import TOKENS_PER_GRAPH, CompileCosts, ComputePace, Graph
 from kvboost_hf.cache.forward import (
@@ -11,14 +11,13 @@ from kvboost_hf.cache.forward import (
     fill,
     loading,
     moved,
-    moved_probe,
     reused,
     running,
     scatter,
 )
+from kvboost_hf.cache.forward.admission import blend_reason
 from kvboost_hf.cache.forward.fill import StemReader
 from kvboost_hf.cache.forward.moved import goes_on
-from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.identity import fingerprint
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, model_name
@@ -43,14 +42,14 @@ from kvboost_hf.cache.kv.records import StoredStates
 from kvboost_hf.cache.kv.transfer import Staging
 from kvboost_hf.cache.layers import pieced
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.layers.choose import HiddenStates, make_layers
+from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import CodedTensor, QuantizedLayer, exact_layers, live_bytes
 from kvboost_hf.cache.layers.stateful import view_states
 from kvboost_hf.cache.layers.static import StaticReuseLayer
-from kvboost_hf.cache.layers.windows import SlidingLayer
+from kvboost_hf.cache.layers.windows import HiddenStates, SlidingLayer
 from kvboost_hf.cache.live import binding, decoding_form
 from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager
 from kvboost_hf.cache.live.ledger import copier, offer_content
@@ -63,7 +62,9 @@ from kvboost_hf.cache.planning.chunks import (
     Tokens,
     common_length,
     content_only_key,
+    find_stems,
     media_ids,
+    paths_of,
     piece_ends,
     prefix_key,
     root_key,
@@ -87,10 +88,9 @@ from kvboost_hf.cache.planning.plan import (
     plan_shared,
     trim_row,
 )
-from kvboost_hf.cache.planning.stems import find_stems, paths_of
 from kvboost_hf.cache.prompt import media
 from kvboost_hf.cache.prompt.chats import ChatTemplate
-from kvboost_hf.cache.prompt.inputs import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, read_inputs
+from kvboost_hf.cache.prompt.forward_call import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, read_inputs
 from kvboost_hf.cache.prompt.media import Prompt, _hash, _split_items, read_prompt
 from kvboost_hf.cache.prompt.token_log import (
     MaskShape,
@@ -102,14 +102,12 @@ from kvboost_hf.cache.prompt.token_log import (
     seen_columns,
 )
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.store import history, lower
+from kvboost_hf.cache.store import indexes, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
-from kvboost_hf.cache.store.history import History
-from kvboost_hf.cache.store.indexes import StoredText
-from kvboost_hf.cache.store.settings import chunk_bytes
+from kvboost_hf.cache.store.indexes import History, StoredText
+from kvboost_hf.cache.store.settings import DEFAULT_DISK_BYTES, TierSpec, chunk_bytes, open_tier, parse_tier
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import below, record
-from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, TierSpec, open_tier, parse_tier
 from kvboost_hf.cache.tiers.base import Entry, Guard, Kind, MadeWith, Tier, secrets_in, without_secrets
 from kvboost_hf.cache.tiers.below import MeasuredTier
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier

@@ -1,4 +1,5 @@
 """Names of `kvboost_hf.cache.tiers.disk`, which Windows does not have."""
 
-from kvboost_hf.cache.tiers.disk import DiskTier, files
-from kvboost_hf.cache.tiers.disk.index import charge
+from kvboost_hf.cache.tiers import disk_files
+from kvboost_hf.cache.tiers.disk import DiskTier
+from kvboost_hf.cache.tiers.disk_index import charge

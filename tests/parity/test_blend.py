@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 from tests.internals.assisted import branch_reason
-from tests.internals.cache import REPAIRS, RepairRow, blend_reason, moved, moved_probe, only_looks, scatter
+from tests.internals.cache import REPAIRS, RepairRow, admission, blend_reason, moved, only_looks, scatter
 from tests.internals.compat import probe_reason
 
 MOVABLE = ["llama", "qwen2", "qwen3", "phi", "mistral", "gemma2", "deepseek_v3"]
@@ -130,7 +130,7 @@ def test_a_model_of_few_layers_is_measured_layer_by_layer(name: str, like: str) 
 
 
 def test_a_deep_model_is_asked_what_it_attends_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moved_probe, "_FEW_LAYERS", 7)
+    monkeypatch.setattr(admission, "_FEW_LAYERS", 7)
     model = make_model("deep_llama")
     cache = ChunkReuseCache(model, store_with_documents(model), blend("auto"))
     generate(model, as_inputs(prompt([2, 0, 3, 1])), cache, max_new_tokens=1)

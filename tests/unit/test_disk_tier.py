@@ -25,8 +25,7 @@ import torch
 
 from tests.blobs import is_right, key_of, make_blob
 from tests.internals.cache import Entry, Kind, Tier
-from tests.internals.disk import DiskTier, charge
-from tests.internals.disk import files as disk_files
+from tests.internals.disk import DiskTier, charge, disk_files
 
 Open = Callable[..., DiskTier]
 fork = multiprocessing.get_context("fork")
@@ -199,7 +198,7 @@ def test_alike_are_found_newest_first(opened: Open) -> None:
 
 
 def test_entries_of_a_root_may_go_while_they_are_listed(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost_hf.cache.tiers.disk.tier._AT_ONCE", 3)
+    monkeypatch.setattr("kvboost_hf.cache.tiers.disk._AT_ONCE", 3)
     tier = opened()
     for n in range(20):
         put(tier, n, 10, root=b"even" if n % 2 == 0 else b"odd")

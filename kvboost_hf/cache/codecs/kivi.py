@@ -13,8 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from kvboost_hf.cache.codecs.base import Planes, Role, in_blocks, narrowed, sinks_mark
-from kvboost_hf.cache.codecs.packing import pack, packed_width, to_codes, unpack
+from kvboost_hf.cache.codecs.base import (
+    Planes,
+    Role,
+    in_blocks,
+    narrowed,
+    pack,
+    packed_width,
+    sinks_mark,
+    to_codes,
+    unpack,
+)
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.handles import CodePlanes
 

@@ -25,9 +25,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvboost_hf.cache.codecs.base import Planes, Role, in_blocks, narrowed, sinks_mark
+from kvboost_hf.cache.codecs.base import (
+    Planes,
+    Role,
+    centroids,
+    in_blocks,
+    look_up,
+    narrowed,
+    pack,
+    packed_width,
+    round_to,
+    sinks_mark,
+    squared_length,
+    unpack,
+)
 from kvboost_hf.cache.codecs.kivi import Kivi
-from kvboost_hf.cache.codecs.packing import centroids, look_up, pack, packed_width, round_to, squared_length, unpack
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig, Rotation
 from kvboost_hf.handles import CodePlanes

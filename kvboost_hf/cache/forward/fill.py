@@ -19,9 +19,9 @@ from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.layers.choose import private_cache
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import buffers_for
+from kvboost_hf.cache.planning.chunks import Stem
 from kvboost_hf.cache.planning.plan import ReusePlan
-from kvboost_hf.cache.planning.stems import Stem
-from kvboost_hf.cache.prompt.inputs import ForwardInputs
+from kvboost_hf.cache.prompt.forward_call import ForwardInputs
 from kvboost_hf.cache.prompt.token_log import take_positions
 from kvboost_hf.cache.store.chunk_store import StoredStates
 from kvboost_hf.compat import KeyRotation, Shifts, run_model

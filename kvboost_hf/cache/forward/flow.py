@@ -10,7 +10,7 @@ A forward over the columns [held, n) of a batch, as the hook sees it:
     narrow    the model is given what is left                 reused.py
     forward   the unmodified model
     record    what the layers hold now                        live/live_kv.py
-    settle    chunks that are now complete go to the store    live/store_writer.py
+    settle    chunks that are now complete go to the store    live/binding.py
 """
 
 from collections.abc import Callable
@@ -46,9 +46,14 @@ from kvboost_hf.cache.live.live_kv import CHANGED, LiveKV
 from kvboost_hf.cache.planning.chunks import whole_pieces
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.planning.report import Tally
+from kvboost_hf.cache.prompt.forward_call import (
+    ForwardInputs,
+    Kwargs,
+    common_columns,
+    read_forward,
+    returns_of_each_token,
+)
 from kvboost_hf.cache.prompt.generate_call import in_prefill
-from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import ForwardInputs, common_columns, read_forward, returns_of_each_token
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import (
     attn_implementation,

@@ -30,10 +30,10 @@ from kvboost_hf.cache.kv.layer_kv import (
 )
 from kvboost_hf.cache.kv.records import StoredChunk
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
-from kvboost_hf.cache.layers.choose import HiddenStates
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import write_row
 from kvboost_hf.cache.layers.pieced import PiecedLayer
+from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.planning.plan import ReusePlan, Segment
 from kvboost_hf.cache.tiers.record import DamagedBlobError
 

@@ -17,9 +17,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.forward.admission import MOVED_NOTHING, MOVED_SAVES_LITTLE, reason_against_moving
+from kvboost_hf.cache.forward.admission import (
+    MOVED_NOTHING,
+    MOVED_SAVES_LITTLE,
+    needs_no_mask,
+    reason_against_moving,
+    repair_for,
+)
 from kvboost_hf.cache.forward.fill import fill_turned
-from kvboost_hf.cache.forward.moved_probe import needs_no_mask, repair_for
 from kvboost_hf.cache.forward.reused import note_served
 from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer, root_of
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass, attention_of_the_end, num_queries
@@ -40,8 +45,7 @@ from kvboost_hf.cache.planning.moved import (
     plan_blend,
 )
 from kvboost_hf.cache.planning.plan import ReusePlan
-from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import returns_of_each_token, without_router_logits
+from kvboost_hf.cache.prompt.forward_call import Kwargs, returns_of_each_token, without_router_logits
 from kvboost_hf.compat import KeyRotation, PrivateCache, input_device, key_rotation, rope_regime, run_model
 from kvboost_hf.config import ReusePolicy
 

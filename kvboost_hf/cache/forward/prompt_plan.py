@@ -15,7 +15,7 @@ from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment, plan_batch
-from kvboost_hf.cache.prompt.inputs import ForwardInputs
+from kvboost_hf.cache.prompt.forward_call import ForwardInputs
 from kvboost_hf.cache.prompt.media import Prompt
 from kvboost_hf.compat import attn_implementation, hidden_states_reason, weights_come_and_go
 from kvboost_hf.handles import ATTENTION

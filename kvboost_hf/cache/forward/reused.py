@@ -28,8 +28,7 @@ from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import PIECE, Tokens
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ReusePlan, RowPlan, plan_shared
 from kvboost_hf.cache.planning.report import BATCH, Tally, miss_report
-from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import returns_of_each_token, without_router_logits
+from kvboost_hf.cache.prompt.forward_call import Kwargs, returns_of_each_token, without_router_logits
 from kvboost_hf.cache.prompt.media import narrow_media
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import cache_argument, difference, run_model, tolerance

@@ -23,17 +23,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.identity.walk import ModelParts
-from kvboost_hf.cache.layers.base import LayerState
-from kvboost_hf.cache.layers.choose import kv_layers
-from kvboost_hf.cache.live.binding import Binding
+from kvboost_hf.cache.layers.base import LayerState, kv_layers
+from kvboost_hf.cache.live.binding import Binding, StoreWriter
 from kvboost_hf.cache.live.decoding_form import DecodingForm
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
-from kvboost_hf.cache.live.store_writer import StoreWriter
 from kvboost_hf.cache.planning.chunks import Tokens, whole_pieces
+from kvboost_hf.cache.prompt.forward_call import ForwardInputs, Kwargs
 from kvboost_hf.cache.prompt.generate_call import at_end
-from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.media import Prompt
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import attn_implementation, rope_regime, steps_reason

@@ -16,7 +16,7 @@ old fingerprint again. This is all that is looked at before each prompt, and wha
     steps of optimizers                                weights.py   fused optimizers, which count no writes
     memory that somebody else holds, by its hash       weights.py   writes through `weight.data`, arrays of NumPy
     32 values of each weight                           weights.py   writes that nobody counts
-    weights at rest, and the files that have them      offloaded.py other weights under accelerate or streamed layers
+    weights at rest, and the files that have them      values.py    other weights under accelerate or streamed layers
 
 Everything up to the functions is in dicts: while none has changed, none is read. Hooks and code of others, adapters,
 offloaded weights and frequencies that vary have a state that no dict shows: with one of them all is read each time.
@@ -35,8 +35,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import forks
 from kvboost_hf.cache.identity.foreign import durable_name, library_versions
 from kvboost_hf.cache.identity.hooks import ForwardWatch, HookWatch
-from kvboost_hf.cache.identity.offloaded import FileWeight
-from kvboost_hf.cache.identity.values import config_scalars, written_config
+from kvboost_hf.cache.identity.values import FileWeight, config_scalars, written_config
 from kvboost_hf.cache.identity.walk import ModelParts, ModelWalk
 from kvboost_hf.cache.identity.weights import WeightsWatch, lack_memory
 from kvboost_hf.checksum import Content, checksum

@@ -32,24 +32,22 @@ from kvboost_hf.cache.identity.hooks import (
     watch_forward,
     watch_hooks,
 )
-from kvboost_hf.cache.identity.offloaded import (
-    AtRest,
-    FileMark,
-    FileWeight,
-    offloaded_files,
-    offloaded_tensors,
-    only_moves,
-    weight_maps,
-    weights_at_rest,
-)
 from kvboost_hf.cache.identity.values import (
     OF_TORCH,
     SCALARS,
+    AtRest,
+    FileMark,
+    FileWeight,
     Reached,
     Reader,
     adapter_switches,
     config_scalars,
     ids_of_configs,
+    offloaded_files,
+    offloaded_tensors,
+    only_moves,
+    weight_maps,
+    weights_at_rest,
 )
 from kvboost_hf.cache.identity.versions import INSIDE, NOTES, OURS, UNREAD, Still, is_read
 from kvboost_hf.cache.identity.weights import plain_tensors

@@ -220,3 +220,8 @@ class ReuseLayer:
 
     def load_states(self, rows: Sequence[LayerState | None]) -> None:
         """Put back the states of all rows."""
+
+
+def kv_layers(layers: Sequence[ReuseLayer]) -> list[ReuseLayer]:
+    """The layers that transformers sees."""
+    return [layer for layer in layers if layer.native is not None]

@@ -1,9 +1,4 @@
-"""Chooses the layer that takes the place of each of transformers' layers, and has that of last hidden states.
-
-Last hidden states are what the head of a model computes logits from. Their layer stands behind the layers of K/V, so
-that its columns are stored, loaded and cut with theirs. transformers does not see it: a hook behind the decoder layers
-(`compat.hook_hidden_states`) gives it what it keeps.
-"""
+"""Chooses the layer that takes the place of each of transformers' layers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,13 +7,12 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.cache.layers.base import ColumnSpec, Piece, ReuseLayer, Turn
+from kvboost_hf.cache.layers.base import ReuseLayer, kv_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import QuantizedLayer, exact_layers
 from kvboost_hf.cache.layers.stateful import EmptyLayer, HybridLayer, HybridSlidingLayer, OpaqueLayer, StateLayer
-from kvboost_hf.cache.layers.windows import IndexedLayer, SlidingLayer, SparseLayer
+from kvboost_hf.cache.layers.windows import HiddenStates, IndexedLayer, SlidingLayer, SparseLayer
 from kvboost_hf.compat import (
     SERVED_LAYERS,
     KeyRotation,
@@ -83,95 +77,6 @@ def in_place_of(stocks: list[Any], layers: list[ReuseLayer]) -> list[ReuseLayer]
     for stock, layer in zip(stocks, layers, strict=True):
         layer.stock = stock
     return layers
-
-
-class HiddenStates(ReuseLayer):
-    """The last hidden states of all columns, as one tensor [batch, 1, columns, hidden_size]."""
-
-    def __init__(self) -> None:
-        self._states = GrowingTensor()
-
-    @property
-    def native(self) -> None:
-        """None: transformers sees no such layer."""
-
-    def append(self, states: torch.Tensor) -> None:
-        """Append [batch, m, hidden_size]."""
-        self.version += 1
-        with torch.no_grad():
-            self._states.append(states.detach()[:, None])
-
-    def view(self, start: int) -> torch.Tensor:
-        """[batch, columns, hidden_size] from column `start` on."""
-        return self._states.view(start)[:, 0]
-
-    def select(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` was."""
-        self.version += 1
-        self._states.select(rows)
-
-    @property
-    def intact(self) -> bool:
-        return self._states.intact
-
-    def seal(self) -> None:
-        self._states.seal()
-
-    @property
-    def length(self) -> int:
-        """Columns seen so far."""
-        return self._states.stop
-
-    @property
-    def first(self) -> int:
-        """The first column that is still held."""
-        return self._states.first
-
-    def share(self) -> "HiddenStates":
-        """A layer that reads the same buffer; whichever of the two writes first copies."""
-        twin = HiddenStates()
-        twin.version, twin._states = self.version, self._states.share()
-        return twin
-
-    def reset(self) -> None:
-        """Drop everything."""
-        self.version += 1
-        self._states = GrowingTensor()
-
-    def truncate(self, length: int) -> None:
-        if length < self.length:
-            self.version += 1
-            self._states.truncate(length)
-
-    def columns(self, row: int, start: int, stop: int) -> Piece | None:
-        return (self._states.row(row, start, stop),) if self._states.buffer is not None else None
-
-    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
-        self.version += 1
-        self._states.fill(start, stop, [[piece[0] for piece in pieces] for pieces in rows])
-
-    def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
-        self.version += 1
-        return (self._states.open(stop, like[0].expand(batch, -1, -1, -1)),)
-
-    @property
-    def column_specs(self) -> tuple[ColumnSpec, ...]:
-        buffer = self._states.buffer
-        return (ColumnSpec(buffer.shape[1], buffer.shape[3], buffer.dtype),) if buffer is not None else ()
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        return [self._states.buffer] if self._states.buffer is not None else []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer, room to spare included."""
-        return self._states.nbytes
-
-
-def kv_layers(layers: Sequence[ReuseLayer]) -> list[ReuseLayer]:
-    """The layers that transformers sees."""
-    return [layer for layer in layers if layer.native is not None]
 
 
 def private_cache(layers: Sequence[ReuseLayer]) -> PrivateCache:

@@ -27,12 +27,11 @@ from kvboost_hf.cache.identity.foreign import holder_of_cache
 from kvboost_hf.cache.identity.versions import COMPILED_CALL
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.layers.static import StaticReuseLayer
-from kvboost_hf.cache.live.binding import Binding
+from kvboost_hf.cache.live.binding import Binding, StoreWriter
 from kvboost_hf.cache.live.compiled import StaticDecoding, static_reason
 from kvboost_hf.cache.live.live_kv import LiveKV
-from kvboost_hf.cache.live.store_writer import StoreWriter
+from kvboost_hf.cache.prompt.forward_call import Kwargs, has_other_hooks
 from kvboost_hf.cache.prompt.generate_call import GenerateCall, at_end, running_config
-from kvboost_hf.cache.prompt.hook import Kwargs, has_other_hooks
 from kvboost_hf.compat import autocast, bytes_per_token, cache_in, input_device, tolerance, weights_come_and_go
 
 MaxCacheLen = int | Literal["auto"] | None

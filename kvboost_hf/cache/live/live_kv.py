@@ -19,10 +19,11 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import is_own
 from kvboost_hf.cache.identity.weights import are_held_by_more, references
-from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.layers.choose import HiddenStates, kv_layers, make_layers
+from kvboost_hf.cache.layers.base import ReuseLayer, kv_layers
+from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.static import StaticReuseLayer
+from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import Tokens

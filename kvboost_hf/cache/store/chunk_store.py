@@ -20,7 +20,7 @@ from kvboost_hf.cache.kv.records import Put, StoreContents, Stored, StoredChunk,
 from kvboost_hf.cache.planning.chunks import Chunker
 from kvboost_hf.cache.planning.plan import RowPlan
 from kvboost_hf.cache.planning.report import ReuseReport
-from kvboost_hf.cache.store.history import Audits
+from kvboost_hf.cache.store.indexes import Audits
 from kvboost_hf.cache.store.integrity import IntegrityReport, check_integrity
 from kvboost_hf.cache.store.lower import BlobReader, Roots
 from kvboost_hf.cache.store.settings import (
@@ -31,11 +31,11 @@ from kvboost_hf.cache.store.settings import (
     checked_budget,
     checked_chunker,
     chunk_bytes,
+    open_tiers,
     salt_bytes,
     warmer,
 )
 from kvboost_hf.cache.store.tiered import TieredRecords
-from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.compat import KeptOnModel, require_cache, rope_regime, unwrapped

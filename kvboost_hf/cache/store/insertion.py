@@ -7,8 +7,7 @@ from dataclasses import replace
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
 from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
-from kvboost_hf.cache.store.history import Payback
-from kvboost_hf.cache.store.indexes import ContentIndexes
+from kvboost_hf.cache.store.indexes import ContentIndexes, Payback
 from kvboost_hf.cache.store.lower import LowerMemory
 from kvboost_hf.cache.store.memory import HostMemory, Reservation
 

@@ -20,7 +20,7 @@ from kvboost_hf.cache.kv.model_form import ChunkForms, ModelForm, read_kv, read_
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_key, unloaded
 from kvboost_hf.cache.planning.chunks import root_key
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
-from kvboost_hf.cache.store.history import History, remember
+from kvboost_hf.cache.store.indexes import History, remember
 from kvboost_hf.cache.tiers.base import Entry, Kind, MadeWith
 from kvboost_hf.cache.tiers.below import Found, LowerTiers
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump

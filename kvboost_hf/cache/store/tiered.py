@@ -25,8 +25,7 @@ from kvboost_hf.cache.planning.chunks import (
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ChunkIndex
-from kvboost_hf.cache.store.history import Audits, History, Payback
-from kvboost_hf.cache.store.indexes import ContentIndexes, Row, StoredText, TieredView
+from kvboost_hf.cache.store.indexes import Audits, ContentIndexes, History, Payback, Row, StoredText, TieredView
 from kvboost_hf.cache.store.insertion import Insertion
 from kvboost_hf.cache.store.lower import BlobReader, LowerMemory
 from kvboost_hf.cache.store.memory import DeviceMemory, HostMemory

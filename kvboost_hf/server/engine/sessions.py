@@ -10,11 +10,11 @@ from itertools import count
 
 import numpy as np
 
+from kvboost_hf.cache.kv.records import Belongings, Heads
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.store.removal import Belongings, Heads
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.task import SessionRecord, Task, session_id
 from kvboost_hf.server.jobs import Job, Keep, Session, SessionChange

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvboost_hf.cache.kv.records import Belongings, Heads
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens, digest
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.store.removal import Belongings, Heads
 from kvboost_hf.server.generation.sampling import Sampler, score
 from kvboost_hf.server.generation.speculation import DraftedText, PredictedText
 from kvboost_hf.server.generation.text import TextStream

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.kv.records import Belongings, Heads, count_bytes
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.store.removal import Belongings, Heads, count_bytes
 from kvboost_hf.compat import require_cache
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError

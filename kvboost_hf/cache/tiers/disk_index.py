@@ -25,7 +25,7 @@ import numpy as np
 from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers.base import Entry, Kind
-from kvboost_hf.cache.tiers.disk.files import is_file_name, signature
+from kvboost_hf.cache.tiers.disk_files import is_file_name, signature
 
 _log = logging.getLogger(__name__)
 _BUSY_S = 5.0  # how long to wait for another process's transaction

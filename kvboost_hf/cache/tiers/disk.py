@@ -4,6 +4,14 @@ Nothing is forced out to the device: a power failure may damage what was written
 its checksums. A process that is killed loses the blob that it was writing, and nothing else.
 """
 
+import sys
+
+if sys.platform == "win32":
+    raise ImportError(
+        "A disk tier needs a POSIX system, such as Linux, macOS or the Windows Subsystem for Linux. On Windows, use "
+        "the tier file:///C:/FOLDER, which keeps K/V in files, too."
+    )
+
 import logging
 import os
 import shlex
@@ -16,10 +24,10 @@ from itertools import islice
 from pathlib import Path
 from uuid import uuid4
 
+from kvboost_hf.cache.tiers import disk_index as index
 from kvboost_hf.cache.tiers.base import Entry, Failures
-from kvboost_hf.cache.tiers.disk import index
-from kvboost_hf.cache.tiers.disk.files import BlobFiles, in_flight, is_dead
-from kvboost_hf.cache.tiers.disk.index import DiskIndex
+from kvboost_hf.cache.tiers.disk_files import BlobFiles, in_flight, is_dead
+from kvboost_hf.cache.tiers.disk_index import DiskIndex
 from kvboost_hf.cache.tiers.record import read_entry
 
 _log = logging.getLogger(__name__)
