@@ -31,7 +31,7 @@ from kvboost_hf.server.jobs import Finished, Job, JobEvent, Progress, SamplingOp
 
 OWN, NEW, TOGETHER = 24, 32, 8
 PIECE, LONG = 256, 4096  # tokens: of a piece of a prompt, and of a prompt that others wait behind, at least
-WAIT_S = 120
+WAIT_S = 600
 PAGE = 256  # tokens of a page of continuous batching
 
 

@@ -3,7 +3,7 @@
     python benchmarks/server_states.py --out benchmarks/results [--device cuda --shape 8b]
 
 Each client sends two requests, one after the other: a head of 1,000 tokens that is warm, 24 tokens of its own, and an
-answer of 64 tokens. Tokens a second are those of all answers, from the first submission to the last end: medians of
+answer of 32 tokens. Tokens a second are those of all answers, from the first submission to the last end: medians of
 all rounds, in which the two arms take turns. `turns` is the same engine with its batch switched off, as models with
 states were served before. Each answer is compared with that of the other arm. transformers' continuous batching is
 asked for the same, and what it says is noted. Models are those of `kinds.py`.
@@ -29,7 +29,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.server.engine.worker import ModelEngine
 
-HEAD, OWN, NEW, CLIENTS, EACH = 1000, 24, 64, 8, 2
+HEAD, OWN, NEW, CLIENTS, EACH = 1000, 24, 32, 8, 2
 MODELS = ["linear and full, 3 to 1", "linear beside full, in one layer", "state only"]
 
 
