@@ -36,7 +36,11 @@ def engines() -> Iterator[Make]:
     made: list[ModelEngine] = []
 
     def make(model: PreTrainedModel, **told: Any) -> ModelEngine:
-        made.append(ModelEngine(model, numbers(), **{"store": ChunkStore(model, chunk_size=16), **told}))
+        made.append(
+            ModelEngine(
+                model, numbers(), **{"store": ChunkStore(model, chunk_size=16), "prefill_chunk_size": 23, **told}
+            )
+        )
         return made[-1]
 
     yield make

@@ -21,6 +21,7 @@ from kvboost_hf.compat import (
     probe_reason,
     rope_regime,
     run_model,
+    steps_reason,
 )
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
@@ -45,6 +46,7 @@ class ModelRunner:
 
     Attributes:
         in_pieces: Whether prompts can be computed in pieces.
+        one_by_one: Whether single tokens leave other states than a prompt: answers are computed again one by one.
         batchable: Whether rows can be computed in one batch.
         in_place: Whether rows of a batch can read K/V that they share where it lies.
         lending_reason: Why the caches cannot hand out their K/V, or None.
@@ -67,15 +69,14 @@ class ModelRunner:
         cache = ChunkReuseCache(model, store, live_quant=live_quant)
         self.lending_reason = cache.lending_reason
         ModelState.of(model).fingerprint.look(model)
-        may_be_cut = (
+        self.in_pieces = (
             cache.reading_reason is None
             and rope_regime(model, context) == b""  # a long row would change the frequencies of others and of itself
             and probe_reason(model) is None
         )
-        # With states, others could use fewer of a prompt in pieces.
-        self.in_pieces = may_be_cut and self.lending_reason is None
+        self.one_by_one = self.in_pieces and steps_reason(model) is not None
         self.batchable = (
-            may_be_cut
+            self.in_pieces
             and live_quant is None  # a batch would hold it as it is
             and padding_reason(model) is None
         )
