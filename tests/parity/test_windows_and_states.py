@@ -518,3 +518,45 @@ def test_states_are_kept_on_the_host() -> None:
     kept = [layer for saved in store.inspect().states.values() for layer in saved.states.layers if layer is not None]
     assert kept
     assert all(t.device.type == "cpu" and not t.requires_grad for s in kept for t in s.tensors if t is not None)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "mamba2", "lfm2", "kimi_linear", "nemotron_h"])
+def test_prompts_go_on_close_to_where_they_part(name: str) -> None:
+    """A second prompt with the same head, and one with a token edited, go on from less than 64 tokens before that."""
+    model = make_architecture(name)
+    check_model_compatibility(model)
+    store = ChunkStore(model)
+    for seed, most in (1, 700), (2, 100 + 64), (3, 100):
+        ids = join(random_ids(600, seed=8), random_ids(100, seed=seed))
+        assert check(model, ChunkReuseCache(model, store), as_inputs(ids)) <= most
+    for place in (77, 400, 655):
+        edited = ids.clone()
+        edited[0, place] = 3 + (edited[0, place] + 1) % 100
+        assert check(model, ChunkReuseCache(model, store), as_inputs(edited)) <= 700 - place + 64 + 8
+    store.check_consistency()
+    assert store.check_integrity(0.2).wrong == 0
+
+
+def test_states_keep_to_their_share(caplog: pytest.LogCaptureFixture) -> None:
+    """The states of a prompt are thinned evenly, and those of one that is used stay."""
+    model = make_architecture("qwen3_next")
+    check_model_compatibility(model)
+    one = ChunkStore(model)
+    generate(model, as_inputs(BASE), past_key_values=ChunkReuseCache(model, one))
+    size = next(iter(one.inspect().states.values())).nbytes
+    store = ChunkStore(model, max_bytes=100 * size, state_share=0.24)
+    long = random_ids(1500, seed=21)
+    for ids in (long, long, *(random_ids(600, seed=30 + i) for i in range(6))):
+        check(model, ChunkReuseCache(model, store), as_inputs(ids))
+        assert sum(each.nbytes for each in store.inspect().states.values()) <= 0.24 * store.max_bytes
+    assert check(model, ChunkReuseCache(model, store), as_inputs(join(long, OTHER[:, :9]))) <= 9 + 128 + 8
+    assert "keeps none" not in caplog.text
+    few = ChunkStore(model, max_bytes=100 * size, state_share=0.005)
+    for ids in (BASE, join(BASE, OTHER)):
+        check(model, ChunkReuseCache(model, few), as_inputs(ids))
+    assert few.stats()["states"] == 0
+    told = [record.getMessage() for record in caplog.records if "keeps none" in record.getMessage()]
+    assert len(told) == 1
+    assert str(int(0.005 * few.max_bytes)) in told[0]
+    with pytest.raises(ValueError, match="from 0 to 1, got 2"):
+        ChunkStore(model, state_share=2)

@@ -241,6 +241,8 @@ def _reuse(parts: CacheParts, request: Request, prompt: PromptColumns) -> Forwar
         planned.prompt,
         planned.plan,
         planned.cuts,
+        planned.stops,
+        planned.spaced,
         overlaps=planned.overlaps,
         share_from=min_saving_of(parts, prompt) if not prompt.new.media.any() else None,
         stores_whole=request.stores_whole,

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs import pieces
 from kvboost_hf.cache.forward.admission import adds_mask, reason_against_short_hits
+from kvboost_hf.cache.forward.checkpoints import can_segment, mixers_of, spacing_of
 from kvboost_hf.cache.forward.loading import can_overlap, is_worth_overlapping
 from kvboost_hf.cache.forward.moved import Moving, plan_moved
 from kvboost_hf.cache.forward.running import CacheParts, PromptColumns
@@ -31,6 +32,8 @@ class Planned:
         prompt: The columns of the prompt.
         plan: Which of them stored chunks serve.
         cuts: Columns before which to run a forward of our own.
+        stops: Columns at which states are saved in the middle of a forward: first all that are wanted in any case.
+        spaced: Columns at which they are saved there if they fit.
         moving: How moved chunks take part in it; None if they do not.
         overlaps: K/V may be loaded while the model computes.
         reason: Why a run on a few tokens rules out to give the prompt in parts, so that none of this may be done.
@@ -39,6 +42,8 @@ class Planned:
     prompt: PromptColumns
     plan: ReusePlan
     cuts: Sequence[int] = ()
+    stops: Sequence[int] = ()
+    spaced: Sequence[int] = ()
     moving: Moving | None = None
     overlaps: bool = False
     reason: str | None = None
@@ -92,22 +97,25 @@ def _decide(
     if moves and (moving := plan_moved(parts, model, prompt, plan)) is not None:
         return Planned(prompt, moving.plan.reuse, moving=moving)
     cuts: list[int] = []
+    stops: list[int] = []
+    spaced: list[int] = []
     if ledger.in_pieces is not None:
         cuts = piece_ends(plan.filled, prompt.limit)
     elif prompt.new.media.any():
-        plan, cuts = _whole_media(plan, _state_cuts(parts, plan, ledger, prompt), prompt.new, prompt.limit)
+        plan = _whole_media(plan, prompt.new, prompt.limit)
+        cuts, stops, spaced = _state_cuts(parts, model, plan, ledger, prompt)
     elif live.stateful:
-        cuts = _state_cuts(parts, plan, ledger, prompt)
+        cuts, stops, spaced = _state_cuts(parts, model, plan, ledger, prompt)
     else:
         if not prompt.first:
             reason = reason_against_short_hits(parts, model, plan, prompt.inputs, ledger)
             if reason is not None:
                 prompt, plan = _without_reuse(parts, prompt, plan, ledger, reason)
         cuts = _mask_cuts(parts, model, plan, prompt)
-    if (plan.filled > prompt.first or cuts) and (reason := _probed(parts, model, prompt.inputs)):
+    if (plan.filled > prompt.first or cuts or stops or spaced) and (reason := _probed(parts, model, prompt.inputs)):
         return Planned(prompt, plan, cuts, reason=reason)
     live.hand_out(parts.binding.fact(model, attn_implementation) == ATTENTION)  # what overlaps depends on it
-    return Planned(prompt, plan, cuts, overlaps=not cuts and _may_overlap(parts, model, plan, prompt))
+    return Planned(prompt, plan, cuts, stops, spaced, overlaps=not cuts and _may_overlap(parts, model, plan, prompt))
 
 
 def _needed_for(plan: ReusePlan) -> dict[bytes, Stored]:
@@ -190,11 +198,17 @@ def _may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, pro
     )
 
 
-def _state_cuts(parts: CacheParts, plan: ReusePlan, ledger: Ledger, prompt: PromptColumns) -> list[int]:
-    """Columns at which states are worth keeping: the last chunk border, where prompts part, the first image."""
-    limit, media, store = prompt.limit, prompt.new.media, parts.binding.store
-    if not parts.live.stateful or parts.live.regime or limit < plan.filled + (not plan.stems):
-        return []
+def _state_cuts(
+    parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, ledger: Ledger, prompt: PromptColumns
+) -> tuple[list[int], list[int], list[int]]:
+    """Columns at which to save states: behind forwards of our own, within a forward, and within one if they fit.
+
+    They are worth keeping at the last chunk border, where prompts part, before the first image, and at even distances
+    between these: the next prompt may part anywhere.
+    """
+    live, limit, media, store = parts.live, prompt.limit, prompt.new.media, parts.binding.store
+    if not live.stateful or live.regime or limit < plan.filled + (not plan.stems):
+        return [], [], []
     border = ledger.last_border(limit, store, prompt.ids)
     # Nobody has stored the states of what is computed once for several rows.
     wanted = {border} if plan.stems or border - plan.filled >= store.chunker.chunk_size // 2 else set()
@@ -202,8 +216,29 @@ def _state_cuts(parts: CacheParts, plan: ReusePlan, ledger: Ledger, prompt: Prom
         wanted.add(plan.branch)
     if media.any():  # a whole prompt, as media only come with one
         wanted.add(int(media.any(axis=0).argmax()))
-    earliest = plan.filled if plan.stems else plan.filled + 1
-    return sorted(cut for cut in wanted if max(earliest, *[pad + 1 for pad in plan.pads]) <= cut <= limit)
+    mixers = parts.binding.fact(model, mixers_of)
+    in_segments = can_segment(mixers, live.layers)
+    spacing = spacing_of(prompt.inputs.input_ids.device)
+    spaced = {
+        column
+        for column in range(plan.filled + spacing, border, spacing)
+        if all(abs(column - other) >= spacing // 2 for other in wanted)
+    }
+    earliest = max(plan.filled if plan.stems else plan.filled + 1, *[pad + 1 for pad in plan.pads])
+
+    def usable(columns: set[int], last: int) -> list[int]:
+        return sorted(each for each in columns if earliest <= each <= last and prompt.new.cut(each) == each)
+
+    # A forward of our own would lack the images of the caller's.
+    shown = np.flatnonzero(media[:, plan.filled :].any(axis=0))
+    before = min(plan.filled + int(shown[0]) if len(shown) else limit, limit)
+    if not in_segments:
+        return usable(wanted, before), [], []
+    if len(plan.rows) > 1 or prompt.inputs.verifies:
+        # What rows have alike behind the last of these is computed once.
+        cuts = usable(wanted, before)
+        return cuts, [], usable(spaced, cuts[-1] - 1) if cuts else []
+    return [], usable(wanted, limit), usable(spaced, limit)
 
 
 def _mask_cuts(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, prompt: PromptColumns) -> list[int]:
@@ -227,8 +262,8 @@ def _without_reuse(
     return replace(prompt, held=0), plan_batch(nothing, plan.pads, 0, prompt.ids.shape[1], _NEVER)
 
 
-def _whole_media(plan: ReusePlan, cuts: list[int], prompt: Prompt, limit: int) -> tuple[ReusePlan, list[int]]:
-    """The plan and the cuts without a forward of our own, which would lack its images, and without a cut in one."""
+def _whole_media(plan: ReusePlan, prompt: Prompt, limit: int) -> ReusePlan:
+    """The plan without a forward of our own, which would lack its images, and without an end in one."""
     rows = [
         row
         if row.states is None
@@ -236,7 +271,4 @@ def _whole_media(plan: ReusePlan, cuts: list[int], prompt: Prompt, limit: int) -
         for row, pad in zip(plan.rows, plan.pads, strict=True)
     ]
     alone = plan_batch(rows, plan.pads, plan.held, limit, min_saving=_NEVER)
-    alone = replace(alone, filled=max(plan.held, prompt.cut(alone.filled)))
-    shown = np.flatnonzero(prompt.media[:, alone.filled :].any(axis=0))
-    before = alone.filled + int(shown[0]) if len(shown) else limit
-    return alone, [cut for cut in cuts if alone.filled < cut <= before]
+    return replace(alone, filled=max(plan.held, prompt.cut(alone.filled)))

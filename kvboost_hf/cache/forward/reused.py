@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from kvboost_hf.cache.costs import ComputePace
+from kvboost_hf.cache.forward.checkpoints import Checkpoints, mixers_of
 from kvboost_hf.cache.forward.fill import compute_columns, fill_layers, run_ahead
 from kvboost_hf.cache.forward.loading import Loading
 from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer
@@ -44,6 +45,8 @@ class Reused(Forward):
         prompt: The columns of the prompt.
         plan: Which of them the store serves.
         cuts: Columns before which to run a forward of its own, and to keep states.
+        stops: Columns at which to keep states within a forward.
+        spaced: Columns at which to keep them there if they fit.
         overlaps: K/V may be loaded while the model computes.
         share_from: Tokens that computing once what rows have alike must save; None if it may not be done.
         stores_whole: Store all of the prompt when it is done.
@@ -57,6 +60,8 @@ class Reused(Forward):
         prompt: PromptColumns,
         plan: ReusePlan,
         cuts: Sequence[int],
+        stops: Sequence[int],
+        spaced: Sequence[int],
         *,
         overlaps: bool,
         share_from: int | None,
@@ -65,6 +70,8 @@ class Reused(Forward):
         super().__init__(parts, prompt.held)
         self._share_from = share_from
         self._prompt, self._plan, self._cuts = prompt, plan, cuts
+        self._stops, self._spaced = stops, spaced
+        self._checkpoints: Checkpoints | None = None
         self._overlaps, self._stores_whole = overlaps, stores_whole
         self._loading: Loading | None = None
         self._fetched: list[Stored] = []  # what has served, some of it from lower tiers
@@ -96,6 +103,8 @@ class Reused(Forward):
                 name = cache_argument(model)
                 self._audited = {key: value for key, value in request.kwargs.items() if key != name}
                 self._only_if_altered = not due
+        if self._stops or self._spaced:
+            self._checkpoints = self._start_checkpoints(model, prompt.columns, self._stops)
         self._began = time.perf_counter()
         settings = parts.binding.fact(model, returns_of_each_token)
         return _narrow(model, settings, request.kwargs, prompt, self.length - prompt.first)
@@ -122,6 +131,8 @@ class Reused(Forward):
         if self._loading is not None:
             self._loading.finish()
         self._note_pace()
+        if self._checkpoints is not None:
+            self._checkpoints.stop()
         live, prompt = self.parts.live, self._prompt
         live.filled(prompt.ids[:, self.length :], prompt.columns)
         if prompt.columns - self.length == PIECE:
@@ -141,12 +152,16 @@ class Reused(Forward):
         if parts.live.ledger is not None and self._confirmed and (computed or self._changed):
             parts.writer.offer_again(parts.live.ledger)
         offer(parts, self._prompt.columns, confirmed=self._confirmed, root_checked=True)
+        if self._checkpoints is not None and parts.live.ledger is not None and self._confirmed and not self._changed:
+            parts.writer.offer_earlier_states(parts.live.ledger, self._checkpoints.states(), root_checked=True)
         if self._confirmed and self._stores_whole:
             parts.writer.offer_tails()
 
     def abandon(self) -> None:
         if self._loading is not None:
             self._loading.stop()
+        if self._checkpoints is not None:
+            self._checkpoints.stop()
         super().abandon()
 
     def _load_meanwhile(self, model: PreTrainedModel) -> Loading:
@@ -185,15 +200,35 @@ class Reused(Forward):
         rows = range(len(prompt.ids))
         for cut in self._cuts:
             columns = slice(self.length, cut)
+            checkpoints = None
             if self.length < cut:
-                run_ahead(model, live.layers, prompt.inputs, columns, prompt.first)
+                checkpoints = self._start_checkpoints(model, cut, ())
+                try:
+                    run_ahead(model, live.layers, prompt.inputs, columns, prompt.first)
+                finally:
+                    if checkpoints is not None:
+                        checkpoints.stop()
                 live.filled(prompt.ids[:, columns], cut)
                 self._note_pieces(cut)
             self.length = cut
             if live.stateful and store.usable:
                 parts.writer.offer_new(ledger)
+                if checkpoints is not None:
+                    ledger.store_earlier_states(checkpoints.states(), live.layers, store)
                 for row in rows:
                     ledger.store_states(row, live.layers, store)
+
+    def _start_checkpoints(self, model: PreTrainedModel, columns: int, stops: Sequence[int]) -> Checkpoints | None:
+        """Have states saved within the next forward, which ends at `columns`; None if none are wanted."""
+        parts, start, store = self.parts, self.length, self.parts.binding.store
+        stops = [column for column in stops if start < column < columns]
+        spaced = [column for column in self._spaced if start < column < columns]
+        if not stops + spaced or not store.usable:
+            return None
+        mixers = parts.binding.fact(model, mixers_of)
+        checkpoints = Checkpoints(mixers, parts.live.layers, start, columns, stops, spaced, store.room_for_states)
+        checkpoints.start()
+        return checkpoints
 
     def _share_rest(self, model: PreTrainedModel) -> None:
         """Compute once what rows have alike behind the column up to which the plan goes, at which states were kept."""

@@ -59,6 +59,7 @@ class StoredStates:
     loaded: LayerStates | None  # None while they are in a lower tier only
     nbytes: int
     found: Found | None = None
+    spare: bool = False  # others of the same prompt are close: host memory alone keeps them
 
     @property
     def states(self) -> LayerStates:

@@ -1,7 +1,7 @@
 """`Binding`: the model, store and settings of a cache; and `StoreWriter`, which hands that store its K/V."""
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from torch.utils.hooks import RemovableHandle
@@ -12,6 +12,7 @@ from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState
 from kvboost_hf.cache.identity.foreign import foreign_attention
 from kvboost_hf.cache.identity.values import arithmetic
 from kvboost_hf.cache.identity.walk import ModelParts
+from kvboost_hf.cache.kv.layer_kv import LayerStates
 from kvboost_hf.cache.layers.quantized import mark
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
@@ -299,6 +300,13 @@ class StoreWriter:
             if self._live.stateful:
                 results.append(ledger.store_states(row, layers, store, pinned=pinned))
         return results
+
+    def offer_earlier_states(
+        self, ledger: Ledger, saved: Iterable[tuple[int, bool, Sequence[LayerStates]]], *, root_checked: bool = False
+    ) -> None:
+        """Offer states that a forward over a prompt has left on its way; see `Ledger.store_earlier_states`."""
+        if self._may_store(ledger, root_checked=root_checked):
+            ledger.store_earlier_states(saved, self._live.layers, self._binding.store)
 
     def offer_again(self, ledger: Ledger) -> None:
         """Offer all complete chunks: what was computed takes the place of what was wrong."""

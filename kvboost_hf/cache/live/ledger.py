@@ -1,7 +1,8 @@
 """The tokens and chunk borders behind the K/V of a cache, and the chunks that it offers to the store."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -315,6 +316,44 @@ class Ledger:
         nbytes = sum(layer.state_bytes() for layer in layers)
         with torch.inference_mode(False), torch.no_grad():
             return store.put_states(self.root, border.key, tail, nbytes, copy, pinned=pinned)
+
+    def store_earlier_states(
+        self,
+        saved: Iterable[tuple[int, bool, Sequence[LayerStates]]],
+        layers: Sequence[ReuseLayer],
+        store: ChunkStore,
+    ) -> None:
+        """Offer states of earlier columns, whose K/V has been offered as far as it fills chunks.
+
+        Args:
+            saved: Columns, at most the length of the log, whether host memory alone is to keep what is there, and the
+                states of each row.
+            layers: The layers, which hold the K/V.
+            store: The store.
+        """
+        for column, spare, rows in saved:
+            for row, states in enumerate(rows):
+                at, borders = column - int(self.log.pads[row]), self.borders[row]
+                if at <= 0:
+                    continue
+                number = next(
+                    number for number in reversed(range(len(borders))) if not number or borders[number].at < at
+                )
+                tail = self.log.row(row)[borders[number].at : at]
+                if len(tail) < HEAD_TOKENS:  # too few to be found again
+                    continue
+                if number + 1 < len(borders):
+                    found = store.holds(borders[number + 1].key)
+                else:
+                    found = self.store_tail(row, layers, store) in (Put.STORED, Put.PRESENT)
+                if found:
+                    copied = partial(_as_they_are, states)
+                    with torch.inference_mode(False), torch.no_grad():
+                        store.put_states(self.root, borders[number].key, tail, states.nbytes, copied, spare=spare)
+
+
+def _as_they_are(states: LayerStates) -> LayerStates:
+    return states
 
 
 def _is_tainted(blended: MovedColumns | None, row: int) -> bool:

@@ -41,7 +41,7 @@ class _Node:
     pinned: bool = False
 
 
-class _Bag:
+class Bag:
     """A set of keys that can be sampled in constant time."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class EvictionOrder:
     def __init__(self) -> None:
         self.by_content = False  # chunks are found by their content, too: an ancestor may go before its descendants
         self._nodes: dict[bytes, _Node] = {}
-        self._leaves, self._others = _Bag(), _Bag()  # that are not pinned
+        self._leaves, self._others = Bag(), Bag()  # that are not pinned
         self._remembered: OrderedDict[bytes, _Uses] = OrderedDict()  # by name
         self._time = self._passed = 0  # uses up to this prompt, and since
         self._random = random.Random(0)
@@ -172,17 +172,24 @@ class EvictionOrder:
 
     def _least(self, keys: Iterable[bytes], keep: set[bytes | None]) -> bytes | None:
         """The key with the least use rate, then the oldest last use, except those in `keep`."""
-        nodes, now, half_life = self._nodes, self._time, _HALF_LIFE * len(self._nodes)
         found, least = None, (inf, 0)
         for key in keys:
             if key in keep:
                 continue
-            uses = nodes[key].uses
-            age = 1 - exp2((uses.first - now - 1) / half_life)
-            rate = uses.count * exp2((uses.last - now) / half_life) / age, uses.last
+            rate = self.rate(key), self._nodes[key].uses.last
             if rate < least:
                 found, least = key, rate
         return found
+
+    def rate(self, key: bytes) -> float:
+        """How often a record is used, by a scale that all records share."""
+        uses, now, half_life = self._nodes[key].uses, self._time, _HALF_LIFE * len(self._nodes)
+        age = 1 - exp2((uses.first - now - 1) / half_life)
+        return uses.count * exp2((uses.last - now) / half_life) / age
+
+    def children(self, key: bytes) -> frozenset[bytes]:
+        """Keys of the records that continue `key`."""
+        return frozenset(self._nodes[key].children) if key in self._nodes else frozenset()
 
     def _is_outlived(self, key: bytes) -> bool:
         """Whether all children of a chunk were used, by their content, since its own last use."""

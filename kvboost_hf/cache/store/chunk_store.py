@@ -30,6 +30,7 @@ from kvboost_hf.cache.store.settings import (
     WarmSettings,
     checked_budget,
     checked_chunker,
+    checked_share,
     chunk_bytes,
     open_tiers,
     salt_bytes,
@@ -71,6 +72,9 @@ class ChunkStore:
             `"turboquant:3.5"`, a `KVQuantConfig`, or the codec of another store. All but `"raw"` are lossy: what is
             reused is no longer exactly what was computed.
         salt: Separates those who must not see each other's prompts, not even by timing.
+        state_share: The share of `max_bytes` that the states of linear attention may take, from 0 for none to 1. What
+            a prompt leaves behind takes a quarter of that at most. Beyond it, those go first whose loss costs the
+            fewest expected tokens. Pinned states are not counted.
 
     Raises:
         ValueError: for a bad `chunk_size`, or another one than its chunker's, a budget smaller than one chunk, an
@@ -96,6 +100,7 @@ class ChunkStore:
         tiers: Sequence[str | Tier] = (),
         tier_key: bytes | None = None,
         codec: str | KVQuantConfig | Codec | None = None,
+        state_share: float = 0.5,
     ) -> None:
         model = unwrapped(model)
         require_cache(model)
@@ -113,7 +118,7 @@ class ChunkStore:
         lower = LowerTiers(opened.lower, opened.opened)
         name, pays_for = (model_name(model), None) if lower else (b"", stored_per_computed(model))
         self._records = records = TieredRecords(
-            opened.ram, opened.device, lower, name, self._reader, pays_for, self.chunker
+            opened.ram, checked_share(state_share), opened.device, lower, name, self._reader, pays_for, self.chunker
         )
         self._lock = self._records.lock
         # The verbs of caches, the server and tools: nobody else knows records, and they know no store.
@@ -127,6 +132,7 @@ class ChunkStore:
         self.record_use, self.promote, self.expects = records.record_use, records.promote, records.expects
         self.put, self.put_content, self.put_states = records.put, records.put_content, records.put_states
         self.settles_first, self.quarantine, self.remove = records.settles_first, records.quarantine, records.remove
+        self.holds = records.holds
         self.beginning, self.pin, self.let_go = records.beginning, records.pin, records.let_go
         self.pinned_bytes, self.has_pinned = records.pinned_bytes, records.has_pinned
         self._roots: Roots | None = Roots(self._records.history, self._records.lower, self._records.drop)
@@ -206,6 +212,11 @@ class ChunkStore:
         with self._lock:
             self._records.counts["not_worth_loading"] += plan.hit - trimmed.hit
         return trimmed
+
+    @property
+    def room_for_states(self) -> int:
+        """Bytes that the states of one prompt may take."""
+        return self._records.memory.max_state_bytes // 4
 
     # Pinning, and letting go
 

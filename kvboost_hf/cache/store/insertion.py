@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
-from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk
+from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.store.indexes import ContentIndexes, Payback
 from kvboost_hf.cache.store.lower import LowerMemory
@@ -61,7 +61,7 @@ class Insertion:
                 return present
             if copy is None:
                 return Put.GONE
-            reserved = self._reserve(offered)
+            reserved = self._reserve(offered, pinned)
             if isinstance(reserved, Put):
                 return reserved
         try:  # without the lock: copies take their time
@@ -81,7 +81,7 @@ class Insertion:
             if isinstance(stored, StoredChunk) and not stored.content_only:
                 for shorter in self._memory.continued_by(stored):
                     self._replace(shorter, stored)
-            if not pinned:
+            if not pinned and not (isinstance(stored, StoredStates) and stored.spare):
                 self._payback.note_stored(len(stored.tokens))
         return Put.STORED
 
@@ -95,13 +95,14 @@ class Insertion:
             self._memory.pin(key)
         return Put.PRESENT
 
-    def _reserve(self, offered: Stored) -> Reservation | Put:
+    def _reserve(self, offered: Stored, pinned: bool) -> Reservation | Put:
         """Reserve room for a record, or tell why it cannot be taken in."""
         if self.offences.get(offered.key, 0) > 1:
             return Put.NO_ROOM
         if not self._continues(offered):
             return Put.NO_PARENT
-        reserved = self._memory.reserve(offered.nbytes, keep=offered.parent)
+        states = isinstance(offered, StoredStates) and not pinned
+        reserved = self._memory.reserve(offered.nbytes, keep=offered.parent, states=states)
         if reserved is None:
             self._counts["rejected"] += 1
             return Put.NO_ROOM

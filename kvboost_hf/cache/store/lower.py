@@ -226,7 +226,7 @@ class LowerMemory:
         """Have a record written to the tiers that do not have it; tells whether it will be there."""
         if stored.root not in self._durable_roots:
             return False
-        if isinstance(stored, StoredStates) and not stored.states.can_be_written:
+        if isinstance(stored, StoredStates) and (stored.spare or not stored.states.can_be_written):
             return False
         above = stored.found.tier if stored.found is not None else None
 

@@ -1,5 +1,7 @@
 """Memory of a store: chunks and states in host memory within a byte budget, and copies of chunks on devices."""
 
+import logging
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -11,9 +13,13 @@ from kvboost_hf import forks
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_key
 from kvboost_hf.cache.planning.chunks import Tokens, common_length, content_only_key
-from kvboost_hf.cache.planning.eviction import EvictionOrder
+from kvboost_hf.cache.planning.eviction import Bag, EvictionOrder
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 
+_log = logging.getLogger("kvboost_hf")
+
+_SAMPLED = 16  # states among which one to give up is chosen
+_WEIGHT_OF_ENDS = 4  # as often as elsewhere, text goes on from its end
 _MAX_SIBLINGS = 256  # chunks with the same head that are compared token by token
 
 
@@ -27,6 +33,7 @@ class HostMemory:
     Args:
         max_bytes: Budget of all tensors and tokens.
         lock: Reentrant. Lookups take it; whoever changes the contents holds it.
+        state_share: The share of it that states may take.
         on_insert: Called with each chunk that comes in.
         on_remove: Called with each chunk that goes, for whatever reason.
         on_evict: Called, after `on_remove`, with each chunk and all states that had to make room.
@@ -37,11 +44,15 @@ class HostMemory:
         max_bytes: int,
         lock: AbstractContextManager[object],
         *,
+        state_share: float = 1.0,
         on_insert: Sequence[Callable[[StoredChunk], None]] = (),
         on_remove: Sequence[Callable[[StoredChunk], None]] = (),
         on_evict: Sequence[Callable[[Stored], None]] = (),
     ) -> None:
         self.max_bytes = max_bytes
+        self._state_share = state_share
+        self._warned = False
+        self._random = random.Random(0)
         self.evictions = 0
         self.generation = 0  # how often it was cleared
         self._lock = lock
@@ -56,6 +67,8 @@ class HostMemory:
         self._states_by_head: dict[bytes, dict[bytes, None]] = {}
         self._order = EvictionOrder()
         self._holders: dict[bytes, set[bytes]] = {}  # of pinned records, by key
+        self._state_keys = Bag()
+        self._state_bytes = 0
         self._stored = self._reserved = 0  # bytes
         self.generation += 1
 
@@ -153,25 +166,89 @@ class HostMemory:
 
     # Taking in
 
-    def reserve(self, nbytes: int, keep: bytes) -> "Reservation | None":
+    @property
+    def max_state_bytes(self) -> int:
+        """Bytes that states may take, the pinned ones left out."""
+        return int(self._state_share * self.max_bytes)
+
+    def reserve(self, nbytes: int, keep: bytes, *, states: bool = False) -> "Reservation | None":
         """Evict records until so many bytes are free, and reserve these; None where that cannot be done.
 
         Args:
             nbytes: The size of a record that is to be copied.
             keep: Key of the record that it continues, which is not evicted for it.
+            states: They are states, of which there may be so many.
         """
+        if states and not self._make_room_among_states(nbytes):
+            return None
         if nbytes > self.max_bytes:
             return None
         while self.nbytes + nbytes > self.max_bytes:
             victim = self._order.victim(keep=keep)
             if victim is None:
                 return None
-            self.evictions += 1
-            evicted = self._unlink(victim)
-            for tell in self._on_evict:
-                tell(evicted)
+            self._evict(victim)
         self._reserved += nbytes
         return Reservation(self, nbytes, self.generation)
+
+    def _make_room_among_states(self, nbytes: int) -> bool:
+        """Evict states until so many bytes more are within their share; tells whether they are."""
+        most = self.max_state_bytes
+        if nbytes > most:
+            if not self._warned:
+                self._warned = True
+                _log.warning(
+                    "The states after one token take %d bytes, and the store may keep %d bytes of them, so that it "
+                    "keeps none. Raise `max_bytes`, or `state_share`, of the ChunkStore.",
+                    nbytes,
+                    most,
+                )
+            return False
+        pinned = sum([self.states[key].nbytes for key in self._holders if key in self.states])
+        while self._state_bytes - pinned + nbytes > most:
+            sample = self._state_keys.sample(self._random, _SAMPLED)
+            victim = min([key for key in sample if key not in self._holders], key=self._loss, default=None)
+            if victim is None:
+                return False
+            self._order.remove(victim)
+            self._evict(victim)
+        return True
+
+    def _loss(self, key: bytes) -> float:
+        """Tokens, for each byte of some states, that are expected to be computed again without them.
+
+        A prompt that would go on from them goes on from the states before them. Text that goes on does so from the
+        end more often than from elsewhere.
+        """
+        states = self.states[key]
+        within = self.covering(states.parent, states.tokens)
+        goes_on = within is not None and any(child in self.chunks for child in self._order.children(within))
+        weight = 1 if goes_on else _WEIGHT_OF_ENDS
+        return weight * self._order.rate(key) * self._tokens_since(states) / states.nbytes
+
+    def _tokens_since(self, states: StoredStates) -> int:
+        """Tokens between some states and those before them in the same text."""
+        parent, tokens, at, since = states.parent, states.tokens, len(states.tokens) - 1, len(states.tokens)
+        while True:
+            before = [
+                len(other.tokens)
+                for other in self.states_after(parent, tokens[:HEAD_TOKENS])
+                if len(other.tokens) <= at and common_length(other.tokens, tokens) == len(other.tokens)
+            ]
+            if before:
+                return since - max(before)
+            above = self.chunks.get(parent)
+            if above is None:
+                return since
+            parent, tokens, at = above.parent, above.tokens, len(above.tokens)
+            since += at
+
+    def _evict(self, key: bytes) -> None:
+        """Drop a record that is not in the order of eviction any more."""
+        self.evictions += 1
+        evicted = self._unlink(key)
+        for tell in self._on_evict:
+            tell(evicted)
 
     def insert(self, stored: Stored, reservation: "Reservation", *, pinned: bool = False) -> None:
         """Enter a record that room was reserved for."""
@@ -182,6 +259,8 @@ class HostMemory:
         above = stored.parent if stored.parent in self.chunks else None
         if isinstance(stored, StoredStates):
             self.states[stored.key] = stored
+            self._state_keys.put(stored.key, True)
+            self._state_bytes += stored.nbytes
             self._order.add(stored.key, above, pinned=pinned)
         else:
             self.chunks[stored.key] = stored
@@ -250,7 +329,13 @@ class HostMemory:
                 self._reserved -= reservation.nbytes
 
     def _unlink(self, key: bytes) -> Stored:
-        gone = self.states.pop(key, None) or self.chunks.pop(key)
+        gone: Stored
+        if key in self.states:
+            gone = self.states.pop(key)
+            self._state_keys.put(key, False)
+            self._state_bytes -= gone.nbytes
+        else:
+            gone = self.chunks.pop(key)
         self._holders.pop(key, None)
         self._stored -= gone.nbytes
         if (place := self._place(gone)) is not None:
@@ -280,6 +365,7 @@ class HostMemory:
             AssertionError: naming what disagrees.
         """
         records = list(self.records())
+        assert self._state_bytes == sum(each.nbytes for each in self.states.values()), "states must be counted"
         assert self._stored == sum(each.nbytes for each in records), "bytes must be those of the records"
         assert self._stored <= self.nbytes <= self.max_bytes, "bytes must be within the budget"
         for each in records:

@@ -73,6 +73,20 @@ def checked_budget(model: PreTrainedModel, max_bytes: int | str | None, least: i
     return ram
 
 
+def checked_share(state_share: float) -> float:
+    """The share of the budget that states may take.
+
+    Raises:
+        ValueError: for anything but a number from 0 to 1.
+    """
+    if isinstance(state_share, bool) or not isinstance(state_share, int | float) or not 0 <= state_share <= 1:
+        raise ValueError(
+            f"`state_share` must be a number from 0 to 1, got {state_share!r}. Leave it out for 0.5, or pass 0 to "
+            "keep no states but those that are pinned."
+        )
+    return float(state_share)
+
+
 class Uncut:
     """A chunker that cuts nothing."""
 

@@ -56,6 +56,7 @@ class TieredRecords:
 
     Args:
         ram_bytes: Budget of host memory.
+        state_share: The share of it that states may take.
         device_bytes: Budget of devices.
         tiers: The tiers below host memory.
         model_name: Names the model to them, see `Entry.model`.
@@ -67,6 +68,7 @@ class TieredRecords:
     def __init__(
         self,
         ram_bytes: int,
+        state_share: float,
         device_bytes: int,
         tiers: LowerTiers,
         model_name: bytes,
@@ -84,6 +86,7 @@ class TieredRecords:
         self.memory = HostMemory(
             ram_bytes,
             self.lock,
+            state_share=state_share,
             on_insert=(self.history.note_stored, self.text.add, self.contents.add),
             on_remove=(self.contents.remove, self.text.remove),
             on_evict=(self.history.note_evicted, self.lower.keep_evicted),
@@ -258,6 +261,11 @@ class TieredRecords:
 
     # Taking in
 
+    def holds(self, key: bytes) -> bool:
+        """Whether the record under a key is in host memory, or known to be below."""
+        with self.lock:
+            return key in self.memory or key in self.lower
+
     def expects(self, key: bytes) -> bool:
         """Whether a chunk that nobody asked to store is to be: where storing has not paid, one that comes again.
 
@@ -351,6 +359,7 @@ class TieredRecords:
         copy_states: Callable[[], LayerStates],
         *,
         pinned: bool = False,
+        spare: bool = False,
     ) -> Put:
         """Offer the states after some token. They are copied only if they are new and room for them can be made.
 
@@ -361,9 +370,10 @@ class TieredRecords:
             nbytes: Bytes that `copy_states` will take.
             copy_states: Makes the copy.
             pinned: Never evict them.
+            spare: Keep them in host memory alone: others of the same prompt are close.
         """
         key = states_key(parent, tokens)
-        states = StoredStates(key, root, parent, tokens, None, nbytes + tokens.nbytes)
+        states = StoredStates(key, root, parent, tokens, None, nbytes + tokens.nbytes, spare=spare)
         return self._open_insertion().take(states, copy_states, lambda: key if key in self.memory else None, pinned)
 
     def _open_insertion(self) -> Insertion:

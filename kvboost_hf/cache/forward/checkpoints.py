@@ -1,0 +1,187 @@
+"""Saves states at columns in the middle of a forward.
+
+A token mixer (linear attention, Mamba-2, a short convolution) is given its columns in segments, and the state of its
+layer is copied between them. Everything else of the model sees one forward over all columns.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvboost_hf.cache.kv.layer_kv import LayerStates
+from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
+from kvboost_hf.compat import own_hook, weights_come_and_go
+
+_CPU_SPACING = 64  # tokens: the kernels of transformers go through a prompt in chunks of 64
+_DEVICE_SPACING = 512  # each segment launches all kernels of a mixer anew
+_DURABLE_SPACING = 512  # tokens between two that are written to lower tiers, too
+
+
+def spacing_of(device: torch.device) -> int:
+    """Tokens between two states that are saved within a forward."""
+    return _CPU_SPACING if device.type == "cpu" else _DEVICE_SPACING
+
+
+def mixers_of(model: PreTrainedModel) -> Mapping[int, nn.Module]:
+    """The token mixers of a model that can be run in segments, by layer; none where one may be seen or compiled."""
+    found: dict[int, nn.Module] = {}
+    if weights_come_and_go(model):
+        return {}
+    for module in model.modules():
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            return {}
+        idx = module.__dict__.get("layer_idx")
+        if isinstance(idx, int) and any(isinstance(child, nn.Conv1d) for child in module.children()):
+            if idx in found or "forward" in module.__dict__:
+                return {}
+            found[idx] = module
+    return found
+
+
+def can_segment(mixers: Mapping[int, nn.Module], layers: Sequence[ReuseLayer]) -> bool:
+    """Whether each layer with a state has a mixer that nobody else watches."""
+    stateful = {idx for idx, layer in enumerate(layers) if layer.is_stateful}
+    return stateful == set(mixers) and not any(map(_is_watched, mixers.values()))
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether a hook that is not of this file would see segments in place of all columns."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(not isinstance(getattr(hook, "__self__", None), Checkpoints) for hook in hooks)
+
+
+class Checkpoints:
+    """The states of all layers at some columns of one forward.
+
+    Args:
+        mixers: The token mixers, by layer.
+        layers: The layers that the forward extends.
+        start: Columns that they hold before it.
+        columns: Columns that they hold after it.
+        stops: Columns at which states are wanted in any case, in order, after `start` and before `columns`.
+        spaced: Columns at which they are wanted if they fit, in order, between the same.
+        room: Bytes that all of them together may take.
+    """
+
+    leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
+
+    def __init__(
+        self,
+        mixers: Mapping[int, nn.Module],
+        layers: Sequence[ReuseLayer],
+        start: int,
+        columns: int,
+        stops: Sequence[int],
+        spaced: Sequence[int],
+        room: int,
+    ) -> None:
+        self._mixers, self._layers = mixers, layers
+        self._start, self._columns = start, columns
+        self._stops, self._spaced, self._room = tuple(stops), tuple(spaced), room
+        self._fits: bool | None = None  # None until the size of a state is known
+        self._saved: dict[int, dict[int, list[LayerState | None]]] = {}  # by column and layer: of each row
+        self._outputs: dict[int, list[Any]] = {}  # of the segments so far, by layer
+        self._handles: list[RemovableHandle] = []
+
+    def start(self) -> None:
+        """Begin: the next forward over these layers is the one."""
+        for module in self._mixers.values():
+            self._handles.append(own_hook(module.register_forward_pre_hook(self.before, with_kwargs=True)))
+            self._handles.append(own_hook(module.register_forward_hook(self.after, prepend=True, with_kwargs=True)))
+
+    def stop(self) -> None:
+        """End, with whatever was saved."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._outputs.clear()
+
+    def states(self) -> Iterator[tuple[int, bool, list[LayerStates]]]:
+        """Columns, in order, whether host memory alone is to keep what is there, and the states of each row."""
+        durable = self._start
+        for column, by_layer in sorted(self._saved.items()):
+            if by_layer.keys() != self._mixers.keys():  # some mixer was not called as expected
+                continue
+            spare = column not in self._stops and column - durable < _DURABLE_SPACING
+            durable = durable if spare else column
+            every = [by_layer.get(idx) for idx in range(len(self._layers))]
+            rows = range(len(next(iter(by_layer.values()))))
+            yield column, spare, [LayerStates(tuple(each[row] if each else None for each in every)) for row in rows]
+
+    # Hooks of each token mixer
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """torch forward pre-hook: run all segments but the last."""
+        hidden = self._hidden(module, args, kwargs)
+        if hidden is None or kwargs is None:
+            return None
+        idx, start = int(module.layer_idx), self._start  # type: ignore[arg-type]
+        layer, outputs = self._layers[idx], list[Any]()
+        while (stop := self._next(start)) is not None:
+            part = slice(start - self._start, stop - self._start)
+            outputs.append(module.forward(*_cut(args, hidden, part), **_cut(kwargs, hidden, part)))
+            if self._fits is None:
+                self._choose(layer.state_bytes() * len(hidden) * len(self._mixers))
+            if stop in self._stops or stop in self._spaced:
+                rows = [layer.save_state(row) for row in range(len(hidden))]
+                self._saved.setdefault(stop, {})[idx] = rows
+            start = stop
+        self._outputs[idx] = outputs
+        rest = slice(start - self._start, None)
+        return _cut(args, hidden, rest), _cut(kwargs, hidden, rest)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = None) -> Any:
+        """torch forward hook: join what all segments have returned."""
+        cache = _cache_in(args, kwargs) if isinstance(kwargs, dict) else None
+        idx = int(module.layer_idx)  # type: ignore[arg-type]
+        if cache is None or not self._is_ours(cache, idx):
+            return None
+        outputs = self._outputs.pop(idx, [])
+        if not outputs:
+            return None
+        if isinstance(output, torch.Tensor):
+            return torch.cat([*outputs, output], dim=1)
+        return (torch.cat([*[each[0] for each in outputs], output[0]], dim=1), *output[1:])
+
+    def _hidden(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> torch.Tensor | None:
+        """The hidden states [batch, columns, width] that a mixer is given, if they are those of the forward."""
+        if kwargs is None or torch.compiler.is_compiling():  # torch leaves them out when the hook was just removed
+            return None
+        hidden, cache = args[0] if args else kwargs.get("hidden_states"), _cache_in(args, kwargs)
+        idx = int(module.layer_idx)  # type: ignore[arg-type]
+        if not isinstance(hidden, torch.Tensor) or cache is None or not self._is_ours(cache, idx):
+            return None
+        return hidden if hidden.ndim == 3 and hidden.shape[1] == self._columns - self._start else None
+
+    def _is_ours(self, cache: Cache, idx: int) -> bool:
+        """Whether a forward extends the layers: other threads may run the same model."""
+        return idx < len(cache.layers) and cache.layers[idx] is self._layers[idx].native
+
+    def _next(self, start: int) -> int | None:
+        return min((stop for stop in (*self._stops, *self._spaced) if stop > start), default=None)
+
+    def _choose(self, nbytes: int) -> None:
+        """Leave out so many of the others, evenly, that the states, of `nbytes` each, fit."""
+        self._fits = True
+        most = max(self._room // max(nbytes, 1) - len(self._stops), 0)
+        if len(self._spaced) > most:
+            count = len(self._spaced)
+            self._spaced = tuple(self._spaced[(number * count + count // 2) // most] for number in range(most))
+
+
+def _cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
+    return next((each for each in (*args, *kwargs.values()) if isinstance(each, Cache)), None)
+
+
+def _cut(given: Any, hidden: torch.Tensor, part: slice) -> Any:
+    """Arguments of a mixer for some of its columns: all tensors in them that have as many as `hidden`."""
+    if isinstance(given, torch.Tensor):
+        return given[:, part] if given.ndim > 1 and given.shape[1] == hidden.shape[1] else given
+    if isinstance(given, tuple):
+        return tuple(_cut(each, hidden, part) for each in given)
+    return {name: _cut(each, hidden, part) for name, each in given.items()} if isinstance(given, dict) else given
