@@ -48,7 +48,7 @@ class Answer:
         if isinstance(event, Progress) and not self.first_s:
             self.first_s = time.perf_counter() - self._start
         if isinstance(event, Finished):
-            self._reason, self.ids = event.reason, event.ids
+            self._reason, self.ids = event.reason, tuple(event.ids)
             self._ended.set()
 
     def wait(self) -> None:

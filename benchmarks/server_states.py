@@ -91,7 +91,7 @@ def measure(model: PreTrainedModel, options: argparse.Namespace) -> Result:
 
 def markdown(result: Result) -> str:
     lines = [
-        f"{CLIENTS} clients, tokens of answers per second; {result['dtype']}; {measured_on(result['provenance'])}",
+        f"{CLIENTS} clients, tokens of answers per second; {result['dtype']}, models of width {result['width']}; {measured_on(result['provenance'])}",
         "",
         "| layers | model | in turns | in one batch | ratio | answers that differ "
         "| transformers' continuous batching |",
@@ -115,6 +115,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dtype = str(SHAPES[options.shape].dtype).removeprefix("torch.")
     result: Result = {"provenance": provenance(sys.argv[1:], "server_states.py"), "dtype": dtype, "rows": []}
+    result["width"] = SIZES[options.shape].width
     record = Record(f"server-states-{options.device}", options, result, markdown)
     size = SIZES[options.shape]
 
