@@ -91,7 +91,8 @@ def measure(model: PreTrainedModel, options: argparse.Namespace) -> Result:
 
 def markdown(result: Result) -> str:
     lines = [
-        f"{CLIENTS} clients, tokens of answers per second; {result['dtype']}, models of width {result['width']}; {measured_on(result['provenance'])}",
+        f"{CLIENTS} clients, tokens of answers per second; {result['dtype']}, models of width {result['width']}; "
+        f"{measured_on(result['provenance'])}",
         "",
         "| layers | model | in turns | in one batch | ratio | answers that differ "
         "| transformers' continuous batching |",
