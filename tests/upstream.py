@@ -226,7 +226,7 @@ LOCALS = {
 _FIXED = "of a fixed size: serves calls without reuse of its own"
 _QUANTIZED = "of transformers' own quantized cache"
 _STATE = "in part of a fixed size"
-# Cache layers of transformers that `cache/layers/choose.py` leaves out, and what they are.
+# Cache layers of transformers that `cache/kv/model_form.py` leaves out, and what they are.
 NOT_SERVED = {
     "StaticLayer": _FIXED,
     "StaticSlidingWindowLayer": _FIXED,

@@ -96,7 +96,7 @@ def worth_loading(plan: RowPlan, seconds_per_token: float) -> RowPlan:
     def saving(segment: Segment) -> float:
         assert isinstance(segment.chunk, StoredChunk)
         found, computing = segment.chunk.found, (segment.stop - segment.start) * seconds_per_token
-        return computing - (found.tier.seconds_to_read(found.entry.nbytes) if found is not None else 0.0)
+        return computing - (found.entry.nbytes * found.tier.seconds_per_byte if found is not None else 0.0)
 
     return trim_row(plan, saving)
 

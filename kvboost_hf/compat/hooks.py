@@ -54,18 +54,17 @@ def hook_hidden_states(model: PreTrainedModel) -> None:
 
 _hooking = forks.lock()
 _own = itertools.count()
-_registered = 0
 
 
-def hooks_registered() -> int:
-    """How many hooks others have registered on any module so far."""
-    return int(RemovableHandle.next_id) - _registered
+class OwnHooks:
+    """Attribute `registered`: how many hooks this package has registered. All others are somebody else's."""
+
+    registered = 0
 
 
 def own_hook(handle: RemovableHandle) -> RemovableHandle:
     """Count a hook as one of this package."""
-    global _registered
-    _registered = next(_own) + 1
+    OwnHooks.registered = next(_own) + 1
     return handle
 
 

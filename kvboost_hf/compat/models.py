@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 
 from kvboost_hf.compat.forwards import cache_argument
 
-# Cache layers of transformers that `cache/layers/choose.py` can replace; stateful ones keep a sum of what they saw.
+# Cache layers of transformers that `cache/kv/model_form.py` can replace; stateful ones keep a sum of what they saw.
 STATEFUL_LAYERS = frozenset(
     (
         "LinearAttentionLayer",

@@ -13,7 +13,7 @@ from tests.attention import Problem
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
 from tests.gpu.device import COMPILER, DEVICE, ON_GPU, needs_gpu
 from tests.internals.attention import AttentionCall, Part, active_tier, kernel_calls, ops, use_tier
-from tests.internals.cache import PiecedLayer, pieced
+from tests.internals.cache import PiecedLayer, layers
 from tests.internals.top import handles
 from tests.parity import test_blend, test_tree_attention, test_triton_codes, test_triton_dense, test_triton_pieces
 
@@ -202,7 +202,7 @@ def test_trees_behind_what_is_read_in_place(
 ) -> None:
     model, tree, found = make_model("llama").to(DEVICE), test_tree_attention.random_tree(), []
     model.set_attn_implementation("kvboost_fa2")
-    monkeypatch.setattr(pieced, "_JOINED_ON", ())  # one row is to stay in pieces
+    monkeypatch.setattr(layers, "JOINED_ON", ())  # one row is to stay in pieces
     for in_place in (True, False):
         store = ChunkStore(model, chunk_size=16)
         store.warm(random_ids(test_tree_attention.PROMPT, 1)[:, :32])

@@ -20,11 +20,11 @@ from kvboost_hf.cache.forward.fill import StemReader
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.identity import fingerprint
-from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, model_name
+from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, ModelWalk, model_name
 from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache, only_looks
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
 from kvboost_hf.cache.identity.versions import _SAID_OF_CLASSES, COMPILED_CALL, NOTES, _are_counted
-from kvboost_hf.cache.identity.walk import ModelParts, ModelWalk, _Walk
+from kvboost_hf.cache.identity.walk import ModelParts, Walk
 from kvboost_hf.cache.identity.weights import (
     Memories,
     WeightsWatch,
@@ -37,12 +37,11 @@ from kvboost_hf.cache.identity.weights import (
 from kvboost_hf.cache.kv import blocks, transfer
 from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV
-from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ModelForm, read_kv, read_states
+from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ModelForm, make_layers, read_kv, read_states
 from kvboost_hf.cache.kv.records import StoredStates
 from kvboost_hf.cache.kv.transfer import Staging
-from kvboost_hf.cache.layers import pieced
+from kvboost_hf.cache.layers import base as layers
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.cache.layers.pieced import PiecedLayer

@@ -11,8 +11,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 from tests.internals.attention import kernel_calls, use_tier
-from tests.internals.cache import PiecedLayer
-from tests.internals.cache import pieced as of_pieces
+from tests.internals.cache import PiecedLayer, layers
 from tests.internals.compat import probe_reason
 from tests.internals.top import handles
 
@@ -98,7 +97,7 @@ def test_in_every_way_of_generating(name: str, how: dict[str, Any]) -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "kvboost_fa2"])
 def test_chunks_that_the_same_rows_have_are_joined(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where each piece costs the host more than the device."""
-    monkeypatch.setattr(of_pieces, "_JOINED_ON", ("cpu",))
+    monkeypatch.setattr(layers, "JOINED_ON", ("cpu",))
     model = make_model("llama")
     model.set_attn_implementation(attention)
     shared, ends = random_ids(80, 1), [random_ids(48, seed) for seed in (2, 3)]

@@ -289,13 +289,13 @@ def test_every_cache_layer_is_known() -> None:
     assert SERVED_LAYERS.isdisjoint(upstream.NOT_SERVED)
     assert found <= known, (
         f"transformers {RELEASE} has cache layers {sorted(found - known)}. Models that use them run without reuse. "
-        "Serve them in kvboost_hf/cache/layers/choose.py (SERVED_LAYERS in compat/models.py), or list them in "
+        "Serve them in kvboost_hf/cache/kv/model_form.py (SERVED_LAYERS in compat/models.py), or list them in "
         "NOT_SERVED of tests/upstream.py, with what they are."
     )
     expected = known - upstream.LATER if Version("5.23") > RELEASE else known
     assert expected <= found, (
         f"transformers {RELEASE} has no cache layers {sorted(expected - found)} any more. If they were renamed, add "
-        "the new names in kvboost_hf/cache/layers/choose.py, and keep the old ones as long as pyproject.toml allows "
+        "the new names in kvboost_hf/cache/kv/model_form.py, and keep the old ones as long as pyproject.toml allows "
         "releases that have them."
     )
 

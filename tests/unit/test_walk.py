@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.internals.cache import ModelParts, ModelState, ModelWalk, _are_counted, _Walk, hooks_of_all_modules
+from tests.internals.cache import ModelParts, ModelState, ModelWalk, Walk, _are_counted, hooks_of_all_modules
 
 
 def make() -> LlamaForCausalLM:
@@ -127,8 +127,8 @@ def test_an_edit_is_found(model: LlamaForCausalLM, edit: str) -> None:
     found = walk.look(model)
     assert found.is_same == (edit == "nothing" and _are_counted())
     now = _shown(found)
-    assert now == _shown(_Walk(model).complete(model))
-    assert repr(now) == repr(_shown(_Walk(model).complete(model)))  # True and 1 are equal, and not the same
+    assert now == _shown(Walk(model).complete(model))
+    assert repr(now) == repr(_shown(Walk(model).complete(model)))  # True and 1 are equal, and not the same
     assert (repr(now) == repr(before)) == (edit == "nothing")
     assert _shown(walk.look(model)) == now
 
@@ -190,11 +190,11 @@ def test_a_change_from_outside_is_found(model: LlamaForCausalLM, how: str, monke
             found = walk.look(model)
             assert not found.is_same
             assert repr(_shown(found)) != repr(_shown(before))
-            assert repr(_shown(found)) == repr(_shown(_Walk(model).complete(model)))
+            assert repr(_shown(found)) == repr(_shown(Walk(model).complete(model)))
     finally:
         torch.set_float32_matmul_precision(precision)
     again = walk.look(model)
-    assert repr(_shown(again)) == repr(_shown(_Walk(model).complete(model)))
+    assert repr(_shown(again)) == repr(_shown(Walk(model).complete(model)))
 
 
 @pytest.mark.skipif(not _are_counted(), reason="this Python does not count changes of dicts")
@@ -202,7 +202,7 @@ def test_what_is_the_same_is_not_read_again(model: LlamaForCausalLM, monkeypatch
     """The tensors are there all the same, and so is what autocast changes."""
     walk = ModelWalk()
     first = walk.look(model)
-    monkeypatch.setattr(_Walk, "complete", None)
+    monkeypatch.setattr(Walk, "complete", None)
     found = walk.look(model)
     assert found.is_same
     assert _shown(found) == _shown(first)

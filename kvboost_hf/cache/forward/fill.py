@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.costs import pieces
 from kvboost_hf.cache.forward.loading import Span, parts_of, pieces_of, spans_of
 from kvboost_hf.cache.kv import transfer
-from kvboost_hf.cache.kv.layer_kv import LayerKVReader, Place
+from kvboost_hf.cache.kv.layer_kv import LayerKVReader, Place, are_alike_in_place
+from kvboost_hf.cache.kv.model_form import private_cache
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
-from kvboost_hf.cache.layers.choose import private_cache
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import buffers_for
 from kvboost_hf.cache.planning.chunks import Stem
@@ -191,8 +191,8 @@ def _fill_together(rows: "Rows") -> set[int]:
     """
     layers, plan, spans = rows.layers, rows.plan, rows.spans
     readers = {id(span.reader): span.reader for row in spans for span in row}.values()
-    chunks = [reader.kv for reader in readers if isinstance(reader, LayerKVReader) and reader.kv.is_read_in_place]
-    if not chunks or len(chunks) < len(readers) or not all(kv.is_like(chunks[0]) for kv in chunks[1:]):
+    chunks = [reader.kv for reader in readers if isinstance(reader, LayerKVReader)]
+    if not chunks or len(chunks) < len(readers) or not are_alike_in_place(chunks):
         return set()
     blocks, places = chunks[0].blocks, chunks[0].places
     taking: dict[int, GrowingLayer] = {}
@@ -225,7 +225,7 @@ def _copy(out: torch.Tensor, spans: Sequence[Span], number: int, run: range, pad
     for span, at, length in reversed(parts_of(spans, 0, stop - pad)):
         assert isinstance(span.reader, LayerKVReader)
         column -= length
-        out.narrow(2, column, length).copy_(span.reader.kv.blocks[number].move(run).narrow(2, at, length))
+        out.narrow(2, column, length).copy_(span.reader.kv.blocks[number].viewed(run).narrow(2, at, length))
     out.narrow(2, 0, column).zero_()
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -318,6 +319,7 @@ class Span:
 
 Spans = Sequence[Sequence[Span]]  # of each row, in order
 _Loaded = tuple[Segment, bytes, LayerKV]  # with the key and the K/V of its chunk
+_KEY = itemgetter(1)
 
 
 def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = False) -> list[list[Span]]:
@@ -336,10 +338,12 @@ def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = Fal
     for runs in _runs(plan):
         own: list[Span] = []
         for run in runs:
-            keys = tuple([key for _, key, _ in run])
+            keys = tuple(map(_KEY, run))
             if keys not in readers:
-                of = [LayerKVReader(kv, groups) for *_, kv in run]
-                readers[keys] = of[0] if len(of) == 1 else JoinedKVReader(of)
+                of = LayerKVReader(run[0][2], groups)
+                readers[keys] = (
+                    of if len(run) == 1 else JoinedKVReader([of, *(LayerKVReader(kv, groups) for *_, kv in run[1:])])
+                )
             first, last = run[0][0], run[-1][0]
             own.append(Span(readers[keys], first.start - first.offset, first.start, last.stop))
         spans.append(own)

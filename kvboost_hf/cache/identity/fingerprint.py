@@ -25,6 +25,7 @@ The weights are always looked at, since memory has no number of changes.
 
 import warnings
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Self
 
@@ -36,10 +37,47 @@ from kvboost_hf import forks
 from kvboost_hf.cache.identity.foreign import durable_name, library_versions
 from kvboost_hf.cache.identity.hooks import ForwardWatch, HookWatch
 from kvboost_hf.cache.identity.values import FileWeight, config_scalars, written_config
-from kvboost_hf.cache.identity.walk import ModelParts, ModelWalk
+from kvboost_hf.cache.identity.versions import Still
+from kvboost_hf.cache.identity.walk import Layout, ModelParts, Walk
 from kvboost_hf.cache.identity.weights import WeightsWatch, lack_memory
 from kvboost_hf.checksum import Content, checksum
-from kvboost_hf.compat import KeptOnModel, note_changes, training_reason
+from kvboost_hf.compat import KeptOnModel, autocast, note_changes, training_reason
+
+_MOST_IN_VAIN = 8  # looks after which it is no longer tried
+
+
+class ModelWalk:
+    """Finds what K/V of one model depends on, again and again."""
+
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
+        self._still: Still | None = None
+        self._found = ModelParts()  # without tensors, of the model that is still the same
+        self._in_vain = 0  # how often in a row it was not
+        self._may_stay = True  # nothing of others was found in it
+        self._number = 0  # how often something else was found in the model
+
+    def look(self, model: nn.Module) -> ModelParts:
+        """Collect from the model as it is now."""
+        if self._still is not None:
+            tensors = self._still.tensors(model)
+            if tensors is not None and self._found.switches[0] == autocast():
+                self._in_vain = 0
+                return replace(self._found, tensors=tensors, is_same=True)
+        still = Still(model) if self._may_stay and self._in_vain < _MOST_IN_VAIN else None
+        walk = self._layout.read(model) if self._layout is not None else None
+        if walk is None:
+            walk = Walk(model)
+            self._layout = Layout(walk) if walk.is_ordinary else None
+        found = walk.complete(model)
+        self._number += 1
+        found.number = self._number
+        self._may_stay = self._layout is not None and not found.has_others
+        self._still = None
+        if still is not None and self._may_stay and still.tensors(model) is not None:
+            self._still, self._found = still, replace(found, tensors=[])
+            self._in_vain += 1
+        return found
 
 
 class ModelFingerprint:

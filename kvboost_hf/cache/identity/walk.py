@@ -8,7 +8,7 @@ no reference to tensors, so that memory a user frees is free.
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
@@ -49,7 +49,7 @@ from kvboost_hf.cache.identity.values import (
     weight_maps,
     weights_at_rest,
 )
-from kvboost_hf.cache.identity.versions import INSIDE, NOTES, OURS, UNREAD, Still, is_read
+from kvboost_hf.cache.identity.versions import INSIDE, NOTES, OURS, UNREAD, is_read
 from kvboost_hf.cache.identity.weights import plain_tensors
 from kvboost_hf.checksum import Content, checksum
 from kvboost_hf.compat import KeptOnModel, autocast, forward_of, frequencies_vary
@@ -98,45 +98,11 @@ class ModelParts:
         return [*found, *self.tensors[taken:]]
 
 
-class ModelWalk:
-    """Finds what K/V of one model depends on, again and again."""
-
-    def __init__(self) -> None:
-        self._layout: _Layout | None = None
-        self._still: Still | None = None
-        self._found = ModelParts()  # without tensors, of the model that is still the same
-        self._in_vain = 0  # how often in a row it was not
-        self._may_stay = True  # nothing of others was found in it
-        self._number = 0  # how often something else was found in the model
-
-    def look(self, model: nn.Module) -> ModelParts:
-        """Collect from the model as it is now."""
-        if self._still is not None:
-            tensors = self._still.tensors(model)
-            if tensors is not None and self._found.switches[0] == autocast():
-                self._in_vain = 0
-                return replace(self._found, tensors=tensors, is_same=True)
-        still = Still(model) if self._may_stay and self._in_vain < _MOST_IN_VAIN else None
-        walk = self._layout.read(model) if self._layout is not None else None
-        if walk is None:
-            walk = _Walk(model)
-            self._layout = _Layout(walk) if walk.is_ordinary else None
-        found = walk.complete(model)
-        self._number += 1
-        found.number = self._number
-        self._may_stay = self._layout is not None and not found.has_others
-        self._still = None
-        if still is not None and self._may_stay and still.tensors(model) is not None:
-            self._still, self._found = still, replace(found, tensors=[])
-            self._in_vain += 1
-        return found
-
-
-class _Walk:
+class Walk:
     """One walk through the modules of a model.
 
     Args:
-        model: The model; None for a walk that `_Layout.read` fills in.
+        model: The model; None for a walk that `Layout.read` fills in.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -301,18 +267,17 @@ class _Walk:
         return found
 
 
-_MOST_IN_VAIN = 8  # looks after which it is no longer tried
 _Take = Callable[[Any], tuple[Any, ...]]
 
 
-class _Layout:
+class Layout:
     """Where a walk has found things, without a reference to them.
 
     Args:
         walk: An ordinary walk: all tensors are plain, and nothing is offloaded or patched.
     """
 
-    def __init__(self, walk: _Walk) -> None:
+    def __init__(self, walk: Walk) -> None:
         attributes = [module.__dict__ for module in walk.modules]
         numbers = {id(module): number for number, module in enumerate(walk.modules)}
         self._modules = list(map(weakref.ref, walk.modules))
@@ -344,7 +309,7 @@ class _Layout:
         self._others_at, self._configs_at = walk.others_at, walk.configs_at
         self._in_training, self._switches = walk.found.in_training, list(walk.found.switches)
 
-    def read(self, model: nn.Module) -> _Walk | None:
+    def read(self, model: nn.Module) -> Walk | None:
         """The walk through the model as it is now, or None if the layout of its modules has changed."""
         modules = [module for reference in self._modules if (module := reference()) is not None]
         if modules[:1] != [model] or list(map(type, modules)) != self._types:
@@ -371,7 +336,7 @@ class _Layout:
         tensors = [tensor for tensor in tensors if tensor is not None]
         if any(map(_IS_META, tensors)) or any(frequencies_vary(modules[number]) for number in self._rotary):
             return None
-        walk = _Walk()
+        walk = Walk()
         walk.modules, walk.classes = modules, self._classes
         walk.found.tensors, walk.found.switches = tensors, self._switches
         walk.found.in_training = self._in_training

@@ -195,11 +195,13 @@ class Block:
             {name: send(plane[run.start : run.stop], device) for name, plane in self.planes.items()}, run
         )
 
-    def views(self) -> tuple[torch.Tensor, ...]:
-        """All tensors [heads, tokens, head_dim] where they are, of a block that `is_viewed`."""
-        self.wait()
+    def viewed(self, run: range) -> torch.Tensor:
+        """Tensors [len(run), heads, tokens, head_dim] where they are, of a block that `is_viewed`."""
+        if self.ready is not None:
+            self.ready.result()
         (plane,) = self.planes.values()
-        return (plane if plane.device == self.device else transfer.link.send(plane, self.device)).unbind(0)
+        own = plane[run.start : run.stop]
+        return own if own.device == self.device else transfer.link.send(own, self.device)
 
     def _decode(self, own: Mapping[str, torch.Tensor], run: range) -> torch.Tensor:
         return self.codec.decode(own, (len(run), *self.shape), self.dtype, self.role, self.rotations[run.start])

@@ -12,8 +12,8 @@ import torch
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat, Groups
 from kvboost_hf.cache.kv.transfer import on_host
+from kvboost_hf.cache.layers import base
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
-from kvboost_hf.cache.layers.pieced import are_joined_on
 from kvboost_hf.compat import LayerRotation
 
 Place = tuple[int, int]  # block, and index in it
@@ -60,12 +60,7 @@ class LayerKV:
 
     def can_follow(self, other: "LayerKV") -> bool:
         """Whether both can be copied together: they are alike, and on a GPU."""
-        return all(are_joined_on(block.device) for block in self.blocks) and self.is_like(other)
-
-    @property
-    def is_read_in_place(self) -> bool:
-        """Whether the tensors of all layers are where the model computes, and need neither be decoded nor checked."""
-        return all(block.is_viewed and block.blob is None for block in self.blocks)
+        return all([block.device.type in base.JOINED_ON for block in self.blocks]) and self.is_like(other)
 
     @property
     def is_here(self) -> bool:
@@ -118,6 +113,14 @@ class LayerKV:
         return LayerKV(tuple(block.promoted() for block in self.blocks), self.places)
 
 
+def are_alike_in_place(chunks: Sequence[LayerKV]) -> bool:
+    """Whether chunks differ in nothing but their tokens, and are where the model computes, decoded and checked."""
+    first = chunks[0]
+    if any([block.blob is not None for kv in chunks for block in kv.blocks]):
+        return False
+    return all([block.is_viewed for block in first.blocks]) and all([kv.is_like(first) for kv in chunks[1:]])
+
+
 def _alike(block: Block, other: Block) -> bool:
     return (
         block.device == other.device
@@ -140,7 +143,9 @@ class LayerKVReader:
 
     def _all_views(self) -> list[Piece | None]:
         self.kv.check()
-        decoded = [block.views() for block in self.kv.blocks]
+        decoded = []
+        for block in self.kv.blocks:
+            decoded.append(block.viewed(range(len(block.rotations))).unbind(0))
         views: list[Piece | None] = []
         for places in self.kv.places:
             views.append(tuple([decoded[number][at] for number, at in places]) if places is not None else None)

@@ -1,11 +1,11 @@
-"""The form that K/V and states of a model have, and what is read from blobs in that form.
+"""The layers that take the place of a model's, the form that K/V and states have in them, and reading that from blobs.
 
 Who wrote a blob is not known, and checksums anybody can make. So shapes, types and places are not taken from it: they
 are those of the model, found by running it on a few tokens, and the layout of a blob is compared with them.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,13 +14,31 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.codecs.base import Codec, Planes, Role
 from kvboost_hf.cache.kv.blocks import Block, ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, Place
-from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
-from kvboost_hf.cache.layers.choose import make_layers, private_cache
+from kvboost_hf.cache.layers.base import LayerState, ReuseLayer, kv_layers
+from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.pieced import PiecedLayer
+from kvboost_hf.cache.layers.quantized import QuantizedLayer, exact_layers
+from kvboost_hf.cache.layers.stateful import EmptyLayer, HybridLayer, HybridSlidingLayer, OpaqueLayer, StateLayer
+from kvboost_hf.cache.layers.windows import HiddenStates, IndexedLayer, SlidingLayer, SparseLayer
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
-from kvboost_hf.compat import LayerRotation, probe_ids, probe_logits
+from kvboost_hf.compat import (
+    SERVED_LAYERS,
+    KeyRotation,
+    LayerRotation,
+    PrivateCache,
+    attn_implementation,
+    cache_layers,
+    input_device,
+    key_rotation,
+    probe_ids,
+    probe_logits,
+)
+from kvboost_hf.config import KVQuantConfig
+from kvboost_hf.handles import ATTENTION, PiecedKV, read_in_place
 
 _log = logging.getLogger("kvboost_hf")
 _REMEMBERED_FORMS, _REMEMBERED_CHARACTERS = 64, 2**16  # of layouts, which anybody may have written
@@ -293,3 +311,70 @@ def _state(blob: Blob, idx: int, pair: tuple[Any, StateForm | None]) -> LayerSta
         for at, each in enumerate(form.tensors)
     ]
     return LayerState(tensors, form.extra)
+
+
+# By name: some of them come and go between releases, and some live with their model. Exactly these, no subclasses: a
+# class that changes what a layer keeps would be served wrongly.
+_MAKERS: dict[str, Callable[[Any], ReuseLayer]] = {
+    "DynamicLayer": lambda stock: GrowingLayer(),
+    "DynamicSlidingWindowLayer": lambda stock: SlidingLayer(stock.sliding_window),
+    "DynamicIndexedLayer": lambda stock: IndexedLayer(),
+    "LinearAttentionLayer": lambda stock: StateLayer(stock.number_of_states),
+    "LinearAttentionAndFullAttentionLayer": lambda stock: HybridLayer(stock.number_of_states),
+    "LinearAttentionAndSlidingWindowAttentionLayer": lambda stock: HybridSlidingLayer(
+        stock.sliding_window, stock.number_of_states
+    ),
+    "DummyLayer": EmptyLayer,
+    "MiniMaxM3VLSparseCacheLayer": lambda stock: SparseLayer(),
+    "DeepseekV4HCACache": OpaqueLayer,
+    "DeepseekV4CSACache": OpaqueLayer,
+}
+assert frozenset(_MAKERS) == SERVED_LAYERS
+
+
+def make_layers(
+    model: PreTrainedModel,
+    live_quant: KVQuantConfig | None = None,
+    *,
+    keeps_hidden: bool = False,
+    contiguous: bool = False,
+) -> list[ReuseLayer]:
+    """Our layers for a model that `compat` has found to be served.
+
+    With `live_quant`, those of full attention hold codes, but for the first and the last ones. Without it, and where
+    `kvboost_fa2` can read chunks where they are, they leave them there, unless they are to be `contiguous`: sums over
+    chunks may round otherwise. With `keeps_hidden`, one of hidden states follows.
+    """
+    stocks = cache_layers(model)
+    layers = [_MAKERS[type(stock).__name__](stock) for stock in stocks]
+    if live_quant is None:
+        if not contiguous and attn_implementation(model) == ATTENTION and read_in_place(PiecedKV, input_device(model)):
+            layers = [PiecedLayer() if type(layer) is GrowingLayer else layer for layer in layers]
+        return [*in_place_of(stocks, layers), *([HiddenStates()] if keeps_hidden else [])]
+    codec, found = make_codec(live_quant), key_rotation(model)
+    rotations = found.layers if isinstance(found, KeyRotation) else [None] * len(layers)
+    ends = exact_layers(live_quant, len(layers))
+    for idx in range(ends, len(layers) - ends):
+        if type(layers[idx]) is GrowingLayer:
+            layers[idx] = QuantizedLayer(codec, live_quant, rotations[idx])
+    return in_place_of(stocks, layers)
+
+
+def in_place_of(stocks: list[Any], layers: list[ReuseLayer]) -> list[ReuseLayer]:
+    """The layers, each with the one of transformers whose place it takes: pickles have that in place of ours."""
+    for stock, layer in zip(stocks, layers, strict=True):
+        layer.stock = stock
+    return layers
+
+
+def private_cache(layers: Sequence[ReuseLayer]) -> PrivateCache:
+    """A cache for a forward of our own, which extends these layers."""
+    cache = PrivateCache([layer.native for layer in kv_layers(layers)])
+    if isinstance(last := layers[-1], HiddenStates):
+
+        def keep(states: torch.Tensor) -> torch.Tensor:
+            last.append(states)
+            return states
+
+        cache.take_hidden_states = keep
+    return cache

@@ -13,6 +13,8 @@ import torch
 Turn = tuple[int, Callable[[torch.Tensor], None]]  # which tensor of a layer, and what turns its new columns in place
 Piece = tuple[torch.Tensor, ...]  # of one row, one tensor for each that the layer keeps: [heads, length, dim]
 
+JOINED_ON = ("cuda",)  # where consecutive chunks are copied together; elsewhere they are views, which cost nothing
+
 
 class ColumnSpec(NamedTuple):
     """The size of one token of one row in a tensor [batch, heads, columns, dim]."""
@@ -162,6 +164,10 @@ class ReuseLayer:
     def truncate(self, length: int) -> None:
         """Forget all columns from `length` on."""
 
+    def can_crop(self, tokens: int, held: int) -> bool:
+        """Whether transformers' own `crop` can take the last `tokens` of `held` columns out of the state, if any."""
+        return True
+
     def expect_padding(self, columns: int) -> None:
         """The longest padding on the left, as far as it is known before the first token of its row."""
 
@@ -205,6 +211,9 @@ class ReuseLayer:
 
     def stop_recording(self) -> None:
         """Undo `activate_past_recording`, which transformers cannot: `crop` will not be called."""
+
+    def keep_state(self, column: int) -> None:
+        """Keep a copy of the states, which are those at `column`: from now on `truncate` can go back there."""
 
     def state_bytes(self) -> int:
         """Bytes that `save_state` would take."""

@@ -15,17 +15,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from kvboost_hf.cache.layers import base
 from kvboost_hf.cache.layers.base import ColumnSpec, Piece, Turn
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.handles import KVHandle, PiecedKV, PieceTable, read_in_place
-
-_JOINED_ON = ("cuda",)
-
-
-def are_joined_on(device: torch.device) -> bool:
-    """Whether consecutive chunks are copied together there; elsewhere they are views, which cost nothing."""
-    return device.type in _JOINED_ON
 
 
 class _Placed(NamedTuple):
@@ -172,7 +166,7 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
     def _can_keep(self, rows: Sequence[Sequence[Piece]], like: Piece) -> bool:
         """Whether pieces can stay where they are."""
         pieces = [each for row in rows for piece in row for each in piece]
-        if len(rows) == 1 and are_joined_on(like[0].device):  # they were copied already, and one tensor is read sooner
+        if len(rows) == 1 and like[0].device.type in base.JOINED_ON:  # already copied, and read sooner as one tensor
             return False
         return (
             len(like) == 2

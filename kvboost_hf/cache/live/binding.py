@@ -20,11 +20,12 @@ from kvboost_hf.cache.planning.chunks import PIECE
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.prompt.forward_call import ALL_LOGITS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, default_store, salt_bytes
-from kvboost_hf.compat import autocast, hooks_registered, known_hidden_states_reason, probe_reason, require_cache
+from kvboost_hf.compat import OwnHooks, autocast, known_hidden_states_reason, probe_reason, require_cache
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 
 T = TypeVar("T")
+_DEFAULT = ReusePolicy()
 
 
 class Binding:
@@ -85,7 +86,7 @@ class Binding:
                 f"`max_cache_len` must be None with `live_quant`, whose buffers grow, got {max_cache_len}. Leave out "
                 "one of the two."
             )
-        policy = policy if policy is not None else ReusePolicy()
+        policy = policy if policy is not None else _DEFAULT
         other = "live_quant" if live_quant is not None else "max_cache_len" if max_cache_len is not None else None
         for name in ("keep_logprobs", "reproducible"):
             if getattr(policy, name) and other is not None:
@@ -131,7 +132,7 @@ class Binding:
 
     def look(self) -> ModelParts | None:
         """What the K/V of the model, as it is now, depends on; None if it no longer exists."""
-        self._hooks = RemovableHandle.next_id, hooks_registered()
+        self._hooks = RemovableHandle.next_id, RemovableHandle.next_id - OwnHooks.registered
         model, fingerprint = self.model(), self._fingerprint()
         if model is None or fingerprint is None:
             return None
@@ -177,7 +178,7 @@ class Binding:
     def has_new_hooks(self) -> bool:
         """Whether somebody has registered or removed a hook anywhere since the root was last read."""
         every, others = self._hooks
-        return RemovableHandle.next_id != every and hooks_registered() != others
+        return RemovableHandle.next_id != every and RemovableHandle.next_id - OwnHooks.registered != others
 
     @property
     def looks_changed(self) -> bool:

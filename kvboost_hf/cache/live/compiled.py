@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.kv.model_form import in_place_of
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.layers.choose import in_place_of
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.prompt.generate_call import GenerateCall

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
@@ -357,6 +358,7 @@ class Roots:
         return root
 
 
+@cache
 def versions() -> str:
     """The versions that K/V depends on, for people."""
     return "torch {}, transformers {}".format(*library_versions())

@@ -82,6 +82,7 @@ class TieredRecords:
         self.contents = ContentIndexes(self.lock)
         self.text = StoredText(self.history.salt_of)
         self.lower = LowerMemory(tiers, model_name, reader, self.lock, self.contents.add_below)
+        self._has_lower = bool(tiers)
         self.device = DeviceMemory(device_bytes)
         self.memory = HostMemory(
             ram_bytes,
@@ -123,7 +124,7 @@ class TieredRecords:
             stateful: Saved states are wanted, too.
             without: Keys of records in lower tiers that are not to be found.
         """
-        if not self.lower.keeps(root):
+        if not (self._has_lower and self.lower.keeps(root)):
             return self.memory
         row = Row(tokens, border or Border(0, root), self._chunker, stateful)
         return TieredView(self.memory, self.lower.tiers, row, without)
@@ -170,6 +171,8 @@ class TieredRecords:
                     fetched[each.key] = replace(each, loaded=near, on_device=True)
                     continue
             (below if each.loaded is None else fetched).setdefault(each.key, each)
+        if not below:
+            return fetched
         for each, loaded in zip(below.values(), self.lower.load(below.values(), check=check), strict=True):
             if loaded is None or isinstance(loaded, DamagedBlobError):
                 self.lose(each, loaded)
@@ -221,7 +224,7 @@ class TieredRecords:
             self.counts["misses"] += missed
             if chunks:
                 self.payback.note_served(sum(len(chunk.tokens) for chunk in chunks))
-        if durable := [each.key for each in used if self.lower.keeps(each.root)]:
+        if self._has_lower and (durable := [each.key for each in used if self.lower.keeps(each.root)]):
             self.lower.tiers.touch(durable)
 
     def promote(self, used: Sequence[Stored]) -> None:

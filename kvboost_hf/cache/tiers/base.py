@@ -158,7 +158,8 @@ class Failures:
 
     def __init__(self, log: logging.Logger, place: str, kinds: tuple[type[Exception], ...]) -> None:
         self.count = 0
-        self._log, self._place, self._kinds = log, place, kinds
+        self.kinds = kinds
+        self._log, self._place = log, place
         self._logged: dict[str, float] = {}
 
     @contextmanager
@@ -166,7 +167,7 @@ class Failures:
         """Count what goes wrong inside, and leave the block."""
         try:
             yield
-        except self._kinds as error:
+        except self.kinds as error:
             self.note(doing, error)
 
     def note(self, doing: str, error: Exception) -> None:

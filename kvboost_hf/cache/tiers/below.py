@@ -81,10 +81,6 @@ class MeasuredTier:
             per_byte = max(0.0, seconds - self.latency) / nbytes
             self.seconds_per_byte += _WEIGHT * (per_byte - self.seconds_per_byte)
 
-    def seconds_to_read(self, nbytes: int) -> float:
-        """Seconds that reading so many bytes is expected to take, the look-up aside."""
-        return nbytes * self.seconds_per_byte
-
     def _measure(self) -> None:
         """Read a blob: one that is there, or one that is written for it, if nothing has to go."""
         start = time.perf_counter()

@@ -81,10 +81,13 @@ class DiskTier:
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
         found: dict[bytes, Entry] = {}
-        with self._failures.caught("look up"), self._index.connected() as db:
-            for some in _batches(keys):
-                where = f"key IN ({', '.join('?' * len(some))})"
-                found |= {entry.key: entry for _, entry in index.entries(db, where, some)}
+        try:
+            with self._index.connected() as db:
+                for some in _batches(keys):
+                    where = f"key IN ({', '.join('?' * len(some))})"
+                    found |= {entry.key: entry for _, entry in index.entries(db, where, some)}
+        except self._failures.kinds as error:
+            self._failures.note("look up", error)
         self._sizes = {key: entry.nbytes for key, entry in found.items()}
         return found
 
@@ -107,7 +110,7 @@ class DiskTier:
 
     def read(self, key: bytes) -> memoryview | None:
         blob = None
-        with self._failures.caught("read"):
+        try:
             if (nbytes := self._sizes.get(key)) is not None and not self._index.is_closed:
                 blob = self._files.read(key, nbytes)
             if blob is not None:
@@ -118,6 +121,8 @@ class DiskTier:
                 blob = self._files.read(key, nbytes)
                 if blob is None and not self._index.read_only:
                     self._forget_lost(key)
+        except self._failures.kinds as error:
+            self._failures.note("read", error)
         return blob
 
     def stats(self) -> Mapping[str, int | float | str]:
