@@ -11,8 +11,8 @@ from kvboost_hf.cache.forward.admission import adds_mask, reason_against_short_h
 from kvboost_hf.cache.forward.loading import can_overlap, is_worth_overlapping
 from kvboost_hf.cache.forward.moved import Moving, plan_moved
 from kvboost_hf.cache.forward.running import CacheParts, PromptColumns
+from kvboost_hf.cache.kv.checkpoints import can_segment, mixers_of, spacing_of
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
-from kvboost_hf.cache.layers.checkpoints import can_segment, mixers_of, spacing_of
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment, plan_batch

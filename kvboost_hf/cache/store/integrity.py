@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.kv.blocks import ColumnFormat
+from kvboost_hf.cache.kv.checkpoints import Checkpoints, can_segment, mixers_of
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, copy_columns, copy_states
 from kvboost_hf.cache.kv.model_form import make_layers
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
-from kvboost_hf.cache.layers.checkpoints import Checkpoints, can_segment, mixers_of
 from kvboost_hf.cache.planning.chunks import Tokens, is_text
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.compat import PrivateCache, difference, input_device, run_model, tolerance
