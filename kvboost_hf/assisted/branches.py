@@ -81,6 +81,8 @@ class Branches:
         ValueError: for a cache whose layers cannot be cropped.
     """
 
+    may_draft = True
+
     def __init__(
         self, model: PreTrainedModel, cache: Cache, position: torch.Tensor, keep: torch.Tensor | None = None
     ) -> None:
@@ -129,8 +131,12 @@ class Branches:
         logits: torch.Tensor = found.logits[0]
         return logits
 
-    def keep(self, path: Sequence[int]) -> None:
-        """Append these tokens, each the child of the one before, to the cache, and drop the others."""
+    def keep(self, path: Sequence[int]) -> int:
+        """Append these tokens, each the child of the one before, to the cache, and drop the others.
+
+        Returns:
+            How many tokens the cache holds more.
+        """
         if path:
             at = torch.tensor(path)
             kv = [None if pair is None else (_columns(pair[0], at), _columns(pair[1], at)) for pair in self._kv]
@@ -141,6 +147,10 @@ class Branches:
             if self._keep is not None:
                 self._keep = torch.cat([self._keep, self._keep.new_ones(1, len(path))], dim=1)
         self._tokens, self._parents, self._kv = [], [], []
+        return len(path)
+
+    def end(self) -> None:
+        """Nothing: the cache holds what was kept."""
 
     def _positions(self) -> torch.Tensor:
         """Of all tokens, [1, tokens] or [planes, 1, tokens]."""
@@ -267,12 +277,13 @@ class StockLender:
 @contextmanager
 def recording(cache: Any) -> Iterator[None]:
     """Undo `activate_past_recording` of a cache at the end, which transformers cannot."""
-    quiet = [layer for layer in cache.layers if getattr(layer, "record_past", None) is False]
+    before = [(type(layer), getattr(layer, "record_past", None)) for layer in cache.layers]
     try:
         yield
     finally:
-        for layer in quiet if not hasattr(cache, "lend") else ():  # ours undo it themselves
-            layer.record_past = False
+        for layer, found in zip(cache.layers, before, strict=False):  # states may be in copies now
+            if found == (type(layer), False) and not hasattr(cache, "lend"):  # ours undo it themselves
+                layer.record_past = False
 
 
 def _has_kv(layer: Any) -> bool:

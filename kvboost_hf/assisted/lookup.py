@@ -5,6 +5,7 @@ store. The assistant gives each proposed token probability 1, so that rejection 
 model.
 """
 
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,9 +16,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvboost_hf.assisted.limits import Pauses, before_end, end_tokens, harmless_token
 from kvboost_hf.assisted.schedule import most_tokens
+from kvboost_hf.assisted.tree import ROOT, Growth, Tree
 from kvboost_hf.compat import require_generates
 from kvboost_hf.ngrams import MAX_NGRAM, check_ngrams, longest_match
 
+_SURE = 0.7  # the probability that a looked-up token is taken to have, until its rate is known
 _MEDIA_IDS = ("image_token_id", "video_token_id", "audio_token_id")  # by which processors leave room for media
 
 
@@ -92,7 +95,7 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
             assistant_confidence_threshold=0.0,  # scores tell nothing
         )
         self._target = (target,)  # in a tuple, for it is no part of this module
-        self._store, self._max_ngram, self._salt = store, max_ngram, salt
+        self._store, self._max_ngram, self._salt, self.longest = store, max_ngram, salt, num_assistant_tokens
         self._media = {getattr(target.config, name, None) for name in _MEDIA_IDS} - {None}
 
     @property
@@ -116,7 +119,7 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         """
         ids = input_ids[0].cpu().numpy()
         ends = end_tokens(generation_config)
-        found = self._cut(self._draft(ids, max_new_tokens), ends) or [int(ids[-1])]  # transformers needs one at least
+        found = self.proposed(ids, max_new_tokens, ends) or [int(ids[-1])]  # transformers needs one at least
         found = found[: before_end(input_ids, found)] or [harmless_token(input_ids, ends)]
         draft = torch.tensor([found], device=input_ids.device)
         shape = (draft.shape[1], self.config.vocab_size)
@@ -124,6 +127,10 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         scores.scatter_(1, draft.T, 0.0)
         sequences: Any = torch.cat([input_ids, draft], dim=1)
         return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores.split(1))  # type: ignore[no-untyped-call]
+
+    def proposed(self, ids: NDArray[np.int64], length: int, ends: Collection[int]) -> list[int]:
+        """At most `length` tokens that may follow `ids` [tokens]; none if nothing followed their last ones before."""
+        return self._cut(self._draft(ids, length), ends)
 
     def _draft(self, ids: NDArray[np.int64], length: int) -> list[int]:
         places = np.flatnonzero(ids[:-1] == ids[-1]) + 1
@@ -138,7 +145,7 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         text = ids[places[-1] :].tolist()
         return [text[i % len(text)] for i in range(length if agreeing > 1 else 1)]  # it may go on repeating itself
 
-    def _cut(self, draft: list[int], ends: set[int]) -> list[int]:
+    def _cut(self, draft: list[int], ends: Collection[int]) -> list[int]:
         """`draft` up to the first token that ends a text, and before the first placeholder of media."""
         for i, token in enumerate(draft):
             if token in self._media:
@@ -146,3 +153,29 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
             if token in ends:
                 return draft[: i + 1]
         return draft
+
+
+class LookupDraft:
+    """Drafts chains for one answer from what a `LookupAssistant` proposes, as `TreeDraft` does with a model.
+
+    Args:
+        assistant: Proposes tokens.
+        growth: Knows how often they were accepted.
+        ends: Tokens that end a text.
+    """
+
+    passes = 0  # of a draft model
+
+    def __init__(self, assistant: LookupAssistant, growth: Growth, ends: frozenset[int]) -> None:
+        self._assistant, self._growth, self._ends = assistant, growth, ends
+
+    def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
+        """The proposed tokens behind `ids` [1, tokens], at most `room`."""
+        tree, parent, chance = Tree(), ROOT, 1.0
+        for token in self._assistant.proposed(ids[0].cpu().numpy(), min(room, self._assistant.longest), self._ends):
+            chance *= self._growth.calibration.rate(_SURE)
+            parent = tree.add(token, parent, chance, _SURE)
+        return tree
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Nothing: the next draft is looked up anew."""

@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
 from kvboost_hf.assisted.branches import Branches
+from kvboost_hf.assisted.chains import Chain, continuing, keeps_states
 from kvboost_hf.assisted.limits import Pauses, learned_positions
 from kvboost_hf.assisted.tree import ROOT, Growth, Tree
 from kvboost_hf.compat import CACHE, input_device, run_model
@@ -67,8 +68,8 @@ class Rounds:
 
     def run(
         self,
-        branches: Branches,
-        drafting: "TreeDraft",
+        branches: Branches | Chain,
+        drafting: "Drafter",
         ids: torch.Tensor,
         room: int,
         take: Callable[[Tree, torch.Tensor], Taken],
@@ -85,7 +86,7 @@ class Rounds:
         """
         began = self.clock()
         tree, nodes = Tree(), list[int]()
-        if room > 1:  # the last token is the target's
+        if room > 1 and branches.may_draft:  # the last token is the target's
             tree = drafting.grow(ids, room - 1)
             nodes = self.growth.chosen(tree)
             tree = tree.part(nodes)
@@ -118,6 +119,7 @@ class Rounds:
             first: Whether the target's pass included the prompt.
         """
         if not len(tree):  # no room for drafts
+            self.stats.plain += 1
             return
         draft_s, verify_s, rollback_s = (after - before for before, after in pairwise(clock))
         self.stats.add_round(len(tree), len(taken.path), taken.committed, (draft_s, verify_s, rollback_s))
@@ -133,6 +135,20 @@ class Rounds:
         )
 
 
+class Drafter(Protocol):
+    """Drafts trees for one answer."""
+
+    passes: int  # of a draft model, for the last tree
+
+    def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
+        """A tree, or a `chain`, behind `ids` [1, tokens], of at most `room` levels; empty where nothing is drafted."""
+        ...
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Take note of the accepted tokens of the last tree."""
+        ...
+
+
 class TreeDraft:
     """Drafts trees for one answer, with the draft model's K/V of it.
 
@@ -142,6 +158,7 @@ class TreeDraft:
         growth: Decides how far trees grow.
         processors: Logits processors of the target.
         ends: Tokens that end a text.
+        chains: Draft chains only, as for a target with states.
     """
 
     def __init__(
@@ -151,14 +168,18 @@ class TreeDraft:
         growth: Growth,
         processors: LogitsProcessorList,
         ends: frozenset[int],
+        *,
+        chains: bool = False,
     ) -> None:
         self.passes = 0  # of the draft, for the last tree
         self._draft, self._growth, self._ends = draft, growth, ends
         self._processors: Any = processors
         self._pauses = Pauses(learned_positions(draft))
-        self._width, self._branching = (1, 1) if config.policy == "chain" else (config.width, config.branching)
+        self._chains = chains or config.policy == "chain" or keeps_states(draft)
+        self._width, self._branching = (1, 1) if self._chains else (config.width, config.branching)
         self._cache: Any = DynamicCache(config=draft.config.get_text_config(decoder=True))
-        self._branches: Branches | None = None
+        self._branches: Branches | Chain | None = None
+        self._held = 0  # tokens in the cache
         self._computed: dict[int, int] = {}  # by index in the tree, the index in branches of tokens with K/V
 
     @torch.no_grad()
@@ -173,14 +194,15 @@ class TreeDraft:
             self.passes = 0
             return Tree()
         ids = ids.to(input_device(model))
-        held = self._cache.get_seq_length()
-        output = run_model(model, ids[:, held:], self._cache)
-        if getattr(output, CACHE) is not self._cache or not held:  # a model with attach() brings its own
+        output = run_model(model, ids[:, self._held :], self._cache)
+        if getattr(output, CACHE) is not self._cache or not self._held:  # a model with attach() brings its own
             self._cache = getattr(output, CACHE)
             self._cache.activate_past_recording()
+        self._held = ids.shape[1]
         self._cache.crop(0)  # layers with a window let go of what has left it
         position = torch.tensor([[ids.shape[1]]], device=ids.device)
-        self._branches, self._computed, self.passes = Branches(model, self._cache, position), {}, 1
+        self._branches, self._computed, self.passes = continuing(model, self._cache, position), {}, 1
+        chain = chain or self._chains
         tree, logits, behind = Tree(), output.logits[0, -1:], [ROOT]
         level = 0
         while True:
@@ -199,7 +221,7 @@ class TreeDraft:
     def keep(self, path: Sequence[int]) -> None:
         """Keep the K/V of accepted tokens of the last tree, as far as it was computed."""
         assert self._branches is not None
-        self._branches.keep([self._computed[node] for node in path if node in self._computed])
+        self._held += self._branches.keep([self._computed[node] for node in path if node in self._computed])
 
     def _add_children(
         self, tree: Tree, ids: torch.Tensor, behind: Sequence[int], logits: torch.Tensor, branching: int
@@ -234,11 +256,13 @@ class SpeculationStats:
         rounds: Number of rounds.
         drafted: Tokens drafted.
         accepted: Drafted tokens that the target accepted.
-        committed: Tokens appended to answers, those of the target included.
+        committed: Tokens that rounds have appended to answers, those of the target included.
         histogram: By number of accepted tokens, the number of rounds.
         draft_s: Seconds of drafting.
         verify_s: Seconds of verifying on the host: the target's pass and its sampling.
         rollback_s: Seconds of removing K/V of rejected tokens from the target's cache.
+        plain: Passes of the target without a draft, each of which has appended one token. Not counted with
+            `assistant_model`.
     """
 
     rounds: int = 0
@@ -249,6 +273,13 @@ class SpeculationStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     rollback_s: float = 0.0
+    plain: int = 0
+
+    @property
+    def passes_per_token(self) -> float:
+        """Passes of the target per token of the answers, those over prompts included; 1.0 if there was none."""
+        tokens = self.committed + self.plain
+        return (self.rounds + self.plain) / tokens if tokens else 1.0
 
     @property
     def target_s(self) -> float:

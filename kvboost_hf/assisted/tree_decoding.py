@@ -12,9 +12,11 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from kvboost_hf.assisted.branches import Branches, branch_reason, lender_of, recording
+from kvboost_hf.assisted.branches import lender_of, recording
+from kvboost_hf.assisted.chains import continuing, drafting_reason, keeps_states
 from kvboost_hf.assisted.limits import fitted, may_keep_state, vocab_size
-from kvboost_hf.assisted.rounds import Rounds, SpeculationStats, Taken, TreeDraft, follow
+from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft
+from kvboost_hf.assisted.rounds import Drafter, Rounds, SpeculationStats, Taken, TreeDraft, follow
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.compat import (
     CACHE,
@@ -45,18 +47,22 @@ class TreeDecoding:
     `generate()`: token for token with greedy decoding in float32; with sampling, each token is drawn from the target's
     distribution, whether it is in the tree or not.
 
+    A model with states, such as Qwen3-Next, gets chains: states cannot branch. transformers refuses all other drafts
+    for it. Where drafts are rejected, the states stay where they were, and the next pass computes the accepted tokens
+    again in front of its drafts.
+
     One object can be used for many calls, from one thread at a time. It learns from each how far to draft.
 
     Args:
-        draft: A smaller model with the same vocabulary, on the same device. With `attach(draft)`, K/V of its prompts
-            is reused.
+        draft: A smaller model with the same vocabulary, on the same device, or a `lookup_assistant`. With
+            `attach(draft)`, K/V of its prompts is reused.
         config: How large trees are.
         clock: Seconds.
 
     Raises:
-        ValueError: for a draft that cannot compute tokens that branch; and in a call, for a target of another
-            vocabulary, or that cannot, more than one row, beams, a prompt as embeddings, or attentions or hidden
-            states to return.
+        ValueError: for a draft that cannot compute drafted tokens in one forward; and in a call, for a target of
+            another vocabulary, or that cannot, more than one row, beams, a prompt as embeddings, or attentions or
+            hidden states to return.
 
     Example:
         >>> from kvboost_hf import ChunkReuseCache, TreeDecoding, speculation_stats
@@ -81,7 +87,8 @@ class TreeDecoding:
         self.draft, self.config = draft, config if config is not None else DraftTreeConfig()
         self._rounds = Rounds(self.config, clock)
         self._fitted = draft
-        _require_branches(draft, "draft")
+        if not isinstance(draft, LookupAssistant):
+            _require_checks(draft, "draft")
 
     @property
     def stats(self) -> SpeculationStats:
@@ -103,28 +110,38 @@ class TreeDecoding:
         """Decode, as `generate()` asks a custom loop to; returns the result of `generate()`."""
         self._require_fits(model, input_ids, generation_config, model_kwargs)
         answer = _Answer(input_ids, logits_processor, stopping_criteria, generation_config)
-        drafting = TreeDraft(
-            self._draft_for(model), self.config, self._rounds.growth, _without_state(logits_processor), answer.ends
-        )
+        drafting = self._drafting(model, logits_processor, answer)
         with recording(model_kwargs[CACHE]):
             return answer.result(self._answer(model, answer, drafting, model_kwargs))
 
+    def _drafting(self, model: PreTrainedModel, processors: LogitsProcessorList, answer: "_Answer") -> Drafter:
+        """The drafts of an answer."""
+        draft = self._draft_for(model)
+        if isinstance(draft, LookupAssistant):
+            return LookupDraft(draft, self._rounds.growth, answer.ends)
+        return TreeDraft(
+            draft,
+            self.config,
+            self._rounds.growth,
+            _without_state(processors),
+            answer.ends,
+            chains=keeps_states(model),
+        )
+
     def _answer(
-        self, model: PreTrainedModel, answer: "_Answer", drafting: TreeDraft, model_kwargs: dict[str, Any]
+        self, model: PreTrainedModel, answer: "_Answer", drafting: Drafter, model_kwargs: dict[str, Any]
     ) -> Any:
         """Run the prompt, and rounds until the answer is done; returns the cache."""
         cache, position, keep = self._begin(model, answer, drafting, model_kwargs)
         pads = 0 if keep is None else int((~keep).sum())
+        branches = continuing(model, cache, position, keep)
         while not answer.done:
-            branches = Branches(model, cache, position, keep)
-            taken = self._rounds.run(branches, drafting, answer.ids[:, pads:], answer.room, answer.take)
-            position = position + 1 + len(taken.kept)
-            if keep is not None:
-                keep = torch.cat([keep, keep.new_ones(1, 1 + len(taken.kept))], dim=1)
+            self._rounds.run(branches, drafting, answer.ids[:, pads:], answer.room, answer.take)
+        branches.end()
         return cache
 
     def _begin(
-        self, model: PreTrainedModel, answer: "_Answer", drafting: TreeDraft, model_kwargs: dict[str, Any]
+        self, model: PreTrainedModel, answer: "_Answer", drafting: Drafter, model_kwargs: dict[str, Any]
     ) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
         """Run the prompt, with a chain of drafts behind it if the cache is empty and there is no padding.
 
@@ -140,7 +157,8 @@ class TreeDecoding:
         if positions is None:
             positions = torch.arange(answer.ids.shape[1], device=answer.ids.device)[None]
         chain = Tree()
-        alone = cache is not None and cache.get_seq_length() == 0 and keep is None and positions.ndim == 2
+        alone = not keeps_states(model) and keep is None and positions.ndim == 2  # there are no states to go back to
+        alone = alone and cache is not None and cache.get_seq_length() == 0
         if alone and answer.room > 1 and answer.config.prefill_chunk_size is None:
             chain = drafting.grow(answer.ids, answer.room - 1, chain=True)
             _extend(model_kwargs, positions, len(chain))
@@ -160,6 +178,8 @@ class TreeDecoding:
 
     def _draft_for(self, model: PreTrainedModel) -> PreTrainedModel:
         """The draft with the vocabulary of a target."""
+        if isinstance(self.draft, LookupAssistant):
+            return self.draft
         if vocab_size(self._fitted) != vocab_size(model):
             self._fitted = fitted(self.draft, model, name="the model that generates")
         return self._fitted
@@ -168,13 +188,13 @@ class TreeDecoding:
         self, model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> None:
         self._draft_for(model)
-        _require_branches(model, "model that generates")
+        _require_checks(model, "model that generates")
         if ids.shape[0] > 1 or config.num_beams > 1:
             raise ValueError(
                 f"Trees are drafted for one row without beams, got {ids.shape[0]} rows and num_beams="
                 f"{config.num_beams}. Call generate() for each prompt."
             )
-        if (cache := model_kwargs.get(CACHE)) is not None:
+        if (cache := model_kwargs.get(CACHE)) is not None and not keeps_states(model):
             lender_of(cache)
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(config, name):
@@ -192,7 +212,8 @@ class TreeDecoding:
         for name in refused:
             if model_kwargs.get(name) is not None:
                 raise ValueError(f"`{name}` must be None with trees of drafts, which know ids only. Pass `input_ids`.")
-        here, there = (input_device(each) for each in (self.draft, model))
+        there = input_device(model)
+        here = self.draft.device if isinstance(self.draft, LookupAssistant) else input_device(self.draft)
         if here != there:
             warnings.warn(
                 f"The draft is on {here} and its target on {there}. Move it with draft.to({str(there)!r}).",
@@ -296,11 +317,16 @@ def _without_state(processors: LogitsProcessorList) -> LogitsProcessorList:
     return LogitsProcessorList(each for each in processors if not may_keep_state(each))
 
 
-def _require_branches(model: PreTrainedModel, role: str) -> None:
+def _require_checks(model: PreTrainedModel, role: str) -> None:
     require_generates(model)
-    reason = branch_reason(model)
-    if reason is not None:
+    if (reason := drafting_reason(model)) is None:
+        return
+    if keeps_states(model):
         raise ValueError(
-            f"The {role}, a {type(model).__name__}, cannot compute trees of tokens: {reason}. Draft chains instead, "
-            "with generate(assistant_model=load_assistant(...))."
+            f"The {role}, a {type(model).__name__}, cannot compute several drafted tokens in one forward: {reason}. "
+            "Generate without drafts."
         )
+    raise ValueError(
+        f"The {role}, a {type(model).__name__}, cannot compute trees of tokens: {reason}. Draft chains instead, "
+        "with generate(assistant_model=load_assistant(...))."
+    )

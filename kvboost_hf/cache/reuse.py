@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvboost_hf.cache.codecs import LiveQuant, live_config
-from kvboost_hf.cache.forward.flow import next_forward
+from kvboost_hf.cache.forward.flow import carrying_forward, may_carry, next_forward
 from kvboost_hf.cache.forward.moved import PIECE, may_repair, movable_spans, repair_more
 from kvboost_hf.cache.forward.running import (
     CacheParts,
@@ -56,7 +56,7 @@ from kvboost_hf.cache.prompt.generate_call import (
     running_config,
 )
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
-from kvboost_hf.compat import generate_frame, hook_hidden_states, unwrapped
+from kvboost_hf.compat import generate_frame, hook_hidden_states, input_device, run_model, unwrapped
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 
@@ -198,9 +198,10 @@ class ChunkReuseCache(DynamicCache):
             static.require_call_fits(call, live.held)
         self._user_defined = value
         elsewhere = self._of_call and call.model is not None and call.model is not self._binding.model()
-        follows = elsewhere or call.follows(live.held)
+        held = live.held if live.behind is None else live.claimed
+        follows = elsewhere or call.follows(held)
         self._call = call if value and not follows else None
-        self._mask_fits = not follows or call.fits(live.held)
+        self._mask_fits = not follows or call.fits(held)
         self._hides_padding_only = not follows or (self._mask_fits and self._knows_padding(call.mask))
         if self._call is not None:
             live.tally = Tally(bypass=_UNUSED)  # until a forward comes with it
@@ -244,7 +245,8 @@ class ChunkReuseCache(DynamicCache):
         if self._call is not None:
             return 0
         # Asked in the middle of a forward: this layer may have got its new columns already, others not.
-        return super().get_seq_length(layer_idx) if self._live.counting is not None else self._live.held
+        held = super().get_seq_length(layer_idx) if self._live.counting is not None else self._live.held
+        return held + self.lag if self._live.behind is not None else held
 
     def activate_past_recording(self) -> None:
         """What generate() asks for ends with the next call."""
@@ -252,24 +254,66 @@ class ChunkReuseCache(DynamicCache):
             self._live.record_for_call()
         super().activate_past_recording()  # type: ignore[no-untyped-call]
 
+    def stop_recording(self) -> None:
+        """Undo `activate_past_recording`: until it is called again, `crop` goes back to what the store has."""
+        self._settle()
+        self._live.stop_recording()
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` columns; what remains is confirmed.
 
-        A positive number is how many columns to keep.
+        Tokens cannot be taken out of states. These go back to where they were kept last: before the last forward if
+        `activate_past_recording` was called, else in the store. The next forward computes the tokens from there on in
+        front of its own.
+
+        Args:
+            tokens_to_remove: Minus the number of columns to remove, or the number of columns to keep.
+
+        Raises:
+            RuntimeError: states cannot go back, because it is not known which tokens they hold.
         """
         self._settle()
-        remove = int(tokens_to_remove)
-        if remove > 0:
-            remove = min(0, remove - self._live.held)
-        with self._live.changing() as ledger:
-            super().crop(remove)
-            self._live.cropped(ledger, -remove)
-        if ledger is not None:
-            self._writer.confirm(ledger)
+        live, remove = self._live, int(tokens_to_remove)
+        length = min(remove, live.claimed) if remove > 0 else max(live.claimed + remove, 0)
+        live.behind = live.behind.part(length) if live.behind is not None else None
+        columns = max(live.held - length, 0)
+        with live.changing() as ledger:
+            if live.can_crop(columns):
+                live.crop(columns)
+                live.cropped(ledger, columns)
+            else:
+                live.crop_states(ledger, length, self._writer.offer_tails)
+        if live.ledger is not None:
+            self._writer.confirm(live.ledger)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` works: it does over states, too."""
+        return self._live.plain_reason is None or super().is_croppable
+
+    @property
+    def lag(self) -> int:
+        """Columns that the next forward computes in front of its own, since `crop` has taken others out of states."""
+        return self._live.claimed - self._live.held
+
+    def catch_up(self) -> None:
+        """Compute the columns of `lag` now, in one forward."""
+        behind, model = self._live.behind, self._binding.model()
+        if behind is None or model is None:
+            return
+        last = behind.positions[..., -1:] if behind.positions is not None else None
+        ids = behind.ids[:, -1:].to(input_device(model))
+        self._live.behind = behind.part(self._live.claimed - 1)
+        try:
+            run_model(model, ids, self, position_ids=last)
+        except BaseException:
+            self._live.behind = behind
+            raise
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
         self._settle()
+        self.catch_up()
         with self._live.changing() as ledger:
             super().reorder_cache(beam_idx)
             if ledger is not None:
@@ -278,6 +322,7 @@ class ChunkReuseCache(DynamicCache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`."""
         self._settle()
+        self.catch_up()
         with self._live.changing() as ledger:
             super().batch_select_indices(indices)
             rows = indices.cpu().numpy()
@@ -287,6 +332,7 @@ class ChunkReuseCache(DynamicCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
         self._settle()
+        self.catch_up()
         with self._live.changing() as ledger:
             super().batch_repeat_interleave(repeats)
             if ledger is not None:
@@ -341,6 +387,10 @@ class ChunkReuseCache(DynamicCache):
                 f"{type(model).__name__} that it was passed to. Make one for it: ChunkReuseCache(model)."
             )
         self._go_on()
+        if live.behind is not None and not may_carry(model, kwargs, live.behind):
+            call = self._call
+            if not (self._begins_anew or (call is not None and call.is_at(generate_frame(sys._getframe())))):
+                self.catch_up()
         self._use.begin_forward(self)
         self._recover()
         static = live.static
@@ -375,7 +425,11 @@ class ChunkReuseCache(DynamicCache):
         if running and isinstance(ids, torch.Tensor) and ids.shape[-1] > 1:
             if outputs_read(ids, running) is not None:
                 self._config = running.f_locals["generation_config"]
-        self._forward = next_forward(self._parts, request)
+        behind, live.behind = live.behind, None
+        if behind is None or armed:
+            self._forward = next_forward(self._parts, request)
+        else:
+            self._forward = carrying_forward(self._parts, request, behind)
         if request.is_step:
             self._form.costs.tokens += 1
         live.in_forward = True
@@ -554,6 +608,7 @@ class ChunkReuseCache(DynamicCache):
     def store_all(self, *, pinned: bool = False) -> list[Put]:
         """Offer everything that the cache holds to the store, unfinished chunks included."""
         self._settle_last()
+        self.catch_up()
         return self._writer.offer_all(pinned=pinned)
 
     def store_content(self, store: ChunkStore, start: int, *, pinned: bool = False) -> list[Put]:
@@ -562,6 +617,7 @@ class ChunkReuseCache(DynamicCache):
         It is cut as if it were all there is, so that it is cut in the same way behind any other text.
         """
         self._settle_last()
+        self.catch_up()
         return self._writer.offer_content(store, start, pinned=pinned)
 
     def store_tails(self) -> None:
@@ -635,6 +691,7 @@ class ChunkReuseCache(DynamicCache):
         They are views where they can be, and not to be kept. None for a layer that has none.
         """
         self._settle()
+        self.catch_up()
         self._form.leave(self._settle)
         return read_layers(self._live)
 
@@ -647,6 +704,7 @@ class ChunkReuseCache(DynamicCache):
     def read_states(self) -> list[LayerState | None]:
         """Of each layer, views of the only row's state: not to be kept. None for a layer that has none."""
         self._settle()
+        self.catch_up()
         return read_states(self._live)
 
     def extend(
@@ -675,6 +733,7 @@ class ChunkReuseCache(DynamicCache):
 
     def _begin_loan(self) -> None:
         self._settle()
+        self.catch_up()
         self._form.leave(self._settle)
         self._live.in_step()
         self._forward = Lent(self._parts, self._live.held)
@@ -700,6 +759,7 @@ class ChunkReuseCache(DynamicCache):
     def __reduce__(self) -> Any:
         """A `DynamicCache` with copies of what this one holds, which needs neither its model nor this package."""
         self._settle()
+        self.catch_up()
         layers = [layer.as_stock() if isinstance(layer, ReuseLayer) else layer for layer in self.layers]
         return DynamicCache, (), {**vars(DynamicCache()), "layers": layers, "layer_class_to_replicate": None}
 

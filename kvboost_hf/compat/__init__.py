@@ -26,6 +26,7 @@ from kvboost_hf.compat.hooks import OwnHooks, hook_hidden_states, hook_layers, o
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
+    STATEFUL_LAYERS,
     attention_function,
     attn_implementation,
     available_device,
@@ -52,6 +53,7 @@ from kvboost_hf.compat.models import (
 )
 from kvboost_hf.compat.private import LayerMasks, PrivateCache, run_model
 from kvboost_hf.compat.probes import (
+    as_steps,
     checkpointing_reason,
     difference,
     hidden_states_reason,
@@ -62,6 +64,7 @@ from kvboost_hf.compat.probes import (
     probe_ids,
     probe_logits,
     probe_reason,
+    several_steps_reason,
     steps_reason,
     tolerance,
     training_reason,
@@ -74,6 +77,7 @@ __all__ = [
     "CACHE",
     "MAX_DEPTH",
     "SERVED_LAYERS",
+    "STATEFUL_LAYERS",
     "AssistedCall",
     "KeptOnModel",
     "KeyRotation",
@@ -82,6 +86,7 @@ __all__ = [
     "OwnHooks",
     "PrivateCache",
     "Shifts",
+    "as_steps",
     "assisted_call",
     "attempt",
     "attention_function",
@@ -133,6 +138,7 @@ __all__ = [
     "rope_regime",
     "run_model",
     "running_streamer",
+    "several_steps_reason",
     "steps_reason",
     "take_newest_name",
     "text_model",

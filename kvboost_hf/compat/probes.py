@@ -5,10 +5,12 @@ logits; only the others are in a table.
 """
 
 import inspect
+import math
 import pickle
 import random
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -41,6 +43,7 @@ _TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4, torch.float16: 5e-2, tor
 _SAME_SHAPE_TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _PROBE_TOKENS = 8
 
+_LIMIT = "time_step_limit"  # of Mamba-2 mixers
 _GROWS = "its forward adds layers to the cache, with K/V of their own"
 # Reasons that no probe of a few tokens can find, or that hold for a first prompt, too, by model type.
 _KNOWN_WRONG = {
@@ -81,6 +84,34 @@ def steps_reason(model: PreTrainedModel) -> str | None:
     if not remember(model, _keeps_states, lambda: _keeps_states(model)):
         return None
     return _once(model, steps_reason, _probe_steps)
+
+
+@contextmanager
+def as_steps(model: PreTrainedModel) -> Iterator[None]:
+    """Have several tokens computed as one by one, where transformers limits time steps of the former only.
+
+    Zamba2 and Nemotron-H do so: `selective_state_update`, which decodes, is given no `dt_limit`. Other threads that
+    run the model meanwhile compute without the limit, too.
+    """
+    if steps_reason(model) is None:
+        yield
+        return
+    limited: list[Any] = remember(model, as_steps, lambda: [m for m in model.modules() if hasattr(m, _LIMIT)])
+    before = [getattr(module, _LIMIT) for module in limited]
+    try:
+        for module in limited:
+            setattr(module, _LIMIT, (0.0, math.inf))
+        yield
+    finally:
+        for module, limit in zip(limited, before, strict=True):
+            setattr(module, _LIMIT, limit)
+
+
+def several_steps_reason(model: PreTrainedModel) -> str | None:
+    """Why several tokens at once, computed `as_steps`, have other logits than one by one, or None."""
+    if steps_reason(model) is None:
+        return None
+    return _once(model, several_steps_reason, _probe_several_steps)
 
 
 def known_hidden_states_reason(model: PreTrainedModel) -> str | None:
@@ -185,6 +216,11 @@ def _probe_steps(model: PreTrainedModel) -> str | None:
     if not off <= tolerance(model.dtype):
         return f"tokens one by one give other logits than at once (by {off:.2g} standard deviations)"
     return None
+
+
+def _probe_several_steps(model: PreTrainedModel) -> str | None:
+    with as_steps(model):
+        return _probe_steps(model)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.assisted.chains import keeps_states
 from kvboost_hf.assisted.load import load_assistant, speculation_stats
 from kvboost_hf.assisted.rounds import SpeculationStats
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
@@ -94,7 +95,8 @@ class KVBoost:
         if isinstance(assistant, TreeDecoding):
             self.assistant = assistant
         elif assistant is not None:
-            self.assistant = load_assistant(assistant, target=model)
+            draft = load_assistant(assistant, target=model)
+            self.assistant = TreeDecoding(draft) if keeps_states(model) else draft  # transformers refuses states
         self._runner = CallRunner(model, tokenizer, self.store, self.policy, self.settings, self.assistant)
 
     def __reduce__(self) -> Any:

@@ -139,13 +139,6 @@ LIMITS: dict[Pair, Limit] = {
     **_limits("model", ["qwen3_next"], "buffers", ["static"], _STATIC),
     **_limits("model", ["qwen3_next"], "assistant", CHAINS, _STATES),
     **_limits(
-        "model",
-        ["qwen3_next"],
-        "assistant",
-        ["trees"],
-        Limit("refused", "cannot compute trees of tokens", "A state cannot branch."),
-    ),
-    **_limits(
         "repair",
         MOVING,
         "live",

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore, DraftTreeConfig
 from kvboost_hf.assets import load_embedded, load_embedded_draft
+from tests.architectures.models import make_architecture
 from tests.conftest import make_model, random_ids
 from tests.internals.assisted import Branches, TreeDraft
 from tests.internals.server import BatchKV, DraftedText, Finished, Job, Meter, ModelEngine, Progress, SamplingOptions
@@ -259,11 +260,29 @@ def test_what_does_not_fit_is_refused(make: Make) -> None:
     with pytest.raises(ValueError, match="vocabulary of the model, of 200 tokens"):
         make(make_model(), draft=load_embedded_draft())
     with pytest.raises(ValueError, match="compute trees of tokens"):
-        make(make_model(), draft=make_model("qwen3_next"))
+        make(make_model(), draft=make_architecture("jamba"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+def test_chains_over_states(name: str, make: Make) -> None:
+    """The last prompt goes on from the answer before it, behind which states may lag."""
+    model = make_model(name)
+    stores = [ChunkStore(model, chunk_size=16) for _ in range(2)]
+    plain = make(model, store=stores[0])
+    drafted = make(model, store=stores[1], draft=noisy(make_model(name), 0.02), draft_trees=CHAINS)
+    longer = job(40, count=33)
+    more = replace(
+        longer, ids=[*longer.ids, *(int(each) for each in answer(plain, longer)[0].split(",") if each), 7, 8]
+    )
+    for asked in (job(20), longer, more, job(30, temperature=0.8)):
+        assert answer(drafted, asked) == answer(plain, asked)
+    figures = drafted.stats()["speculation"]
+    assert 0 < figures["accepted"] < figures["drafted"]
+    assert stores[1].check_integrity().wrong == 0
 
 
 def test_a_model_that_cannot_check_drafts_says_so_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    model = make_model("qwen3_next")
+    model = make_architecture("jamba")
     with caplog.at_level(logging.WARNING, "kvboost_hf.server"):
         engine = make(model, draft=make_model())
     ours = [record for record in caplog.records if record.name.startswith("kvboost_hf")]  # transformers has its own

@@ -43,7 +43,7 @@ def _run(engine: ModelEngine, prediction: list[int] | None, **options: Any) -> t
     return found, told.end, engine.stats()["steps"] - before
 
 
-@pytest.mark.parametrize("engine", ["llama", "gemma2", "gpt2"], indirect=True)
+@pytest.mark.parametrize("engine", ["llama", "gemma2", "gpt2", "qwen3_next"], indirect=True)
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.3}])
 def test_a_right_prediction_saves_forwards(engine: ModelEngine, options: dict[str, Any]) -> None:
     wanted, end, steps = _run(engine, None, **options)

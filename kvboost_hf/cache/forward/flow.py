@@ -19,6 +19,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from kvboost_hf.cache.forward.admission import (
     ALL_LOGITS_OF_MEDIA,
@@ -42,7 +43,7 @@ from kvboost_hf.cache.forward.running import (
 )
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.ledger import Ledger
-from kvboost_hf.cache.live.live_kv import CHANGED, LiveKV
+from kvboost_hf.cache.live.live_kv import CHANGED, Behind, LiveKV
 from kvboost_hf.cache.planning.chunks import whole_pieces
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.planning.report import Tally
@@ -62,11 +63,59 @@ from kvboost_hf.compat import (
 )
 from kvboost_hf.handles import ATTENTION
 
+# Arguments with which a forward can carry more tokens: what it returns of these is left out.
+_PLAIN = frozenset(
+    "input_ids attention_mask position_ids past_key_values cache_params cache use_cache logits_to_keep "
+    "return_dict".split()
+)
 _OTHER_ROWS = (
     "`input_ids` has {given} rows, and the ChunkReuseCache holds {rows}, so that no text is continued. Pass {rows}, "
     "or make the cache hold {given} with `batch_repeat_interleave` or `batch_select_indices`. For new texts, pass the "
     "whole of them to generate(), or call reset() before."
 )
+
+
+def carrying_forward(parts: CacheParts, request: Request, behind: Behind) -> Forward:
+    """The next forward, with tokens in front of its own that the layers lag behind."""
+    try:
+        request.kwargs, request.carries = _carry(request.kwargs, behind), True
+        found = next_forward(parts, request)
+    except BaseException:
+        parts.live.behind = behind
+        raise
+    found.behind = behind
+    return found
+
+
+def may_carry(model: PreTrainedModel, kwargs: Kwargs, behind: Behind) -> bool:
+    """Whether a forward can compute tokens in front of its own, so that what it returns is of its own only."""
+    ids, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    keep = kwargs.get("logits_to_keep")
+    return (
+        isinstance(ids, torch.Tensor)
+        and ids.ndim == 2
+        and len(ids) == len(behind.ids)
+        and (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2))
+        and (positions is None or positions.shape[-1] == ids.shape[1])
+        and (keep is None or type(keep) is int)
+        and kwargs.get("use_cache") is not False
+        and all(name in _PLAIN or value is None or value is False for name, value in kwargs.items())
+        and not any(returns_of_each_token(model).values())
+    )
+
+
+def _carry(kwargs: Kwargs, behind: Behind) -> Kwargs:
+    """The arguments of a forward with those tokens in front of its own."""
+    own, positions = kwargs["input_ids"], kwargs.get("position_ids")
+    ids = behind.ids.to(own.device)
+    given: Kwargs = {"input_ids": torch.cat([ids, own], dim=1)}
+    given["logits_to_keep"] = min(kwargs.get("logits_to_keep") or own.shape[1], own.shape[1])
+    if positions is not None:
+        before = behind.positions
+        if before is None or before.shape[:-1] != positions.shape[:-1]:
+            before = positions[..., :1] + torch.arange(-ids.shape[1], 0, device=positions.device)
+        given["position_ids"] = torch.cat([before.to(positions.device), positions], dim=-1)
+    return {**kwargs, **given}
 
 
 def next_forward(parts: CacheParts, request: Request) -> Forward:
@@ -151,7 +200,8 @@ def _lose_track(parts: CacheParts, request: Request, held: int, reason: str) -> 
     if isinstance(ids, torch.Tensor) and more:
         tally.prompt += ids.numel()
         tally.forwarded += ids.numel()
-    return Unrecorded(parts, held, held + _new_columns(request.kwargs))
+    known = request.inputs if isinstance(request.inputs, ForwardInputs) else None
+    return Unrecorded(parts, held, held + _new_columns(request.kwargs), known)
 
 
 def _prompt(parts: CacheParts, request: Request) -> Forward:
@@ -187,8 +237,9 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
         if (given := inputs.input_ids.shape[0]) != (rows := len(live.ledger.log.pads)):
             raise ValueError(_OTHER_ROWS.format(given=given, rows=rows))
     ledger = live.in_step(look=live.stateful or not request.is_step)
-    if live.untracked and request.is_step:
-        return Unrecorded(parts, held, held + 1)
+    known = inputs if isinstance(inputs, ForwardInputs) else None
+    if live.untracked and (request.is_step or request.carries or (known is not None and known.verifies)):
+        return Unrecorded(parts, held, held + _new_columns(request.kwargs), known)
     if (reason := admit_more(parts, request, ledger, held)) is not None:
         return _lose_track(parts, request, held, reason)
     assert ledger is not None
@@ -196,10 +247,10 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     if ledger.unconfirmed:
         parts.writer.confirm(ledger)
     new = inputs.input_ids.shape[1]
-    if new > inputs.logits or (inputs.computes_all is not None and in_prefill()):
+    if not request.carries and (new > inputs.logits or (inputs.computes_all is not None and in_prefill())):
         return _piece(parts, request, ledger, held)
     if (live.stateful or live.static is not None) and leave_prompts(parts, model):
-        return Unrecorded(parts, held, held + new)
+        return Unrecorded(parts, held, held + new, inputs)
     mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
     # Any other mask may hide anything, and to read it would make a GPU wait.
     if mask is None or (request.in_generate and request.hides_padding_only):

@@ -27,7 +27,7 @@ from kvboost_hf.cache.layers.base import LayerState, kv_layers
 from kvboost_hf.cache.live.binding import Binding, StoreWriter
 from kvboost_hf.cache.live.decoding_form import DecodingForm
 from kvboost_hf.cache.live.ledger import Ledger
-from kvboost_hf.cache.live.live_kv import LiveKV
+from kvboost_hf.cache.live.live_kv import Behind, LiveKV
 from kvboost_hf.cache.planning.chunks import Tokens, whole_pieces
 from kvboost_hf.cache.prompt.forward_call import ForwardInputs, Kwargs
 from kvboost_hf.cache.prompt.generate_call import at_end
@@ -77,6 +77,7 @@ class Request:
         in_generate: Some generate() call is under way.
         inputs: The arguments as far as reuse is concerned; or why K/V of it cannot be told by its tokens.
         seen: What was just found in the model; None where nobody has looked.
+        carries: Tokens that the layers lagged behind are in front of its own.
         is_step: It has one token, behind what the layers hold. In a cache of a fixed size it is a decoding step: the
             last piece of a prompt, which may have one token, too, is none.
     """
@@ -92,6 +93,7 @@ class Request:
     in_generate: bool
     inputs: ForwardInputs | str = "not read yet"
     seen: ModelParts | None = None
+    carries: bool = False
     is_step: bool = False
 
 
@@ -133,6 +135,7 @@ class Forward(ABC):
         length: Columns of the layers that stay right whatever happens: what to fall back to.
     """
 
+    behind: Behind | None = None  # what of its tokens the layers lagged behind
     takes_kv = False  # `update` is to be called with the new K/V of each layer
     can_settle_later = False  # its K/V, and what there is to offer of it, stay as they are until the next forward
 
@@ -181,6 +184,8 @@ class Forward(ABC):
     def abandon(self) -> None:
         """Forget what the forward may have left in some of the layers."""
         self.parts.live.fall_back(self.length)
+        if self.behind is not None:
+            self.parts.live.fall_behind(self.behind)
 
 
 class SettledLater:
@@ -260,14 +265,21 @@ class Unrecorded(Forward):
         parts: The parts of the cache.
         length: Columns in the layers before it.
         stop: Columns after it.
+        inputs: Its arguments, if they can be read.
     """
 
-    def __init__(self, parts: CacheParts, length: int, stop: int) -> None:
+    def __init__(self, parts: CacheParts, length: int, stop: int, inputs: ForwardInputs | None = None) -> None:
         super().__init__(parts, length)
-        self._stop = stop
+        self._stop, self._inputs = stop, inputs
+
+    def begin(self, request: Request) -> Kwargs:
+        if self._inputs is not None and self._inputs.verifies:
+            self.parts.live.keep_states()
+        return request.kwargs
 
     def record(self, output: Any) -> Any:
-        self.parts.live.advanced(self._stop)
+        ids, positions = (self._inputs.input_ids, self._inputs.position_ids) if self._inputs else (None, None)
+        self.parts.live.advanced(self._stop, ids, positions)
 
     def settle(self) -> None:
         self.parts.live.release(self._stop)
@@ -298,6 +310,8 @@ class Step(Forward):
     def begin(self, request: Request) -> Kwargs:
         if self._repair is not None:
             self._repair()
+        if self._inputs.verifies:
+            self.parts.live.keep_states()
         return request.kwargs
 
     def record(self, output: Any) -> Any:

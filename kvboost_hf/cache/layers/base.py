@@ -164,6 +164,10 @@ class ReuseLayer:
     def truncate(self, length: int) -> None:
         """Forget all columns from `length` on."""
 
+    def can_crop(self, tokens: int, held: int) -> bool:
+        """Whether transformers' own `crop` can take the last `tokens` of `held` columns out of the state, if any."""
+        return True
+
     def expect_padding(self, columns: int) -> None:
         """The longest padding on the left, as far as it is known before the first token of its row."""
 
@@ -207,6 +211,9 @@ class ReuseLayer:
 
     def stop_recording(self) -> None:
         """Undo `activate_past_recording`, which transformers cannot: `crop` will not be called."""
+
+    def keep_state(self, column: int) -> None:
+        """Keep a copy of the states, which are those at `column`: from now on `truncate` can go back there."""
 
     def state_bytes(self) -> int:
         """Bytes that `save_state` would take."""

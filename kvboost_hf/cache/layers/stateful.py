@@ -7,7 +7,7 @@ only its model understands, all is a state.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from transformers.cache_utils import (
@@ -26,11 +26,20 @@ from kvboost_hf.cache.layers.windows import SlidingLayer
 Marks = list[tuple[torch.Tensor, int]]  # tensors, and how often each had been written to
 
 
+class _Kept(NamedTuple):
+    """A copy of the states as they were at a column, on their device."""
+
+    column: int
+    states: list[torch.Tensor | None]
+    had_previous: dict[int, bool]
+
+
 class _WithStates(ReuseLayer):
     """Base of layers with states, whatever else they keep."""
 
     is_stateful = True
     _marks: Marks | None = None  # of the states after the last forward
+    _kept: "_Kept | None" = None
 
     @property
     def intact(self) -> bool:
@@ -41,9 +50,20 @@ class _WithStates(ReuseLayer):
         self._marks = marks_of(states_of(self))
 
     def can_rewind(self, length: int) -> bool:
-        return False
+        return self._kept is not None and self._kept.column == length and super().can_rewind(length)
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._kept = _put_back(self, self._kept, length)
+
+    def keep_state(self, column: int) -> None:
+        self._kept = _keep_states(self, column)
+
+    def can_crop(self, tokens: int, held: int) -> bool:
+        return _can_crop(self, tokens, held)
 
     def stop_recording(self) -> None:
+        self._kept = None
         _stop_recording(self)
 
     def state_bytes(self) -> int:
@@ -56,6 +76,7 @@ class _WithStates(ReuseLayer):
         return view_states(self, row)
 
     def load_states(self, rows: Sequence[LayerState | None]) -> None:
+        self._kept = None
         load_states(self, rows)
 
 
@@ -88,7 +109,12 @@ class StateLayer(_WithStates, LinearAttentionLayer):
 
     def reset(self) -> None:
         """Drop everything."""
+        self._kept = None
         _reset_states(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Only states of convolutions can be cropped, while they are recorded."""
+        _crop_states(self, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
@@ -129,6 +155,7 @@ class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-ca
     def reset(self) -> None:
         """Drop everything."""
         super().reset()
+        self._kept = None
         _reset_states(self)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -148,7 +175,7 @@ class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-ca
 
     def crop(self, tokens_to_remove: int) -> None:
         """States can only be cropped while they are recorded, and if none is recurrent."""
-        LinearAttentionLayer.crop(self, int(tokens_to_remove))  # type: ignore[arg-type]
+        _crop_states(self, tokens_to_remove)
         super().crop(tokens_to_remove)
 
     @property
@@ -299,6 +326,46 @@ def load_states(layer: Any, rows: Sequence[LayerState | None]) -> None:
             layer.recurrent_states[i], layer.is_recurrent_states_initialized[i] = recurrent, True
 
 
+def _keep_states(layer: Any, column: int) -> _Kept:
+    return _Kept(column, _copied(_current(layer)), dict(layer.has_previous_state))
+
+
+def _can_crop(layer: Any, tokens: int, held: int) -> bool:
+    """Whether the last tokens of `held` can be taken out by what was recorded: of convolutions only."""
+    if not tokens or not layer.record_past or any(layer.is_recurrent_states_initialized.values()):
+        return not tokens
+    found = [(state, layer.conv_kernel_size[i]) for i, state in layer.conv_states.items() if state is not None]
+    return bool(found) and all(state.shape[-1] >= min(tokens + kernel, held) for state, kernel in found)
+
+
+def _crop_states(layer: Any, tokens_to_remove: int) -> None:
+    if tokens_to_remove and any(layer.is_recurrent_states_initialized.values()):
+        raise RuntimeError(
+            f"`crop({int(tokens_to_remove)})` of a layer cannot take tokens out of a recurrent state. Call `crop` of "
+            "its ChunkReuseCache, which computes from the last states that it has."
+        )
+    if tokens_to_remove or layer.record_past:
+        LinearAttentionCacheLayerMixin.crop(layer, int(tokens_to_remove))
+
+
+def _put_back(layer: Any, kept: _Kept | None, length: int) -> _Kept | None:
+    """Put kept states back, if they are those at `length`; returns what is still of use."""
+    if kept is None or kept.column > length:
+        return None
+    if kept.column < length:
+        return kept
+    n = layer.number_of_states
+    layer.has_previous_state = dict(kept.had_previous)
+    with torch.inference_mode(False), torch.no_grad():
+        for i in range(n):
+            conv, recurrent = kept.states[i], kept.states[n + i]
+            if conv is not None:
+                layer.conv_states[i] = conv.clone()  # it may be longer now
+            if recurrent is not None:
+                layer.recurrent_states[i].copy_(recurrent)
+    return kept
+
+
 def _stack(rows: Sequence[torch.Tensor | None], device: torch.device | None) -> torch.Tensor | None:
     found = [row for row in rows if row is not None]
     return torch.stack(found).to(device) if found else None
@@ -357,6 +424,7 @@ class OpaqueLayer(ReuseLayer):
     is_stateful = True
     single_row = True
     _marks: Marks | None = None
+    _kept: tuple[int, dict[str, Any]] | None = None  # at which column, and a copy of all
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -393,13 +461,36 @@ class OpaqueLayer(ReuseLayer):
 
     def reset(self) -> None:
         """Drop everything."""
+        self._kept = None
+        self._become(self._unused)
+
+    def _become(self, held: dict[str, Any]) -> None:
+        """Hold a copy of that."""
         record_past = getattr(self._layer, "record_past", None)
-        self._layer.__dict__ = _copied(self._unused)
+        self._layer.__dict__ = _copied(held)
         if record_past is not None:
             self._layer.record_past = record_past
 
     def can_rewind(self, length: int) -> bool:
-        return False
+        return self._kept is not None and self._kept[0] == length
+
+    def truncate(self, length: int) -> None:
+        if self._kept is not None and self._kept[0] >= length:
+            column, held = self._kept
+            if column == length:
+                self._become(held)
+            else:
+                self._kept = None
+
+    def keep_state(self, column: int) -> None:
+        self._kept = column, _copied(self._layer.__dict__)
+
+    def can_crop(self, tokens: int, held: int) -> bool:
+        """Whether `crop` can remove the last tokens of `held`: none."""
+        return tokens == 0
+
+    def stop_recording(self) -> None:
+        self._kept = None
 
     @property
     def nbytes(self) -> int:
@@ -417,10 +508,8 @@ class OpaqueLayer(ReuseLayer):
     def load_states(self, rows: Sequence[LayerState | None]) -> None:
         (state,) = rows
         assert state is not None
-        record_past = getattr(self._layer, "record_past", None)
-        self._layer.__dict__ = _copied(state.extra)
-        if record_past is not None:
-            self._layer.record_past = record_past
+        self._kept = None
+        self._become(state.extra)
 
 
 # Anything that a layer may hold: tensors, in containers.

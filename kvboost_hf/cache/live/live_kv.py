@@ -8,8 +8,9 @@ they hold any more, nothing of it is stored, and `changed` is True.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.ledger import Ledger
-from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.chunks import Tokens, is_text
 from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import cache_layers, known_reason, original_length
@@ -36,6 +37,46 @@ from kvboost_hf.config import KVQuantConfig
 _is_own: Callable[[type], bool] = cache(is_own)  # asked of the classes of layers for each text
 CHANGED = "the cache was changed by somebody else"
 NO_HIDDEN = "its forward has not shown its hidden states, which `keep_logprobs` keeps"
+
+
+class Behind(NamedTuple):
+    """Tokens that follow what the layers hold: the next forward computes them in front of its own.
+
+    Args:
+        column: Columns that the layers hold.
+        ids: [batch, tokens].
+        positions: [batch or 1, tokens] or [planes, batch, tokens]; None where they are left to the model.
+    """
+
+    column: int
+    ids: torch.Tensor
+    positions: torch.Tensor | None
+
+    def part(self, stop: int) -> "Behind | None":
+        """The tokens up to column `stop`; None if there are none."""
+        n = stop - self.column
+        positions = self.positions[..., :n] if self.positions is not None else None
+        return Behind(self.column, self.ids[:, :n], positions) if n > 0 else None
+
+
+@dataclass(slots=True)
+class _KeptStates:
+    """Where the layers have kept states, and the tokens that were appended since."""
+
+    column: int
+    since: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)  # ids and positions
+
+    def append(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
+        """Note tokens that a forward has appended: copies, for the caller may write the next ones there."""
+        self.since.append((ids.clone(), positions.clone() if positions is not None else None))
+
+    def behind(self, stop: int) -> Behind | None:
+        """The tokens since, up to column `stop`."""
+        if not self.since:
+            return None
+        ids, positions = zip(*self.since, strict=True)
+        known = None if any(each is None for each in positions) else torch.cat(positions, dim=-1)
+        return Behind(self.column, torch.cat(ids, dim=1), known).part(stop)
 
 
 class LiveKV:
@@ -59,6 +100,7 @@ class LiveKV:
         changed: Somebody else has changed what the layers held; the next prompt reports it.
         untracked: The model goes on from a prompt in a way that must not be stored.
         lost: An interrupted forward took with it what the layers held.
+        behind: Tokens that were cropped out of states only, and that the next forward computes again; or None.
         tally: What is reported of the last prompt.
     """
 
@@ -76,6 +118,8 @@ class LiveKV:
         self.ledger: Ledger | None = None
         self.regime = b""
         self.changed = self.untracked = self.lost = False
+        self.behind: Behind | None = None
+        self._kept: _KeptStates | None = None
         self.plain_used = False  # transformers' own layers hold something
         self.in_forward = False  # a forward with the cache is under way
         self.stepped = False  # compiled steps were taken over, and not offered to the store yet
@@ -219,7 +263,12 @@ class LiveKV:
     def end_call(self) -> None:
         """Stop recording what a generate() call has asked for."""
         if self._records_for_call:
-            self._records_for_call = False
+            self.stop_recording()
+
+    def stop_recording(self) -> None:
+        """Let go of what layers keep for `crop`."""
+        self._records_for_call, self._kept = False, None
+        with self.changing():
             for layer in self.layers:
                 layer.stop_recording()
 
@@ -255,6 +304,11 @@ class LiveKV:
             return int(Cache(layers=self.visible).get_seq_length())
         except (ValueError, RuntimeError):  # there are no attention layers
             return 0
+
+    @property
+    def claimed(self) -> int:
+        """Columns that callers may count on: those held, and those that the next forward computes in front."""
+        return self.held + (self.behind.ids.shape[1] if self.behind is not None else 0)
 
     def in_step(self, *, look: bool = True, owned: bool = False) -> Ledger | None:
         """The ledger, unless the layers were changed by somebody else since it was last brought up to date.
@@ -331,7 +385,7 @@ class LiveKV:
 
     def filled(self, ids: Tokens, stop: int) -> None:
         """The layers were given the K/V of `ids` [batch, columns], up to column `stop`."""
-        self._columns = stop
+        self._columns, self._kept = stop, None
         if (ledger := self.ledger) is not None:
             ledger.log.extend(ids)
             self._note(ledger)
@@ -347,13 +401,19 @@ class LiveKV:
     ) -> None:
         """A forward has appended the K/V of `input_ids` [batch, m], up to column `stop`; they are read when needed."""
         self._columns = stop
+        if self._kept is not None:
+            self._kept.append(input_ids, position_ids)
         if (ledger := self.ledger) is not None:
             ledger.log.append(input_ids, position_ids, mask)
             self._note(ledger)
 
-    def advanced(self, stop: int) -> None:
-        """A forward that is not recorded has ended at column `stop`."""
+    def advanced(self, stop: int, input_ids: torch.Tensor | None, position_ids: torch.Tensor | None) -> None:
+        """A forward that is not recorded has ended at column `stop`, after `input_ids` if they are known."""
         self._columns = stop
+        if input_ids is None:
+            self._kept = None
+        elif self._kept is not None:
+            self._kept.append(input_ids, position_ids)
 
     def keep_hidden(self, states: torch.Tensor) -> None:
         """A forward under way has computed hidden states [batch, m, hidden_size] of its columns."""
@@ -368,6 +428,57 @@ class LiveKV:
         if ledger is not None:
             self._note(ledger)
 
+    def keep_states(self) -> None:
+        """Before a forward of several tokens: keep the states, if `crop` may take some of these back."""
+        held = self.held
+        if self.stateful and held and self.plain_reason is None and self.is_recording:
+            if self._kept is None or self._kept.column != held:
+                self._kept = _KeptStates(held)
+                for layer in self.layers:
+                    layer.keep_state(held)
+            self._kept.since.clear()
+
+    def can_crop(self, columns: int) -> bool:
+        """Whether transformers' own `crop` can remove the last columns from all layers."""
+        held = self.held
+        return all([layer.can_crop(columns, held) for layer in self._with_own("can_crop")])
+
+    def crop(self, columns: int) -> None:
+        """Remove the last columns, or none, so that layers let go of what they have recorded."""
+        for native in self.visible:
+            recorded = getattr(native, "record_past", False) and getattr(native, "is_initialized", True)
+            if columns or recorded or isinstance(native, ReuseLayer):
+                native.crop(-columns)
+
+    def crop_states(self, ledger: Ledger | None, length: int, offer: Callable[[], None]) -> None:
+        """Go back to states at or before column `length`, and leave the tokens up to there to the next forward.
+
+        To be called within `changing`.
+
+        Args:
+            ledger: The ledger that it gives.
+            length: Columns to claim.
+            offer: Offers to the store what is held: without states, the next forward looks there.
+        """
+        if self._kept is not None and self._kept.column <= length and self.can_rewind(self._kept.column):
+            behind = self._kept.behind(length)
+            self.rewind(self._kept.column)
+            self._kept.since.clear()
+            self.behind = behind
+            return
+        known = ledger is not None and ledger.log.trusted and not ledger.log.pads.any()
+        columns = ledger.log.columns()[:, :length].copy() if known and ledger is not None else None
+        if length and (columns is None or not is_text(columns)):
+            raise RuntimeError(
+                f"`crop` to {length} of {self.held} columns cannot be undone in the states of this model: it is not "
+                "known which tokens they hold, or some of them are padding or images. Call reset(), and pass the "
+                "whole text."
+            )
+        offer()
+        self.drop()
+        if columns is not None and length:
+            self.behind = Behind(0, torch.from_numpy(columns), None)
+
     def cropped(self, ledger: Ledger | None, columns: int) -> None:
         """The last `columns` were removed from the layers; to be called within `changing`."""
         self._columns = max(0, self._columns - columns)
@@ -378,6 +489,7 @@ class LiveKV:
 
     def selected(self, ledger: Ledger, rows: NDArray[np.int64]) -> None:
         """Row i of the layers is what row `rows[i]` was; to be called within `changing`."""
+        self._kept = None
         ledger.select(rows)
         if self.hidden is not None:
             self.hidden.select(torch.from_numpy(rows))
@@ -390,6 +502,8 @@ class LiveKV:
         """Forget the columns from `length` on."""
         for layer in self.layers:
             layer.truncate(length)
+        if self._kept is not None and self._kept.column > length:
+            self._kept = None
         self._columns = min(self._columns, length)
         if self.ledger is not None:
             self.ledger.rewind(length)
@@ -403,9 +517,17 @@ class LiveKV:
             self.drop()
             self.lost = length > 0
 
+    def fall_behind(self, behind: Behind) -> None:
+        """After a forward that failed, which would have computed these: leave them to the next one."""
+        if behind.column == 0:
+            self.drop()
+        if self.held == behind.column:
+            self.behind = behind
+
     def drop(self) -> None:
         """Empty the layers."""
         model = self._model()
+        self.behind = self._kept = None
         for layer in self.layers:
             layer.reset()
         if self.plain_reason is not None and self.plain_used and model is not None:
@@ -438,7 +560,7 @@ class LiveKV:
         twin._find_counting()
         twin.visible[:] = [layer.native for layer in kv_layers(twin.layers)] if layers is None else layers
         twin.regime, twin._columns, twin._bumps = self.regime, self._columns, self._bumps
-        twin._records_for_call = self._records_for_call
+        twin._records_for_call, twin.behind = self._records_for_call, self.behind
         twin.ledger = self.ledger.copy() if self.ledger is not None else None
         if self.static is not None and twin.static is not None:
             twin.static.step_log = self.static.step_log.copy()

@@ -9,11 +9,10 @@ from functools import partial
 
 import torch
 
-from kvboost_hf.assisted.branches import branch_reason
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.task import Task
 from kvboost_hf.server.generation.batch import BatchKV
-from kvboost_hf.server.generation.speculation import Add, DraftedText, Drafts, PredictedText
+from kvboost_hf.server.generation.speculation import Add, DraftedText, Drafts, PredictedText, checking_reason
 from kvboost_hf.server.jobs import FinishReason
 
 _PATIENCE = 4  # pieces of other prompts that the first prompt lets pass
@@ -234,11 +233,11 @@ class Speculation:
     def _predicted(self, task: Task) -> list[int]:
         """The next tokens of an answer by its client's prediction; none where they cannot be checked."""
         job = task.job
-        if not job.prediction or job.options.constraint is not None or self._runner.lending_reason is not None:
+        if not job.prediction or job.options.constraint is not None:
             return []
         if task.predicted is None:
             assert task.sampler is not None
-            if branch_reason(self._runner.model) is not None:
+            if checking_reason(self._runner.model, self._runner.lending_reason) is not None:
                 return []
             task.predicted = PredictedText(self._runner.model, self._runner.device, job, task.sampler)
         return task.predicted.draft(task.ids)

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.assisted.branches import Branches, branch_reason
+from kvboost_hf.assisted.branches import Branches
+from kvboost_hf.assisted.chains import Chain, continuing, drafting_reason, keeps_states
 from kvboost_hf.assisted.limits import fitted
 from kvboost_hf.assisted.rounds import Rounds, Taken, TreeDraft, follow
 from kvboost_hf.assisted.tree import ROOT, Tree
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.compat import input_device
+from kvboost_hf.compat import input_device, steps_reason
 from kvboost_hf.config import DraftTreeConfig
 from kvboost_hf.ngrams import MAX_NGRAM, longest_match
 from kvboost_hf.server.generation.sampling import Sampler
@@ -34,12 +35,12 @@ class Drafts:
         config: How large trees are.
 
     Raises:
-        ValueError: for a draft of another vocabulary, or that cannot compute tokens that branch.
+        ValueError: for a draft of another vocabulary, or that cannot compute drafted tokens in one forward.
     """
 
     def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, config: DraftTreeConfig) -> None:
         draft = fitted(draft, model, name="the model")
-        if (reason := branch_reason(draft)) is not None:
+        if (reason := drafting_reason(draft)) is not None:
             raise ValueError(
                 f"`draft` must be able to compute trees of tokens, got a {type(draft).__name__}: {reason}. Choose "
                 "another one, or none."
@@ -59,7 +60,7 @@ class Drafts:
         config: DraftTreeConfig | None,
     ) -> "Drafts | None":
         """Drafts for a model; None and a warning where it, or its caches (`lending_reason`), cannot check them."""
-        if (reason := lending_reason or branch_reason(model)) is not None:
+        if (reason := checking_reason(model, lending_reason)) is not None:
             _log.warning("No drafts: a %s cannot check them, for %s.", type(model).__name__, reason)
             return None
         return cls(model, draft, config if config is not None else DraftTreeConfig())
@@ -122,7 +123,9 @@ class DraftedText:
 
     def __init__(self, drafts: Drafts, job: Job, sampler: Sampler) -> None:
         self._drafts, self._job, self._sampler = drafts, job, sampler
-        self._drafting = _Draft(drafts.draft, drafts.config, drafts.rounds.growth, sampler.warpers, job.ends)
+        chains = keeps_states(drafts.model)
+        growth = drafts.rounds.growth
+        self._drafting = _Draft(drafts.draft, drafts.config, growth, sampler.warpers, job.ends, chains=chains)
 
     def run(self, cache: ChunkReuseCache, ids: Sequence[int], add: Add) -> FinishReason | None:
         """Run one round, which adds the drafts that are right and one more token; none if the draft model fails.
@@ -143,6 +146,7 @@ class DraftedText:
             self._drafts.rounds.run(branches, self._drafting, text, room, choosing.take)
         except _DraftFailedError as failed:  # before anything was checked, or behind it: the text is as it should be
             self._drafts.give_up(failed.__cause__)
+        cache.stop_recording()
         return choosing.reason
 
 
@@ -176,11 +180,21 @@ class Choosing:
         return follow(tree, choose)
 
 
-def branches_of(model: PreTrainedModel, cache: ChunkReuseCache, length: int, device: torch.device) -> Branches:
+def checking_reason(model: PreTrainedModel, lending_reason: str | None) -> str | None:
+    """Why a model with such caches cannot check drafts; None if it can. Layers with states need not be lent.
+
+    What a check has left to compute again may come with a single token, which must not make a difference.
+    """
+    if keeps_states(model):
+        return drafting_reason(model) or steps_reason(model)
+    return lending_reason or drafting_reason(model)
+
+
+def branches_of(model: PreTrainedModel, cache: ChunkReuseCache, length: int, device: torch.device) -> Branches | Chain:
     """Branches behind a text of `length` tokens, of which the cache holds all but the last one."""
     held: Any = cache
-    held.activate_past_recording()  # or layers with a window could not forget
-    return Branches(model, cache, torch.tensor([[length - 1]], device=device))
+    held.activate_past_recording()  # or layers with a window, or with states, could not forget
+    return continuing(model, cache, torch.tensor([[length - 1]], device=device))
 
 
 class PredictedText:
@@ -239,6 +253,7 @@ class PredictedText:
         choosing = Choosing(self._sampler, add)
         taken = choosing.take(tree, logits)
         branches.keep([0, *(node + 1 for node in taken.kept)])
+        cache.stop_recording()
         right = len(taken.path)
         self.drafted, self.accepted, self._at = self.drafted + len(tree), self.accepted + right, self._at + right
         self._length = min(2 * self._length, _MOST) if right == len(tree) else max(right, _LEAST)
