@@ -17,10 +17,12 @@ the files of each case.
 """
 
 import argparse
+import gc
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -76,14 +78,24 @@ class Walk:
         return {"files": len(self.files), "changes": self.changes, "calls": self.functions.total()}
 
 
+@contextmanager
+def noting(found: Walk) -> Iterator[None]:
+    """Note what this thread enters. Garbage of earlier calls is collected before, for its finalizers are code, too."""
+    gc.collect()
+    gc.disable()
+    sys.setprofile(found.note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+
+
 def walk(call: Call, package: Any = kvboost_hf) -> Walk:
     """What a call enters, in this thread, of the files of a package."""
     found = Walk(f"{Path(package.__file__).parent}/")
-    sys.setprofile(found.note)
-    try:
+    with noting(found):
         call()
-    finally:
-        sys.setprofile(None)
     return found
 
 
@@ -159,11 +171,8 @@ def step(model: PreTrainedModel) -> Walk:
     call()
     found = Walk(f"{Path(kvboost_hf.__file__).parent}/")
     steps = Steps(found)
-    sys.setprofile(found.note)
-    try:
+    with noting(found):
         call(streamer=steps)
-    finally:
-        sys.setprofile(None)
     return sorted(steps.walks[3:], key=lambda one: one.changes)[(STEPS - 3) // 2]
 
 

@@ -560,3 +560,18 @@ def test_states_keep_to_their_share(caplog: pytest.LogCaptureFixture) -> None:
     assert str(int(0.005 * few.max_bytes)) in told[0]
     with pytest.raises(ValueError, match="from 0 to 1, got 2"):
         ChunkStore(model, state_share=2)
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
+def test_a_single_token_is_not_left_of_a_prompt(name: str) -> None:
+    """These compute one token otherwise than a prompt: its logits, and the states that it leaves, would be others."""
+    model = make_architecture(name)
+    check_model_compatibility(model)
+    store = ChunkStore(model, chunk_size=16)
+    for length in (33, 34, 33, 65, 33, 32):
+        cache = ChunkReuseCache(model, store)
+        plain = model(BASE[:, :length]).logits[:, -1]
+        found = generate(model, as_inputs(BASE[:, :length]), past_key_values=cache)
+        torch.testing.assert_close(found.logits[0] / plain.std(), plain / plain.std(), atol=5e-5, rtol=0)
+        generate(model, as_inputs(OTHER[:, :20]), past_key_values=cache)  # lets go of what it holds
+    assert store.check_integrity().wrong == 0

@@ -39,6 +39,7 @@ from kvboost_hf.cache.forward.running import (
     Request,
     Step,
     Unrecorded,
+    least_of_prompt,
     leave_prompts,
 )
 from kvboost_hf.cache.live.compiled import StaticDecoding
@@ -215,7 +216,8 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
     batch, columns = inputs.input_ids.shape
     if inputs.logits_of_all and found.prompt.media.any():  # not every head has been seen to take them in parts
         inputs = replace(inputs, logits=columns, computes_all=ALL_LOGITS_OF_MEDIA, logits_of_all=False)
-    held = _keep_common(parts, found, columns - inputs.logits)
+    least = least_of_prompt(request.model) if live.stateful else 1
+    held = _keep_common(parts, found, columns - max(inputs.logits, least))
     if live.changed:
         tally.dropped = CHANGED
     live.changed = False
@@ -227,7 +229,7 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
     tally.moved = ledger.blended.tainted_columns(held) if ledger.blended is not None else 0
     tally.forwarded = -candidates * batch
     tally.bypass = inputs.computes_all
-    return _reuse(parts, request, PromptColumns(inputs, found.prompt, found.prompt.column_ids, held))
+    return _reuse(parts, request, PromptColumns(inputs, found.prompt, found.prompt.column_ids, held, least))
 
 
 def _more(parts: CacheParts, request: Request, held: int) -> Forward:
@@ -275,7 +277,8 @@ def _piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Fo
     parts.live.tally.bypass = parts.live.tally.bypass or found.inputs.computes_all
     parts.live.tally.prompt += int((columns - np.maximum(found.pads, held)).sum())
     ids = np.concatenate([ledger.log.columns(), found.prompt.column_ids], axis=1)
-    return _reuse(parts, request, PromptColumns(found.inputs, found.prompt, ids, held))
+    least = least_of_prompt(request.model) if parts.live.stateful else 1
+    return _reuse(parts, request, PromptColumns(found.inputs, found.prompt, ids, held, least))
 
 
 def _reuse(parts: CacheParts, request: Request, prompt: PromptColumns) -> Forward:

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs import pieces
 from kvboost_hf.cache.forward.admission import adds_mask, reason_against_short_hits
-from kvboost_hf.cache.forward.checkpoints import can_segment, mixers_of, spacing_of
 from kvboost_hf.cache.forward.loading import can_overlap, is_worth_overlapping
 from kvboost_hf.cache.forward.moved import Moving, plan_moved
 from kvboost_hf.cache.forward.running import CacheParts, PromptColumns
+from kvboost_hf.cache.kv.checkpoints import can_segment, mixers_of, spacing_of
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces
@@ -210,11 +210,10 @@ def _state_cuts(
     if not live.stateful or live.regime or limit < plan.filled + (not plan.stems):
         return [], [], []
     border = ledger.last_border(limit, store, prompt.ids)
-    wanted = {border} if border - plan.filled >= store.chunker.chunk_size // 2 else set()
+    # Nobody has stored the states of what is computed once for several rows.
+    wanted = {border} if plan.stems or border - plan.filled >= store.chunker.chunk_size // 2 else set()
     if plan.branch is not None:
         wanted.add(plan.branch)
-    if plan.stems and border == plan.filled:  # nobody has stored the states that were computed
-        wanted.add(border)
     if media.any():  # a whole prompt, as media only come with one
         wanted.add(int(media.any(axis=0).argmax()))
     mixers = parts.binding.fact(model, mixers_of)
@@ -225,10 +224,17 @@ def _state_cuts(
         for column in range(plan.filled + spacing, border, spacing)
         if all(abs(column - other) >= spacing // 2 for other in wanted)
     }
-    earliest = max(plan.filled if plan.stems else plan.filled + 1, *[pad + 1 for pad in plan.pads])
+    earliest = max(
+        plan.filled if plan.stems else plan.filled + prompt.least, *[pad + prompt.least for pad in plan.pads]
+    )
 
     def usable(columns: set[int], last: int) -> list[int]:
-        return sorted(each for each in columns if earliest <= each <= last and prompt.new.cut(each) == each)
+        found: list[int] = []
+        for each in sorted(columns):
+            apart = not found or each - found[-1] >= prompt.least
+            if apart and earliest <= each <= last and prompt.new.cut(each) == each:
+                found.append(each)
+        return found
 
     # A forward of our own would lack the images of the caller's.
     shown = np.flatnonzero(media[:, plan.filled :].any(axis=0))

@@ -106,17 +106,19 @@ class PromptColumns:
         new: The columns that it brings.
         ids: Codes of all columns, [batch, columns].
         held: How many of them the layers hold.
+        least: How many the model has to be given at once: see `least_of_prompt`.
 
     Attributes:
         columns: How many there are.
         first: The column of the first id that the caller passed.
-        limit: The first column whose logits are wanted.
+        limit: At most this many columns can be left out of the forward: the logits of the others are wanted.
     """
 
     inputs: ForwardInputs
     new: Prompt
     ids: Tokens
     held: int
+    least: int = 1
     columns: int = field(init=False)
     first: int = field(init=False)
     limit: int = field(init=False)
@@ -124,7 +126,7 @@ class PromptColumns:
     def __post_init__(self) -> None:
         self.columns = int(self.ids.shape[1])
         self.first = self.columns - self.inputs.input_ids.shape[1]
-        self.limit = self.columns - self.inputs.logits
+        self.limit = self.columns - max(self.inputs.logits, self.least)
 
 
 class Forward(ABC):
@@ -369,6 +371,11 @@ def _of_kinds(rigid: set[str]) -> str | None:
     return f"its cache has layers of the kind {', '.join(sorted(rigid))}" if rigid else None
 
 
+def least_of_prompt(model: PreTrainedModel) -> int:
+    """How many tokens of a prompt a model with states has to be given at once: 2 if it computes one in other ways."""
+    return 1 if steps_reason(model) is None else 2
+
+
 def leave_prompts(parts: CacheParts, model: PreTrainedModel) -> bool:
     """Before single tokens go on: whether what they leave is not what a prompt would, so that it is not recorded."""
     if steps_reason(model) is None:
@@ -444,9 +451,11 @@ def root_of(parts: CacheParts, tokens: int) -> bytes | None:
 def stored_tokens(parts: CacheParts, ids: torch.Tensor) -> int:
     """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""
     binding, live, root = parts.binding, parts.live, root_of(parts, ids.shape[1])
+    model = binding.model()
     if root is None:
         return 0
     ledger = Ledger.empty(np.zeros(1, dtype=np.int64), root)
     tokens = ids.cpu().numpy().astype(np.int64, copy=False)
-    filled = ledger.plan(tokens, 0, ids.shape[1] - 1, binding.store, 0, stateful=live.stateful).filled
+    limit = ids.shape[1] - (least_of_prompt(model) if live.stateful and model is not None else 1)
+    filled = ledger.plan(tokens, 0, limit, binding.store, 0, stateful=live.stateful).filled
     return whole_pieces(filled) if binding.policy.reproducible else filled

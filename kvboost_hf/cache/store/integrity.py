@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.kv.blocks import ColumnFormat
-from kvboost_hf.cache.kv.layer_kv import LayerKV, copy_columns
+from kvboost_hf.cache.kv.checkpoints import Checkpoints, can_segment, mixers_of
+from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, copy_columns, copy_states
 from kvboost_hf.cache.kv.model_form import make_layers
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
@@ -76,8 +77,10 @@ def check_integrity(
     if sample < 1:
         drawn = random.sample(drawn, min(len(drawn), max(1, round(sample * len(drawn))))) if drawn else []
     forwarded, largest, wrong, checked = 0, 0.0, set[bytes](), 0
-    for text, group in _by_text(drawn, texts):
-        fresh = _compute(model, text)
+    in_segments = can_segment(mixers_of(model), make_layers(model))
+    for text, group in _by_text(drawn, texts, in_segments=in_segments):
+        stops = sorted({len(texts[each.key]) for each in group if isinstance(each, StoredStates)} - {len(text)})
+        fresh, earlier = _compute(model, text, stops)
         # States are summed up in other steps than when they were stored.
         allowed = tolerance(model.dtype) * (_STATES if any(layer.is_stateful for layer in fresh) else 1)
         forwarded += len(text)
@@ -85,7 +88,7 @@ def check_integrity(
             loaded = records.fetch([each]).get(each.key)
             if loaded is None:  # damaged, and gone
                 continue
-            off = _difference(loaded, fresh, len(texts[each.key]), columns)
+            off = _difference(loaded, fresh, earlier, len(texts[each.key]), columns)
             checked, largest = checked + 1, max(largest, off)
             if not off <= allowed:  # False for NaN
                 wrong.add(each.key)
@@ -110,37 +113,55 @@ def _text(stored: Stored, chunks: dict[bytes, StoredChunk]) -> Tokens | None:
     return text if is_text(text) else None
 
 
-def _by_text(drawn: Sequence[Stored], texts: dict[bytes, Tokens]) -> Iterator[tuple[Tokens, list[Stored]]]:
-    """Groups of records that one forward can check, longest texts first; states need one that ends there."""
+def _by_text(
+    drawn: Sequence[Stored], texts: dict[bytes, Tokens], *, in_segments: bool
+) -> Iterator[tuple[Tokens, list[Stored]]]:
+    """Groups of records that one forward can check, longest texts first.
+
+    States need a forward that ends there, or one in segments, which have more than one token each: see
+    `compat.steps_reason`.
+    """
     todo = sorted(drawn, key=lambda each: len(texts[each.key]), reverse=True)
     while todo:
         text = texts[todo[0].key]
-        group = [
-            each
-            for each in todo
-            if each is todo[0]
-            or (isinstance(each, StoredChunk) and np.array_equal(texts[each.key], text[: len(texts[each.key])]))
-        ]
+        group: list[Stored] = []
+        end = len(text)  # where the states begin that were last taken into the group
+        for each in todo:
+            at = len(texts[each.key])
+            fits = isinstance(each, StoredChunk) or at == end or (in_segments and 1 < at < end - 1)
+            if each is todo[0] or (fits and np.array_equal(texts[each.key], text[:at])):
+                group.append(each)
+                end = end if isinstance(each, StoredChunk) else at
         yield text, group
         done = {each.key for each in group}
         todo = [each for each in todo if each.key not in done]
 
 
-def _compute(model: PreTrainedModel, text: Tokens) -> list[ReuseLayer]:
-    """Layers that hold a text, computed whole."""
+def _compute(
+    model: PreTrainedModel, text: Tokens, stops: Sequence[int]
+) -> tuple[list[ReuseLayer], dict[int, LayerStates]]:
+    """Layers that hold a text, computed in one forward, and the states that they had after some tokens."""
     layers = make_layers(model)
     for layer in layers:  # those of windows keep all of it
         if layer.is_sliding:
             layer.native.activate_past_recording()
     cache = PrivateCache([layer.native for layer in layers])
-    run_model(model, torch.from_numpy(text)[None].to(input_device(model)), cache)
-    return layers
+    checkpoints = Checkpoints(mixers_of(model) if stops else {}, layers, 0, len(text), stops, (), 0)
+    checkpoints.start()
+    try:
+        run_model(model, torch.from_numpy(text)[None].to(input_device(model)), cache)
+    finally:
+        checkpoints.stop()
+    return layers, {column: states[0] for column, _, states in checkpoints.states()}
 
 
-def _difference(stored: Stored, fresh: Sequence[ReuseLayer], stop: int, form: ColumnFormat) -> float:
-    """Difference between a record that ends at token `stop` and the `fresh` layers."""
+def _difference(
+    stored: Stored, fresh: Sequence[ReuseLayer], earlier: dict[int, LayerStates], stop: int, form: ColumnFormat
+) -> float:
+    """Difference between a record that ends at token `stop` and the `fresh` layers, or their `earlier` states."""
     if isinstance(stored, StoredStates):
-        pairs = zip(stored.states.layers, (layer.save_state(0) for layer in fresh), strict=True)
+        states = earlier[stop] if stop in earlier else copy_states(fresh, 0)
+        pairs = zip(stored.states.layers, states.layers, strict=True)
         return max((_of_states(ours, theirs) for ours, theirs in pairs), default=0.0)
     start = max(stop - len(stored.tokens), *(layer.first for layer in fresh))
     if start >= stop:
