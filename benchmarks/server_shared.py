@@ -31,7 +31,7 @@ from kvboost_hf.server.jobs import Finished, Job, JobEvent, Progress, SamplingOp
 
 OWN, NEW, TOGETHER = 24, 32, 8
 PIECE, LONG = 256, 4096  # tokens: of a piece of a prompt, and of a prompt that others wait behind, at least
-WAIT_S = 120
+WAIT_S = 600
 PAGE = 256  # tokens of a page of continuous batching
 
 
@@ -41,13 +41,14 @@ class Answer:
     def __init__(self, engine: ModelEngine, ids: list[int], new_tokens: int) -> None:
         self._ended, self.first_s, self._start = threading.Event(), 0.0, time.perf_counter()
         self._reason: str | None = None
+        self.ids: tuple[int, ...] = ()
         engine.submit(Job(ids=ids, options=SamplingOptions(max_tokens=new_tokens)), self._hear)
 
     def _hear(self, event: JobEvent) -> None:
         if isinstance(event, Progress) and not self.first_s:
             self.first_s = time.perf_counter() - self._start
         if isinstance(event, Finished):
-            self._reason = event.reason
+            self._reason, self.ids = event.reason, tuple(event.ids)
             self._ended.set()
 
     def wait(self) -> None:

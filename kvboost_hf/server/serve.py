@@ -157,7 +157,8 @@ def _live_tokens(
     if settings.max_live_tokens is not None or settings.safety_margin is None:
         return settings.max_live_tokens
     reserved = store.max_bytes - int(store.stats()["bytes"])
-    return tokens_that_fit(model, draft, reserved=reserved, safety_margin=settings.safety_margin)
+    rows = settings.max_batch_size * (2 if len(settings.api_keys) > 1 else 1)  # as clients without a place get one
+    return tokens_that_fit(model, draft, rows=rows, reserved=reserved, safety_margin=settings.safety_margin)
 
 
 def _starts(context: RouteContext, texts: Iterable[str], chats: Iterable[WarmRequest]) -> Iterator[list[int]]:

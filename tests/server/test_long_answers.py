@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
+from tests.architectures.models import make_architecture
 from tests.conftest import make_model, random_ids
 from tests.internals.server import EngineLimits, Job, ModelEngine, SamplingOptions, SessionChange, jobs, task, worker
 from tests.server.test_worker import Told, job, numbers, plain
@@ -62,10 +63,10 @@ def test_eight_without_a_length_run_together(engines: Make) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "qwen3_next", "falcon_h1", "nemotron_h"])
 def test_long_answers_take_turns_where_memory_ends(name: str, engines: Make) -> None:
     """Those that are set aside go on as if nothing had been: the tokens are those of each alone."""
-    model = make_model(name)
+    model = make_architecture(name) if name == "nemotron_h" else make_model(name)
     engine = engines(model, max_live_tokens=240, max_model_len=160)
     told = submit(engine, 3, 130)
     for seed, listener in enumerate(told):

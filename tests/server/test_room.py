@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf import ChunkStore
+from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.assets import load_embedded
-from tests.conftest import make_model
+from tests.conftest import make_model, random_ids
 from tests.internals.compat import bytes_per_token
-from tests.internals.server import ModelEngine, ServerSettings, tokens_that_fit
+from tests.internals.server import BatchKV, ModelEngine, ServerSettings, tokens_that_fit
 from tests.internals.server import memory as room
 from tests.server.conftest import Listening
 
@@ -19,6 +19,7 @@ class _Memory:
     available = 3 * 2**20
 
 
+@torch.no_grad()
 def test_tokens_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     monkeypatch.setattr(room.psutil, "virtual_memory", _Memory)  # type: ignore[attr-defined]
@@ -30,6 +31,14 @@ def test_tokens_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         tokens_that_fit(model, reserved=2**22)
     with pytest.raises(ValueError, match="`safety_margin` must be"):
         tokens_that_fit(model, safety_margin=1.0)
+    hybrid = make_model("falcon_h1")
+    batch, cache = BatchKV(hybrid), ChunkReuseCache(hybrid)
+    hybrid(random_ids(9), past_key_values=cache)
+    batch.join([None] * len(cache.layers), [1], states=cache.read_states())
+    twice = 2 * bytes_per_token(hybrid)
+    assert tokens_that_fit(hybrid, rows=4, safety_margin=0) == (3 * 2**20 - 2 * 4 * batch.nbytes) // twice
+    with pytest.raises(ValueError, match=r"no memory for the states of 4000 requests: .*max-batch-size"):
+        tokens_that_fit(hybrid, rows=4000)
 
 
 def test_prompts_without_room(serve: Callable[..., Listening]) -> None:

@@ -9,13 +9,17 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore
 from tests.architectures.models import make_architecture
-from tests.conftest import random_ids
+from tests.conftest import make_model, random_ids
 from tests.internals.compat import steps_reason
-from tests.internals.server import Job, ModelEngine, SamplingOptions
+from tests.internals.server import Job, JobEvent, ModelEngine, SamplingOptions
 from tests.server.test_worker import Told, job, numbers, plain
 
 Make = Callable[..., ModelEngine]
-MORE = [
+FAMILIES = [
+    "falcon_h1",
+    "nemotron_h",
+    "mamba2",
+    "lfm2",
     "qwen3_5_text",
     "zamba2",
     "kimi_linear",
@@ -23,13 +27,6 @@ MORE = [
     "olmo_hybrid",
     "bailing_hybrid",
     "lara_mini",
-]
-FAMILIES = [
-    "falcon_h1",
-    "nemotron_h",
-    "mamba2",
-    "lfm2",
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE),
 ]
 COUNT = 24  # tokens of an answer
 
@@ -39,7 +36,11 @@ def engines() -> Iterator[Make]:
     made: list[ModelEngine] = []
 
     def make(model: PreTrainedModel, **told: Any) -> ModelEngine:
-        made.append(ModelEngine(model, numbers(), **{"store": ChunkStore(model, chunk_size=16), **told}))
+        made.append(
+            ModelEngine(
+                model, numbers(), **{"store": ChunkStore(model, chunk_size=16), "prefill_chunk_size": 23, **told}
+            )
+        )
         return made[-1]
 
     yield make
@@ -99,6 +100,24 @@ def test_rows_come_and_go(name: str, engines: Make) -> None:
         assert listener.end.cached_tokens == expected.end.cached_tokens
     last = listener.end
     assert last.cached_tokens >= (last.prompt_tokens - 7 if steps_reason(model) is None else 64)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "nemotron_h"])
+def test_a_row_that_is_drafted_for_between_two_batches(name: str, engines: Make) -> None:
+    """Alone it may run ahead of its states; it joins others, and is alone again."""
+    model = make_architecture(name)
+    engine = engines(model, draft=make_model(), max_batch_size=3)
+    ids, others = random_ids(30, 1), [Told(), Told()]
+
+    def at(event: JobEvent) -> None:
+        if len(first.events) in (10, 40):
+            engine.submit(job(random_ids(20, len(first.events)), 12), others[len(first.events) > 10])
+
+    first = Told(at)
+    engine.submit(job(ids, 90), first)
+    assert first.text == plain(model, ids, 90)
+    for listener, seed in zip(others, (10, 40), strict=True):
+        assert listener.text == plain(model, random_ids(20, seed), 12)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "qwen4_exp_text", "jamba"])

@@ -371,8 +371,9 @@ def test_what_was_said_is_not_computed_again(engines: Any) -> None:
     assert work.tokens <= 85 - 79 + 3
 
 
-def test_a_long_prompt_keeps_nobody_waiting(engines: Any) -> None:
-    model = make_model()
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_long_prompt_keeps_nobody_waiting(name: str, engines: Any) -> None:
+    model = make_model(name)
     engine = engines(model)
     order: list[str] = []
     with engine._intake.changed:  # both are there when the thread looks

@@ -210,11 +210,10 @@ def _state_cuts(
     if not live.stateful or live.regime or limit < plan.filled + (not plan.stems):
         return [], [], []
     border = ledger.last_border(limit, store, prompt.ids)
-    wanted = {border} if border - plan.filled >= store.chunker.chunk_size // 2 else set()
+    # Nobody has stored the states of what is computed once for several rows.
+    wanted = {border} if plan.stems or border - plan.filled >= store.chunker.chunk_size // 2 else set()
     if plan.branch is not None:
         wanted.add(plan.branch)
-    if plan.stems and border == plan.filled:  # nobody has stored the states that were computed
-        wanted.add(border)
     if media.any():  # a whole prompt, as media only come with one
         wanted.add(int(media.any(axis=0).argmax()))
     mixers = parts.binding.fact(model, mixers_of)

@@ -8,12 +8,16 @@ from weakref import WeakSet
 import psutil
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvboost_hf.cache.identity.fingerprint import ModelState
+from kvboost_hf.cache.layers.stateful import states_of
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import (
+    PrivateCache,
     bytes_per_token,
+    cache_layers,
     has_own_cache,
     input_device,
     padding_reason,
@@ -21,6 +25,7 @@ from kvboost_hf.compat import (
     probe_reason,
     rope_regime,
     run_model,
+    steps_reason,
 )
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
@@ -45,6 +50,7 @@ class ModelRunner:
 
     Attributes:
         in_pieces: Whether prompts can be computed in pieces.
+        one_by_one: Whether single tokens leave other states than a prompt: answers are computed again one by one.
         batchable: Whether rows can be computed in one batch.
         in_place: Whether rows of a batch can read K/V that they share where it lies.
         lending_reason: Why the caches cannot hand out their K/V, or None.
@@ -67,15 +73,14 @@ class ModelRunner:
         cache = ChunkReuseCache(model, store, live_quant=live_quant)
         self.lending_reason = cache.lending_reason
         ModelState.of(model).fingerprint.look(model)
-        may_be_cut = (
+        self.in_pieces = (
             cache.reading_reason is None
             and rope_regime(model, context) == b""  # a long row would change the frequencies of others and of itself
             and probe_reason(model) is None
         )
-        # With states, others could use fewer of a prompt in pieces.
-        self.in_pieces = may_be_cut and self.lending_reason is None
+        self.one_by_one = self.in_pieces and steps_reason(model) is not None
         self.batchable = (
-            may_be_cut
+            self.in_pieces
             and live_quant is None  # a batch would hold it as it is
             and padding_reason(model) is None
         )
@@ -192,14 +197,30 @@ class ModelRunner:
             cache.store = self.store
 
 
+@torch.no_grad()
+def row_state_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the states of one row, however long it is; 0 without states. Runs the model on a few tokens."""
+    layers = cache_layers(model)
+    stateful = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    if stateful:
+        run_model(model, probe_ids(model), PrivateCache(layers))
+    return sum(state.nbytes for layer in stateful for state in states_of(layer))
+
+
 def tokens_that_fit(
-    model: PreTrainedModel, draft: PreTrainedModel | None = None, *, reserved: int = 0, safety_margin: float = 0.15
+    model: PreTrainedModel,
+    draft: PreTrainedModel | None = None,
+    *,
+    rows: int = 0,
+    reserved: int = 0,
+    safety_margin: float = 0.15,
 ) -> int | None:
     """Plan how many tokens of K/V, of all running requests, fit into the free memory of the model's device.
 
     Args:
         model: The model.
         draft: One that keeps K/V of the same texts; None for none.
+        rows: Requests that run at the same time, whose states have room besides.
         reserved: Bytes of host memory that something else will take, such as a store.
         safety_margin: Share of the memory to leave free.
 
@@ -207,12 +228,13 @@ def tokens_that_fit(
         None where the model does not say how large its K/V is.
 
     Raises:
-        ValueError: for a margin that is no share, or where there is no room for a single token.
+        ValueError: for a margin that is no share, or where there is no room for the states, or for a single token.
     """
     if not 0 <= safety_margin < 1:
         raise ValueError(f"`safety_margin` must be from 0 to less than 1, got {safety_margin}.")
     per_token = _COPIES * bytes_per_token(model) + (bytes_per_token(draft) if draft is not None else 0)
-    if not per_token:
+    states = _COPIES * rows * row_state_bytes(model)
+    if not per_token + states:
         return None
     device = input_device(model)
     if device.type == "cuda":
@@ -220,7 +242,16 @@ def tokens_that_fit(
         free = torch.cuda.mem_get_info(device)[0] + kept
     else:
         free = psutil.virtual_memory().available - reserved
-    tokens = int(free * (1 - safety_margin)) // per_token
+    usable = int(free * (1 - safety_margin))
+    if states > max(usable, 0):
+        raise ValueError(
+            f"There is no memory for the states of {rows} requests: they take {states / 2**30:.2f} GiB, and "
+            f"{max(usable, 0) / 2**30:.2f} GiB may be used. Let fewer requests run at a time (`--max-batch-size`), or "
+            "give the store less."
+        )
+    if not per_token:
+        return None
+    tokens = (usable - states) // per_token
     if tokens < 1:
         raise ValueError(
             f"There is no memory for K/V: {max(free, 0) / 2**30:.1f} GiB are free, of which {safety_margin:.0%} stay "

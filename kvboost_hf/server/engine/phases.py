@@ -85,6 +85,12 @@ class Prefill:
                 known = max(task.cache.stored_tokens(ids), shared)
                 task.spans = task.cache.movable_spans(ids, known)
         stop = _piece_end(known, room, task.spans, ids.shape[1]) if runner.in_pieces else ids.shape[1]
+        if runner.one_by_one:
+            prompt = len(task.job.ids)
+            if task.done >= prompt:
+                stop = task.done + 1
+            elif stop >= prompt - 1:  # no single token of the prompt is left
+                stop = prompt
         piece = ids[:, task.done : stop]
         if wants_all:
             kept = runner.forward_all(task.cache, piece, task.done)

@@ -263,7 +263,7 @@ class ModelEngine:
 
     def _embed(self) -> None:
         """Embed the next piece of a text."""
-        piece = self._limits.prefill_chunk_size if self._runner.in_pieces and self._runner.batchable else None
+        piece = self._limits.prefill_chunk_size if self._runner.batchable else None
         job = self._intake.next_embedding(piece)
         if job is not None and job.advance(self.model, piece):
             self._intake.embedded(job)
