@@ -433,6 +433,8 @@ class ChunkReuseCache(DynamicCache):
         if request.is_step:
             self._form.costs.tokens += 1
         live.in_forward = True
+        if static is not None and live.stateful and not request.is_step:
+            static.open(live.static_layers, {}, step=False)  # forwards of our own may come first
         given = self._forward.begin(request)
         if static is not None and live.plain_reason is None:
             static.open(live.static_layers, given, step=request.is_step)

@@ -111,7 +111,6 @@ def _limits(one: str, values: Sequence[str], other: str, others: Sequence[str], 
 
 
 _NO_CACHE = Limit("nothing", "", "It is a setting of the cache, and no cache is passed.")
-_STATIC = Limit("refused", "its cache has layers other than full attention", "States have no fixed size here.")
 _STATES = Limit("refused", "not supported with stateful models", "States cannot be taken back; transformers refuses.")
 _ONE_ROW = Limit("refused", "only supported for batch_size = 1", "transformers drafts for one row.")
 _ONE_ANSWER = Limit("refused", "num_return_sequences has to be 1", "transformers drafts for one row.")
@@ -136,7 +135,6 @@ LIMITS: dict[Pair, Limit] = {
         MOVING,
         Limit("bypassed", "only keys and values can be moved", "A state belongs to all the text before it."),
     ),
-    **_limits("model", ["qwen3_next"], "buffers", ["static"], _STATIC),
     **_limits("model", ["qwen3_next"], "assistant", CHAINS, _STATES),
     **_limits(
         "repair",

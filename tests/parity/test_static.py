@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, detach, last_cache
 from tests import multimodal
+from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 from tests.graphs import Compiler
 
@@ -73,6 +74,31 @@ def test_one_graph_for_all_prompts(name: str, attention: str, compiler: Compiler
         graphs.append(compiler.graphs)
     assert graphs == [2] * len(PROMPTS)  # the model, and what notes its tokens
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "granitemoehybrid"])
+def test_one_graph_over_states(name: str, compiler: Compiler) -> None:
+    """Tokens of plain generate(), and no more work than with buffers that grow."""
+    model = make_architecture(name)
+    cache, growing = static_cache(model), ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
+    for n, (ids, _) in enumerate(PROMPTS[:4]):
+        inputs = as_inputs(ids) if n < 3 else left_pad(BASE[:, :60], OTHER[:, :51])
+        plain = generate(model, inputs)
+        assert torch.equal(plain, generate(model, inputs, cache=cache, compile_config=compiler.config))
+        assert torch.equal(plain, generate(model, inputs, cache=growing))
+        assert cache.report.bypass_reason is None
+        assert cache.report.forwarded_tokens == growing.report.forwarded_tokens
+        assert compiler.graphs == (2 if n < 3 else 4)  # the model, and what notes its tokens; both for two rows, too
+    assert not counters["graph_break"]
+    answer = generate(model, as_inputs(BASE[:, :90]))
+    assert torch.equal(answer, generate(model, as_inputs(BASE[:, :90]), cache=cache, compile_config=compiler.config))
+    twin, grown = cache.fork(), torch.cat([answer, OTHER[:, :9]], dim=1)
+    for each in (twin, cache):
+        assert torch.equal(
+            generate(model, as_inputs(grown)),
+            generate(model, as_inputs(grown), cache=each, compile_config=compiler.config),
+        )
+        assert each.report.forwarded_tokens == 10
 
 
 def test_what_is_forwarded(llama: PreTrainedModel) -> None:
@@ -343,7 +369,7 @@ def test_what_is_refused(llama: PreTrainedModel) -> None:
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="`max_cache_len` must be a positive int, 'auto' or None"):
             ChunkReuseCache(llama, max_cache_len=wrong)  # type: ignore[arg-type]
-    for name in ("qwen3_next", "bloom"):
+    for name in ("falcon_h1", "bloom"):
         with pytest.raises(ValueError, match=r"`max_cache_len` is not for .* Leave it out"):
             ChunkReuseCache(make_model(name), max_cache_len=64)
 

@@ -91,7 +91,6 @@ NARROW_WINDOW = (
     "with `reproducible`, layers with a window are reused only if a head's key takes a multiple of 64 bytes"
 )
 MEDIA_WHOLE = "with `reproducible`, prompts with images, sound or video are not reused"
-STATES = "with `reproducible`, only K/V is reused, and this model keeps states"
 OTHER_PIECES = "with `reproducible`, a prompt in pieces is reused only if these end at multiples of 256 tokens"
 MOVED_MEDIA = "it has images, sound or video"
 MOVED_FIXED_SIZE = "the cache has a fixed size (max_cache_len)"
@@ -221,8 +220,6 @@ def _reason_against_pieces(
     parts: CacheParts, request: Request, prompt: Prompt, pads: NDArray[np.int64], regime: bytes
 ) -> str | None:
     """Why a prompt cannot be computed in the same pieces each time, or None."""
-    if parts.live.stateful:
-        return STATES
     if len(pads) > 1 or pads.any():
         return SEVERAL_ROWS
     if prompt.media.any():

@@ -4,6 +4,7 @@ A token mixer (linear attention, Mamba-2, a short convolution) is given its colu
 layer is copied between them. Everything else of the model sees one forward over all columns.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -124,7 +125,8 @@ class Checkpoints:
         layer, outputs = self._layers[idx], list[Any]()
         while (stop := self._next(start)) is not None:
             part = slice(start - self._start, stop - self._start)
-            outputs.append(module.forward(*_cut(args, hidden, part), **_cut(kwargs, hidden, part)))
+            with _short_chunks(module, hidden.device):
+                outputs.append(module.forward(*_cut(args, hidden, part), **_cut(kwargs, hidden, part)))
             if self._fits is None:
                 self._choose(layer.state_bytes() * len(hidden) * len(self._mixers))
             if stop in self._stops or stop in self._spaced:
@@ -172,6 +174,23 @@ class Checkpoints:
         if len(self._spaced) > most:
             count = len(self._spaced)
             self._spaced = tuple(self._spaced[(number * count + count // 2) // most] for number in range(most))
+
+
+@contextlib.contextmanager
+def _short_chunks(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Mamba-2 in transformers pads a segment to whole chunks, which often have 256 tokens: have it take shorter ones.
+
+    What it computes does not depend on their length, so that another thread may find the attribute changed.
+    """
+    size = module.__dict__.get("chunk_size")
+    if not isinstance(size, int) or size <= _CPU_SPACING or device.type != "cpu":
+        yield
+        return
+    module.chunk_size = _CPU_SPACING  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.chunk_size = size  # type: ignore[assignment]
 
 
 def _cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:

@@ -103,7 +103,7 @@ class StateLayer(_WithStates, LinearAttentionLayer):
         """A layer with copies of the states: models write them in place."""
         twin = self.fresh()
         twin.stock = self.stock
-        _copy_states(self, twin)
+        copy_states(self, twin)
         twin.note_state()
         return twin
 
@@ -148,7 +148,7 @@ class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-ca
     def share(self) -> Self:
         twin = super().share()
         _reset_states(twin)
-        _copy_states(self, twin)
+        copy_states(self, twin)
         twin.note_state()
         return twin
 
@@ -379,7 +379,8 @@ def _reset_states(layer: Any) -> None:
         layer.device, layer.dtype = device, dtype
 
 
-def _copy_states(source: Any, target: Any) -> None:
+def copy_states(source: Any, target: Any) -> None:
+    """Give a layer copies of the states of another one."""
     target.record_past, target.device, target.dtype = source.record_past, source.device, source.dtype
     for name in ("conv_kernel_size", "has_previous_state"):
         setattr(target, name, dict(getattr(source, name)))

@@ -1,4 +1,4 @@
-"""A cache layer of a fixed size, for decoding that is compiled.
+"""Cache layers of a fixed size, for decoding that is compiled.
 
 `torch.compile` makes one graph for all decoding steps only if no shape and no Python value changes from step to step.
 `StaticReuseLayer` therefore has two ways of taking in K/V:
@@ -12,13 +12,14 @@ leaves out those that have left it.
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
-from kvboost_hf.cache.layers.base import Piece, Turn
+from kvboost_hf.cache.layers.base import LayerState, Piece, Turn
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
+from kvboost_hf.cache.layers.stateful import StateLayer, copy_states, states_of
 from kvboost_hf.cache.layers.windows import SlidingLayer
 
 
@@ -295,6 +296,77 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
             tensor.append(new)
         tensor.tampered = True
         self.length_tensor.fill_(self.length)
+
+
+class StaticStateLayer(StateLayer):
+    """States in tensors that never move, unless the number of rows changes: graphs write to them in place."""
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        super().__init__(number_of_states)
+        self._fixed: dict[tuple[str, int], torch.Tensor] = {}
+
+    def fresh(self) -> StateLayer:
+        """An empty layer for rows that are computed ahead, eagerly."""
+        return StateLayer(self.number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        super().lazy_initialization(*args, **kwargs)
+        self._stay()
+
+    def load_states(self, rows: Sequence[LayerState | None]) -> None:
+        super().load_states(rows)
+        self._stay()
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._stay()
+
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        """Copies of all states."""
+        return [state.clone() for state in states_of(self)]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._stay()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._stay()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._stay()
+
+    def share(self) -> "StaticStateLayer":
+        """A layer with copies of the states."""
+        twin = StaticStateLayer(self.number_of_states)
+        twin.stock = self.stock
+        copy_states(self, twin)
+        twin._stay()
+        twin.note_state()
+        return twin
+
+    def _stay(self) -> None:
+        """Put new values into the tensors that graphs know, where they fit."""
+        if torch.compiler.is_compiling():
+            return
+        for name in ("conv_states", "recurrent_states"):
+            held: dict[int, torch.Tensor | None] = getattr(self, name)
+            for number, state in held.items():
+                kept = self._fixed.get((name, number))
+                if state is None or state is kept:
+                    continue
+                if kept is not None and kept.shape == state.shape and (kept.dtype, kept.device) == _kind(state):
+                    with torch.no_grad():
+                        held[number] = kept.copy_(state)
+                else:
+                    self._fixed[name, number] = state
+                    _keep_address(state)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
 
 
 def _keep_address(tensor: torch.Tensor) -> None:

@@ -19,13 +19,16 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.kv.model_form import in_place_of
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.layers.static import StaticReuseLayer
+from kvboost_hf.cache.layers.stateful import EmptyLayer
+from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.prompt.generate_call import GenerateCall
 from kvboost_hf.cache.prompt.token_log import StepLog, Windows, is_of_all_columns, seen_columns
 from kvboost_hf.compat import cache_layers, forward_arguments, known_reason, rope_regime
 from kvboost_hf.handles import ATTENTION
 
+_WITH_COLUMNS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
+_WITHOUT_COLUMNS = {"LinearAttentionLayer", "DummyLayer"}
 _ATTENTION = ("sdpa", "eager", ATTENTION)  # others want other masks than [batch, 1, m, columns]
 
 
@@ -52,12 +55,19 @@ class StaticDecoding:
         self.in_use = True  # the last generate() call was not told use_cache=False
         self.ahead = 0  # steps of graphs that the layers do not count yet
         self.padded = False  # the last generate() call may have padding
+        self.in_step = False  # a step of a graph is under way, or was interrupted
         self._new = 0  # columns of the forward under way
 
     def make_layers(self, model: PreTrainedModel) -> list[ReuseLayer]:
         """Empty layers."""
         stocks = cache_layers(model)
-        return in_place_of(stocks, [StaticReuseLayer(self.max_cache_len, _window(stock)) for stock in stocks])
+        return in_place_of(stocks, [self._make_layer(stock) for stock in stocks])
+
+    def _make_layer(self, stock: Any) -> ReuseLayer:
+        kind = type(stock).__name__
+        if kind in _WITH_COLUMNS:
+            return StaticReuseLayer(self.max_cache_len, _window(stock))
+        return EmptyLayer(stock) if kind == "DummyLayer" else StaticStateLayer(stock.number_of_states)
 
     def require_call_fits(self, call: GenerateCall, held: int) -> None:
         """Refuse a generate() call that may outgrow the cache.
@@ -103,6 +113,8 @@ class StaticDecoding:
             pads: The columns of padding of each row, which may have left a window; None if they are not known.
         """
         mask, new = kwargs.get("attention_mask"), _columns(kwargs)
+        if isinstance(mask, dict):  # that of states is for prompts, and follows from the 2-D mask
+            mask = {kind: mask[kind] for kind in self._windows if kind in mask}
         if isinstance(mask, dict) and all(mask.get(kind) is None for kind in self._windows):
             kwargs, mask = {**kwargs, "attention_mask": None}, None
         given = _tensors(mask)
@@ -133,14 +145,22 @@ class StaticDecoding:
         """Rows of a decoding step, and whether some are padded."""
         return kwargs["input_ids"].shape[0], self.padded
 
-    def rewind(self, layers: Sequence[StaticReuseLayer], held: int) -> bool:
-        """Undo a step that a graph has begun or done; whether the layers hold the `held` columns before it."""
-        used = [layer for layer in layers if layer.is_initialized]
+    def rewind(self, layers: Sequence[ReuseLayer], held: int) -> bool:
+        """Undo a step that a graph has begun or done; whether the layers are as they were with the `held` columns."""
+        used = [layer for layer in layers if isinstance(layer, StaticReuseLayer) and layer.is_initialized]
+        states = [layer for layer in layers if isinstance(layer, StaticStateLayer)]
         if not all(held <= int(layer.length_tensor) <= held + 1 for layer in used):
+            return False
+        if not all(layer.can_rewind(held) for layer in states):
             return False
         for layer in used:
             layer.length_tensor.fill_(held)
+            layer.seal()  # graphs do not count what they write
+        for state in states:
+            state.truncate(held)
+            state.note_state()
         self.step_log.forget(held)
+        self.in_step = False
         return True
 
     def open(self, layers: Sequence[StaticReuseLayer], kwargs: dict[str, Any], *, step: bool) -> None:
@@ -159,6 +179,12 @@ class StaticDecoding:
         """The forward has ended."""
         for layer in layers:
             layer.close(self._new)
+
+    def is_torn(self, layers: Sequence[StaticReuseLayer], held: int) -> bool:
+        """Whether states may sum up other tokens than the layers hold: a step was interrupted or not watched."""
+        return self.in_step or any(
+            layer.is_initialized and int(layer.length_tensor) != held + self.ahead for layer in layers
+        )
 
     def catch_up(self, layers: Sequence[StaticReuseLayer], ledger: Ledger | None) -> bool:
         """Read what graphs have appended; whether `ledger`, which was in step before, still is."""
@@ -188,7 +214,7 @@ def _window(stock: Any) -> int:
 
 
 def _windows(model: PreTrainedModel) -> Windows:
-    sizes = {_window(stock) for stock in cache_layers(model)}
+    sizes = {_window(stock) for stock in cache_layers(model) if type(stock).__name__ in _WITH_COLUMNS}
     return {"sliding_attention" if size else "full_attention": size for size in sorted(sizes)}
 
 
@@ -197,9 +223,11 @@ def static_reason(model: PreTrainedModel, max_cache_len: int) -> str | None:
     reason = known_reason(model)
     if reason is not None:
         return reason
-    kinds = {type(layer).__name__ for layer in cache_layers(model)} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
-    if kinds:
-        return f"its cache has layers other than full attention and windows ({', '.join(sorted(kinds))})"
+    kinds = {type(layer).__name__ for layer in cache_layers(model)}
+    if others := kinds - _WITH_COLUMNS - _WITHOUT_COLUMNS:
+        return f"its cache has layers other than full attention, windows and states ({', '.join(sorted(others))})"
+    if not kinds & _WITH_COLUMNS:
+        return "it keeps states alone, and no column tells how many tokens these sum up"
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "attention_chunk_size", None):
         return "tokens of its layers with chunks attend to no fixed number of columns"

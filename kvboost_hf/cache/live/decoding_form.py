@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, Final, Literal
@@ -26,7 +26,8 @@ from kvboost_hf.cache.costs import CompileCosts, Graph
 from kvboost_hf.cache.identity.foreign import holder_of_cache
 from kvboost_hf.cache.identity.versions import COMPILED_CALL
 from kvboost_hf.cache.kv import transfer
-from kvboost_hf.cache.layers.static import StaticReuseLayer
+from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
 from kvboost_hf.cache.live.binding import Binding, StoreWriter
 from kvboost_hf.cache.live.compiled import StaticDecoding, static_reason
 from kvboost_hf.cache.live.live_kv import LiveKV
@@ -305,6 +306,11 @@ def decode(live: LiveKV, model: PreTrainedModel, compiled: Callable[..., Any], k
             "`disable_compile=True` for generate(), or `max_cache_len=None` for the cache, turns it off.",
             *(name, graph.rows, graph.columns),
         )
+    states = [layer for layer in live.layers if isinstance(layer, StaticStateLayer)]
+    if not costs.is_checked(graph):
+        for layer in states:
+            layer.keep_state(held)
+    static.in_step = True
     try:
         output = compiled(**kwargs)
         if is_new:
@@ -313,25 +319,32 @@ def decode(live: LiveKV, model: PreTrainedModel, compiled: Callable[..., Any], k
             _log.info("Compiling took %.1f s.", seconds)
         if costs.is_checked(graph):
             static.ahead += 1
+            static.in_step = False
             costs.tokens += 1
             return output
-        found, written = output.logits.float().clone(), _written(live.static_layers, held)
+        found, written = output.logits.float().clone(), _written(live.layers, held)
     except Exception as error:  # of a compiler, of a driver, of a kernel: whatever it is, the model can do without
-        if not static.rewind(live.static_layers, held):
+        if not static.rewind(live.layers, held):
             raise
         costs.fail(name, f"a compiled step failed ({type(error).__name__}: {_first_line(error)})")
         return model(**kwargs)
     del output  # its memory is the graph's
-    if not static.rewind(live.static_layers, held):
+    if not static.rewind(live.layers, held):
         raise RuntimeError(f"A compiled step of {name} did not append one token to each layer.")
     expected = model(**kwargs)
-    _compare(costs, graph, name, [found, *written], [expected.logits, *_written(live.static_layers, held)])
+    _compare(costs, graph, name, [found, *written], [expected.logits, *_written(live.layers, held)])
     return expected
 
 
-def _written(layers: list[StaticReuseLayer], column: int) -> list[torch.Tensor]:
-    """Copies of the K/V of a column."""
-    return [buffer[:, :, column].clone() for layer in layers for buffer in layer.buffers]
+def _written(layers: Sequence[ReuseLayer], column: int) -> list[torch.Tensor]:
+    """Copies of the K/V of a column, and of the states behind it."""
+    found: list[torch.Tensor] = []
+    for layer in layers:
+        if isinstance(layer, StaticReuseLayer):
+            found += [buffer[:, :, column].clone() for buffer in layer.buffers]
+        elif isinstance(layer, StaticStateLayer):
+            found += layer.copies
+    return found
 
 
 def _compare(

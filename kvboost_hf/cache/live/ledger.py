@@ -299,6 +299,8 @@ class Ledger:
         """Offer a row's states as they are now, and the K/V that goes with them."""
         if self.log.batch_size > 1 and any(layer.single_row for layer in layers):
             return Put.GONE
+        if self.in_pieces not in (None, self.log.length):  # they sum up tokens of no whole piece, too
+            return Put.PRESENT
         border = self.borders[row][-1]
         tail = self.log.row(row)[border.at :]
         if len(tail) == 0 and len(self.borders[row]) > 1:  # at a border: they belong to the chunk that ends there

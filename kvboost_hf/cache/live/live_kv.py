@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -183,7 +183,7 @@ class LiveKV:
     @property
     def static_layers(self) -> list[StaticReuseLayer]:
         """The layers of a cache of a fixed size."""
-        return cast("list[StaticReuseLayer]", self.layers)
+        return [layer for layer in self.layers if isinstance(layer, StaticReuseLayer)]
 
     def begin_text(self, model: PreTrainedModel, reason: str | None) -> None:
         """Take transformers' own layers for a text, for a `reason`, or ours again. What they held is dropped."""
@@ -539,7 +539,14 @@ class LiveKV:
     def catch_up(self) -> None:
         """Take over what compiled steps have left: before anything is asked of the layers or the ledger."""
         static, version, ledger = self.static, self._version(), self.ledger
-        if static is None or self.in_forward or not any([layer.catch_up() for layer in self.static_layers]):
+        if static is None or self.in_forward:
+            return
+        if self.stateful and static.is_torn(self.static_layers, self.held):
+            static.in_step, static.ahead = False, 0
+            self.drop()
+            self.lost = True
+            return
+        if not any([layer.catch_up() for layer in self.static_layers]):
             return
         if not static.catch_up(self.static_layers, ledger if ledger and ledger.version == version else None):
             self.ledger = None
@@ -568,8 +575,10 @@ class LiveKV:
 
 def _move(old: ReuseLayer, new: ReuseLayer, rows: int | None) -> None:
     """Fill an empty layer with what another one holds, `rows` if they are known: in the same buffers where it can."""
-    assert isinstance(old, GrowingLayer)
-    assert isinstance(new, GrowingLayer)
+    if old.is_stateful and rows is not None:
+        new.load_states([old.save_state(row) for row in range(rows)])
+    if not isinstance(old, GrowingLayer) or not isinstance(new, GrowingLayer):
+        return
     if not old.length:
         return
     if isinstance(old, StaticReuseLayer) and old.first == 0 and new.can_take(old.device):
