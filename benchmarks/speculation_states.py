@@ -111,7 +111,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
-    where = provenance([f"--{name} {getattr(options, name)}" for name in ("layers", "width")], "speculation_states.py")
+    where = provenance(
+        [f"--{name} {getattr(options, name)}" for name in ("layers", "width", "tokens", "rounds")],
+        "speculation_states.py",
+    )
     models = {name: measure(name, options) for name in NAMES}
     result = {
         "provenance": where,
