@@ -81,7 +81,7 @@ class Branches:
         ValueError: for a cache whose layers cannot be cropped.
     """
 
-    may_draft = True
+    lag = 0  # tokens that the next forward carries in front of its own
 
     def __init__(
         self, model: PreTrainedModel, cache: Cache, position: torch.Tensor, keep: torch.Tensor | None = None

@@ -32,8 +32,6 @@ from kvboost_hf.compat import (
     steps_reason,
 )
 
-_LAG = 32  # tokens that a forward carries, at most: beyond, one without drafts takes the states to the end
-
 
 class _Lagging(Protocol):
     """A cache that may lag behind its text."""
@@ -74,9 +72,9 @@ class Chain:
             cache.store_tails()  # while the model still is what has computed them
 
     @property
-    def may_draft(self) -> bool:
-        """Whether to draft: a forward without drafts leaves nothing for the next one to carry."""
-        return self._lagging.lag < _LAG
+    def lag(self) -> int:
+        """Tokens that the next forward carries in front of its own; one without drafts leaves none."""
+        return self._lagging.lag
 
     # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -86,7 +86,8 @@ class Rounds:
         """
         began = self.clock()
         tree, nodes = Tree(), list[int]()
-        if room > 1 and branches.may_draft:  # the last token is the target's
+        lag = branches.lag
+        if room > 1 and lag <= self.growth.longest_lag:  # the last token is the target's
             tree = drafting.grow(ids, room - 1)
             nodes = self.growth.chosen(tree)
             tree = tree.part(nodes)
@@ -97,7 +98,7 @@ class Rounds:
         branches.keep([0, *(node + 1 for node in taken.kept)])
         if nodes:
             drafting.keep([nodes[node] for node in taken.kept])
-        self.note(tree, taken, drafting.passes, (began, drafted, verified, self.clock()))
+        self.note(tree, taken, drafting.passes, (began, drafted, verified, self.clock()), carried=lag)
         return taken
 
     def note(
@@ -108,6 +109,7 @@ class Rounds:
         clock: tuple[float, float, float, float],
         *,
         first: bool = False,
+        carried: int = 0,
     ) -> None:
         """Count a round, and learn from it.
 
@@ -117,6 +119,7 @@ class Rounds:
             passes: Forwards of the draft.
             clock: Seconds before drafting, before verifying, before rolling back, and after it.
             first: Whether the target's pass included the prompt.
+            carried: Tokens of the text that it computed again.
         """
         if not len(tree):  # no room for drafts
             self.stats.plain += 1
@@ -132,6 +135,7 @@ class Rounds:
             draft_s=draft_s,
             target_s=verify_s + rollback_s,
             first=first,
+            carried=carried,
         )
 
 

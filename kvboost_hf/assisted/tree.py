@@ -1,5 +1,6 @@
 """A tree of drafted tokens: how far it grows, and which of its tokens are verified."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ _FADE = 0.95  # weight of earlier rounds after each round
 _FADE_TOKEN = 0.99  # weight of earlier comparisons of a bin after each one
 _PRIOR = 4.0  # comparisons that the draft's own probability counts as
 _EDGES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)  # of the bins of probabilities
+_LAG = 32  # tokens that a pass carries, at most
+_SHARE = 1 / 64  # of a pass, that a token takes at least
 _FIRST = 5  # levels, before anything is known
 
 
@@ -154,6 +157,20 @@ class Growth:
         gain = sum(chances) * (right.value if right.weight else 1.0)
         return gain * self._seconds_per_token > self._draft_s.value / max(self._passes.value, 1.0)
 
+    @property
+    def longest_lag(self) -> float:
+        """Tokens that a pass with drafts may carry in front of them, where states have gone back.
+
+        A pass without drafts takes the states to the end. With `lag` tokens from one such pass to the next, each pass
+        carries half as many on average, and one token in so many comes without its share of drafts: the sum of both
+        costs is least at the root of the formula.
+        """
+        if self._config.policy == "tree" or not self._rounds.weight:
+            return _LAG
+        accepted = max(self._committed.value - 1.0, 0.0)
+        per_token = max(self._slope.value / self._target_s.value if self._target_s.value else 0.0, _SHARE)
+        return min(math.sqrt(2 * accepted / per_token), _LAG)
+
     def chosen(self, tree: Tree) -> list[int]:
         """The indices of the tokens to verify: one at least, or nothing more would be learned."""
         least = 0.0
@@ -172,6 +189,7 @@ class Growth:
         draft_s: float,
         target_s: float,
         first: bool,
+        carried: int = 0,
     ) -> None:
         """Learn from a round.
 
@@ -184,6 +202,7 @@ class Growth:
             draft_s: Seconds that they took.
             target_s: Seconds of the target's pass.
             first: Whether that pass included the prompt. Its time counts until there are others.
+            carried: Tokens of the text that the pass computed again.
         """
         for node, taken in zip((ROOT, *path), (*path, None), strict=True):
             behind = children.get(node)
@@ -208,7 +227,7 @@ class Growth:
         ):
             mean.learn(new)
         if not first:
-            self._slope.learn(len(tree) + 1, target_s)
+            self._slope.learn(len(tree) + 1 + carried, target_s)
 
     def _forget_times(self) -> None:
         self._rounds, self._slope = _Mean(), _Slope()
