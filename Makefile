@@ -126,6 +126,7 @@ bench: $(VENV)/installed
 bench-all: $(VENV)/installed
 	$(BIN)/python benchmarks/reuse.py --out benchmarks/results
 	$(BIN)/python benchmarks/kinds.py --out benchmarks/results
+	$(BIN)/python benchmarks/hybrids.py --out benchmarks/results --figure docs/images/hybrids.png
 	$(BIN)/python benchmarks/repair.py --out benchmarks/results
 	$(BIN)/python -m benchmarks.leaderboard --prompts 40
 	$(BIN)/python benchmarks/tiers.py --out benchmarks/results

@@ -146,7 +146,7 @@ def test_what_cannot_be_found_is_told(
 def test_other_versions_are_told(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = ["--disk-cache-dir", str(tmp_path / "tier")]
     with monkeypatch.context() as patch:
-        patch.setattr(lower, "library_versions", lambda: ("1.0\n`rm`", "2.0"))
+        patch.setattr(lower, "versions", lambda: "torch 1.0\n`rm`, transformers 2.0")
         patch.setattr(fingerprint, "library_versions", lambda: ("1.0", "2.0"))
         warm(file, tier)
     _, said = start(tier)
