@@ -84,7 +84,7 @@ STATES = ["qwen3_next", "mamba2"]
 def test_logits_and_loss_are_those_of_plain_forwards(name: str) -> None:
     model = probed(make_model(name) if name in ("gemma2", "qwen3_next") else make_architecture(name))
     store = ChunkStore(model, chunk_size=32)
-    # A prompt with states goes on from where one was saved: every 64 tokens, the last chunk border, where prompts part.
+    # A prompt with states goes on from where one was saved: each 64 tokens, the last chunk border, where prompts part.
     computed = [200, 8, 62, 10] if name in STATES else [200, 1, 50, 1]
     for ids, tokens in zip((BASE, BASE, BRANCH, BRANCH[:, :150]), computed, strict=True):
         expected, cache = model(ids, labels=ids), ChunkReuseCache(model, store, KEEP)
