@@ -135,7 +135,7 @@ def _wanted(rule: str) -> Callable[..., tuple[list[int], list[int], list[int]]]:
     """A rule in place of `prompt_plan._state_cuts`."""
     own = prompt_plan._state_cuts
 
-    def cuts(parts, model, plan, ledger, prompt):  # type: ignore[no-untyped-def]
+    def cuts(parts, model, plan, ledger, prompt):
         before, stops, _ = own(parts, model, plan, ledger, prompt)
         border = ledger.last_border(prompt.limit, parts.binding.store, prompt.ids)
         if rule == "last border":
@@ -271,11 +271,11 @@ def main() -> None:
     work: dict[str, Callable[[], list[Result]]] = {
         "edits": partial(edits, model, options.rounds),
         "turns": partial(turns, model),
-        "rules": lambda: [row for size in (16, 64) for row in rules(model, size)],
+        "rules": partial(rules, model, 16),
         "bytes": state_bytes,
     }
     for part in parts:
-        record.measure(part, lambda part=part: result.update({part: work[part]()}))  # type: ignore[misc]
+        record.measure(part, lambda part=part: result.update({part: work[part]()}))
     if options.figure is not None and result.get("edits") and result.get("turns"):
         figure(result, options.figure)
     record.show()

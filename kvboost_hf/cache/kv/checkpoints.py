@@ -148,7 +148,9 @@ class Checkpoints:
             return None
         if isinstance(output, torch.Tensor):
             return torch.cat([*outputs, output], dim=1)
-        return (torch.cat([*[each[0] for each in outputs], output[0]], dim=1), *output[1:])
+        parts = list(zip(*outputs, output, strict=True))
+        # All that have a column for each token, such as ZAYA's queries, keys and values. Attention weights are None.
+        return tuple(torch.cat(each, dim=1) if isinstance(each[-1], torch.Tensor) else each[-1] for each in parts)
 
     def _hidden(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> torch.Tensor | None:
         """The hidden states [batch, columns, width] that a mixer is given, if they are those of the forward."""

@@ -26,6 +26,9 @@ from kvboost_hf.compat import PrivateCache, difference, input_device, run_model,
 _log = logging.getLogger("kvboost_hf")
 
 _STATES = 5  # times as much difference is rounding in models with states
+# Standard deviations: kernels of linear attention sum up in float32 whatever the dtype, and in other steps where a
+# prompt went on from a state. 1.2e-3 was seen over 700 tokens, with equal tokens and logits.
+_LEAST_OF_STATES = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +84,9 @@ def check_integrity(
     for text, group in _by_text(drawn, texts, in_segments=in_segments):
         stops = sorted({len(texts[each.key]) for each in group if isinstance(each, StoredStates)} - {len(text)})
         fresh, earlier = _compute(model, text, stops)
-        # States are summed up in other steps than when they were stored.
-        allowed = tolerance(model.dtype) * (_STATES if any(layer.is_stateful for layer in fresh) else 1)
+        allowed = tolerance(model.dtype)
+        if any(layer.is_stateful for layer in fresh):
+            allowed = max(allowed * _STATES, _LEAST_OF_STATES)
         forwarded += len(text)
         for each in group:
             loaded = records.fetch([each]).get(each.key)
