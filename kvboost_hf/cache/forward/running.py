@@ -267,7 +267,7 @@ class Unrecorded(Forward):
         parts: The parts of the cache.
         length: Columns in the layers before it.
         stop: Columns after it.
-        inputs: Its arguments, if they can be read.
+        inputs: The arguments of the forward, if they can be read.
     """
 
     def __init__(self, parts: CacheParts, length: int, stop: int, inputs: ForwardInputs | None = None) -> None:

@@ -181,10 +181,13 @@ class StaticDecoding:
             layer.close(self._new)
 
     def is_torn(self, layers: Sequence[StaticReuseLayer], held: int) -> bool:
-        """Whether states may sum up other tokens than the layers hold: a step was interrupted or not watched."""
-        return self.in_step or any(
-            layer.is_initialized and int(layer.length_tensor) != held + self.ahead for layer in layers
-        )
+        """Whether states may sum up other tokens than the layers hold: a step was interrupted or not watched.
+
+        Args:
+            layers: The layers of K/V, which have read what graphs have appended.
+            held: Columns that they held before.
+        """
+        return self.in_step or any(layer.is_initialized and layer.length != held + self.ahead for layer in layers)
 
     def catch_up(self, layers: Sequence[StaticReuseLayer], ledger: Ledger | None) -> bool:
         """Read what graphs have appended; whether `ledger`, which was in step before, still is."""

@@ -306,10 +306,10 @@ def decode(live: LiveKV, model: PreTrainedModel, compiled: Callable[..., Any], k
             "`disable_compile=True` for generate(), or `max_cache_len=None` for the cache, turns it off.",
             *(name, graph.rows, graph.columns),
         )
-    states = [layer for layer in live.layers if isinstance(layer, StaticStateLayer)]
     if not costs.is_checked(graph):
-        for layer in states:
-            layer.keep_state(held)
+        for layer in live.layers:
+            if isinstance(layer, StaticStateLayer):
+                layer.keep_state(held)
     static.in_step = True
     try:
         output = compiled(**kwargs)

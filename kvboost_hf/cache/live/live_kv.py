@@ -541,12 +541,13 @@ class LiveKV:
         static, version, ledger = self.static, self._version(), self.ledger
         if static is None or self.in_forward:
             return
-        if self.stateful and static.is_torn(self.static_layers, self.held):
+        held, appended = self.held, any([layer.catch_up() for layer in self.static_layers])
+        if self.stateful and static.is_torn(self.static_layers, held):
             static.in_step, static.ahead = False, 0
             self.drop()
             self.lost = True
             return
-        if not any([layer.catch_up() for layer in self.static_layers]):
+        if not appended:
             return
         if not static.catch_up(self.static_layers, ledger if ledger and ledger.version == version else None):
             self.ledger = None

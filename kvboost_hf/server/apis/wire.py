@@ -90,8 +90,8 @@ class _Posted(Request):
     """A request whose body is JSON.
 
     Args:
-        scope: As of any request.
-        receive: As of any request.
+        scope: The ASGI scope of the request.
+        receive: The ASGI callable that gives the body.
         route: The route, which knows the type of the body.
 
     Attributes:
