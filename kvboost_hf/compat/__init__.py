@@ -69,6 +69,7 @@ from kvboost_hf.compat.probes import (
     tolerance,
     training_reason,
 )
+from kvboost_hf.compat.ranks import Ranks, ranks_of, require_one_process
 from kvboost_hf.compat.rotary import frequencies_vary, key_rotation, original_length, rope_regime
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Shifts
 from kvboost_hf.migration import old_name
@@ -85,6 +86,7 @@ __all__ = [
     "LayerRotation",
     "OwnHooks",
     "PrivateCache",
+    "Ranks",
     "Shifts",
     "as_steps",
     "assisted_call",
@@ -129,11 +131,13 @@ __all__ = [
     "probe_ids",
     "probe_logits",
     "probe_reason",
+    "ranks_of",
     "recall",
     "remember",
     "require_cache",
     "require_generates",
     "require_model",
+    "require_one_process",
     "require_reusable_model",
     "rope_regime",
     "run_model",

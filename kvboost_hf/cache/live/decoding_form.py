@@ -33,7 +33,15 @@ from kvboost_hf.cache.live.compiled import StaticDecoding, static_reason
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.prompt.forward_call import Kwargs, has_other_hooks
 from kvboost_hf.cache.prompt.generate_call import GenerateCall, at_end, running_config
-from kvboost_hf.compat import autocast, bytes_per_token, cache_in, input_device, tolerance, weights_come_and_go
+from kvboost_hf.compat import (
+    autocast,
+    bytes_per_token,
+    cache_in,
+    input_device,
+    ranks_of,
+    tolerance,
+    weights_come_and_go,
+)
 
 MaxCacheLen = int | Literal["auto"] | None
 Settle = Callable[[], None]
@@ -228,6 +236,8 @@ def _held(live: LiveKV, call: GenerateCall) -> int:
 
 def _reason_of_model(model: PreTrainedModel) -> str | None:
     """Why a model is better not compiled without being asked for, or None."""
+    if ranks_of(model) is not None:
+        return "several ranks compute it (tp_plan), each of which would compile it at a time of its own"
     if model.training or len(autocast()) > 1:  # type: ignore[arg-type]
         return "the model is in training mode, or under autocast"
     if weights_come_and_go(model):
