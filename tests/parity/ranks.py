@@ -268,7 +268,7 @@ def closed(rank: Rank) -> None:
 
 def refused(rank: Rank) -> None:
     """What ranks cannot agree on is refused with the reason, by each of them."""
-    from kvboost_hf.server.engine.worker import ModelEngine
+    from tests.internals.server import ModelEngine
 
     store = rank.store()
     attempts: list[Callable[[], Any]] = [
