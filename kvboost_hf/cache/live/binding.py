@@ -12,7 +12,7 @@ from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState
 from kvboost_hf.cache.identity.foreign import foreign_attention
 from kvboost_hf.cache.identity.values import arithmetic
 from kvboost_hf.cache.identity.walk import ModelParts
-from kvboost_hf.cache.kv.layer_kv import LayerStates
+from kvboost_hf.cache.kv.layer_states import LayerStates
 from kvboost_hf.cache.layers.quantized import mark
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
@@ -222,13 +222,13 @@ def require_policy(policy: object) -> None:
 
 
 def _require_fit(store: ChunkStore, policy: ReusePolicy, live_quant: KVQuantConfig | None) -> None:
-    if policy.reproducible and not store.codec.lossless:
+    if policy.reproducible and store.lossy is not None:
         raise ValueError(
-            f"`reproducible` must be False with a store with codec {store.codec.name!r}, got True: what comes out "
+            f"`reproducible` must be False with a store with codec {store.lossy!r}, got True: what comes out "
             "of that codec is not what was computed. Make a store without a codec."
         )
-    if policy.audit_rate and (live_quant is not None or not store.codec.lossless):
-        lossy = "`live_quant`" if live_quant is not None else f"a store with codec {store.codec.name!r}"
+    if policy.audit_rate and (live_quant is not None or store.lossy is not None):
+        lossy = "`live_quant`" if live_quant is not None else f"a store with codec {store.lossy!r}"
         raise ValueError(
             f"`audit_rate` must be 0 with {lossy}, whose answers may differ, got {policy.audit_rate}. Measure "
             "them with verify_correctness()."

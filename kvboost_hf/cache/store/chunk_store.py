@@ -16,6 +16,7 @@ from kvboost_hf.cache.costs import ComputePace, stored_per_computed, worth_loadi
 from kvboost_hf.cache.identity.fingerprint import ModelState, model_name
 from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.kv.blocks import ColumnFormat
+from kvboost_hf.cache.kv.layer_states import StateFormat
 from kvboost_hf.cache.kv.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.planning.chunks import Chunker
 from kvboost_hf.cache.planning.plan import RowPlan
@@ -75,6 +76,7 @@ class ChunkStore:
         state_share: The share of `max_bytes` that the states of linear attention may take, from 0 for none to 1. What
             a prompt leaves behind takes a quarter of that at most. Beyond it, those go first whose loss costs the
             fewest expected tokens. Pinned states are not counted.
+        state_codec: How states are kept, as `codec` says it for K/V: `"raw"`, `"int8"`, … All but `"raw"` are lossy.
 
     Raises:
         ValueError: for a bad `chunk_size`, or another one than its chunker's, a budget smaller than one chunk, an
@@ -101,6 +103,7 @@ class ChunkStore:
         tier_key: bytes | None = None,
         codec: str | KVQuantConfig | Codec | None = None,
         state_share: float = 0.5,
+        state_codec: str | KVQuantConfig | Codec | None = None,
     ) -> None:
         model = unwrapped(model)
         require_cache(model)
@@ -113,7 +116,7 @@ class ChunkStore:
         self._model = weakref.ref(model)
         require_model = partial(_require_model, self._model)
         self.audits = Audits()
-        self._reader = BlobReader(require_model, codec)
+        self._reader = BlobReader(require_model, codec, StateFormat(make_codec(state_codec)))
         # What other processes may ask for is always stored; nobody else asks for the name of the model.
         lower = LowerTiers(opened.lower, opened.opened)
         name, pays_for = (model_name(model), None) if lower else (b"", stored_per_computed(model))
@@ -173,7 +176,7 @@ class ChunkStore:
         how: dict[str, Any] = {"read_all": read_all, "keeps_hidden": keeps_hidden, "seen": seen}
         model = self._require_model()
         with self._lock:
-            return self._roots.root(model, salt, regime, self._reader.codec.name, **how)
+            return self._roots.root(model, salt, regime, self._reader.codecs, **how)
 
     def without_room(self, *, with_roots: bool = True) -> "ChunkStore":
         """A store that takes no chunks in: its caches compute, and keep, all columns.
@@ -185,6 +188,7 @@ class ChunkStore:
         chunker = Uncut() if with_roots else self.chunker
         store = ChunkStore(self._require_model(), chunker=chunker, max_bytes=2**62)
         store._roots, store.codec = self._roots if with_roots else None, self.codec
+        store._reader.state_format = self.state_format
         return store
 
     # Finding
@@ -203,6 +207,17 @@ class ChunkStore:
         """How columns are kept."""
         return self._reader.column_format
 
+    @property
+    def state_format(self) -> StateFormat:
+        """How states are kept."""
+        return self._reader.state_format
+
+    @property
+    def lossy(self) -> str | None:
+        """The name of the codecs, if what comes out of one is not what was computed; else None."""
+        is_exact = self.codec.lossless and self.state_format.codec.lossless
+        return None if is_exact else self._reader.codecs
+
     def worth(self, plan: RowPlan) -> RowPlan:
         """The plan without what would take longer to load than to compute."""
         if all(segment.chunk.found is None for segment in plan.segments if isinstance(segment.chunk, StoredChunk)):
@@ -215,8 +230,8 @@ class ChunkStore:
 
     @property
     def room_for_states(self) -> int:
-        """Bytes that the states of one prompt may take."""
-        return self._records.memory.max_state_bytes // 4
+        """Bytes that the states of one prompt may take, before they are encoded."""
+        return int(self._records.memory.max_state_bytes / 4 * self.state_format.gain)
 
     # Pinning, and letting go
 
@@ -265,7 +280,7 @@ class ChunkStore:
         if not 0 < sample <= 1:
             raise ValueError(f"`sample` must be above 0 and at most 1, got {sample!r}. Pass 1.0 to check all of it.")
         self.require_open()
-        return check_integrity(self._require_model(), self._records, self._is_current, self.column_format, sample)
+        return check_integrity(self._require_model(), self._records, self._is_current, self._reader, sample)
 
     def warm(
         self,
@@ -390,7 +405,7 @@ class ChunkStore:
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""
-        return self._records.stats(self.audits, self.codec.name, self._seconds_per_token())
+        return self._records.stats(self.audits, self._reader.codecs, self._seconds_per_token())
 
     @property
     def max_bytes(self) -> int:

@@ -16,7 +16,8 @@ from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import library_versions
 from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.kv.blocks import ColumnFormat
-from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
+from kvboost_hf.cache.kv.layer_kv import LayerKV
+from kvboost_hf.cache.kv.layer_states import LayerStates, StateFormat
 from kvboost_hf.cache.kv.model_form import ChunkForms, ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_key, unloaded
 from kvboost_hf.cache.planning.chunks import root_key
@@ -40,15 +41,22 @@ class BlobReader:
     Args:
         model: Gives the model.
         codec: The codec of the store.
+        state_format: The format of states.
     """
 
-    def __init__(self, model: Callable[[], PreTrainedModel], codec: Codec) -> None:
-        self._model, self.codec = model, codec
+    def __init__(self, model: Callable[[], PreTrainedModel], codec: Codec, state_format: StateFormat) -> None:
+        self._model, self.codec, self.state_format = model, codec, state_format
         self._format: tuple[Codec, ColumnFormat] | None = None  # of the codec
         self._first_form: ModelForm | None = None
         self._kinds: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()  # by root, see `note_root`
         self._forms: OrderedDict[tuple[bytes, bool], ModelForm | None] = OrderedDict()  # by kind
         self._chunk_forms: ChunkForms | None = None  # of the form that was read last
+
+    @property
+    def codecs(self) -> str:
+        """Names the codecs of K/V and of states, as roots do."""
+        states = self.state_format.codec
+        return self.codec.name if states.lossless else f"{self.codec.name};states:{states.name}"
 
     @property
     def column_format(self) -> ColumnFormat:
@@ -104,7 +112,7 @@ class BlobReader:
 
     def _read_as(self, form: ModelForm, blob: Blob) -> LayerKV | LayerStates:
         if blob.entry.kind is Kind.STATES:
-            return read_states(blob, form)
+            return read_states(blob, form, self.state_format)
         known, columns = self._chunk_forms, self.column_format
         if known is None or known.form is not form or known.columns is not columns:
             known = self._chunk_forms = ChunkForms(columns, form)
@@ -325,7 +333,7 @@ class Roots:
             model: The model.
             salt: Whose prompts they are.
             regime: Names the rotary frequencies, and what the live cache computes over.
-            codec: Name of the store's codec.
+            codec: Names the codecs of the store.
             read_all: Read every weight to tell whether one has changed.
             keeps_hidden: Hidden states are kept beside K/V.
             seen: What was just found in the model, or None to look at it.
