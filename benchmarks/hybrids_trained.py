@@ -4,8 +4,8 @@
     PYTHONPATH=. python benchmarks/hybrids_trained.py /tmp/LLLF --out benchmarks/results
 
 Readers are small Qwen3-Next models that `recipes.train_hybrid` trains, and that are asked for facts of made-up
-documents. The right answer is fed token by token behind each prompt. A question counts as right if every token of it is
-the model's first choice. KL divergences are those from plain generate(), mean over the tokens of an answer.
+documents. The right answer is fed token by token behind each prompt. A question counts as right if every token of its
+answer is the model's first choice. KL divergences are those from plain generate(), mean over the tokens of an answer.
 
 `codes`: a store with each codec of states takes in one document after the other, each on top of what comes out of the
 codec. Then questions are asked behind all of them; K/V is kept as it is.
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -116,15 +117,13 @@ def judged(question: Question, found: torch.Tensor, computed: int) -> Row:
 
 def summary(reader: Reader, arm: str, rows: Sequence[Row], **more: Any) -> Result:
     """The means over all questions of an arm."""
-    kinds = {
-        name: [row["right"] for row in rows if row["is_start"] == flag]
-        for name, flag in (("starts", 1), ("others", 0))
-    }
+    starts, others = ([row["right"] for row in rows if row["is_start"] == flag] for flag in (1, 0))
     return {
         "reader": reader.name,
         "arm": arm,
         "questions": len(rows),
-        **{name: statistics.fmean(values) for name, values in kinds.items()},
+        "starts": statistics.fmean(starts),
+        "others": statistics.fmean(others),
         **{name: statistics.fmean(row[name] for row in rows) for name in ("kl", "same", "computed")},
         "median": statistics.median(row["kl"] for row in rows),
         **more,
@@ -164,9 +163,9 @@ def codes(reader: Reader, cases: int, asked: int) -> list[Result]:
                 found = _log_probs(reader.model, question.ids, question.answer, cache)
                 computed = len(question.ids) - cache.report.reused_tokens
                 rows.setdefault(arm, []).append(judged(question, found, computed))
-    found = [summary(reader, arm, each, bytes=statistics.fmean(sizes[arm])) for arm, each in rows.items()]
-    print(*found, sep="\n", flush=True)
-    return found
+    summed = [summary(reader, arm, each, bytes=statistics.fmean(sizes[arm])) for arm, each in rows.items()]
+    print(*summed, sep="\n", flush=True)
+    return summed
 
 
 # Moved documents
@@ -226,7 +225,7 @@ class Mover:
         """What is kept of the documents of a prompt, by their number and how many first tokens are left out."""
         cuts = sorted({0, len(ids), *(cut for a, b in spans for cut in (b, *(a + k for k in FIRST if a + k < b)))})
         cache, after = DynamicCache(config=self.model.config), {}
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             calls: list[tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = []
             with _watched(calls):
                 self.run(ids[start:stop], cache)

@@ -32,7 +32,7 @@ from recipes.train import (
 
 KINDS = {"L": "linear_attention", "F": "full_attention"}
 LAYERS = "LLLF"
-HEADS, HEAD_DIM = 4, 64  # of linear attention
+HEADS, HEAD_DIM = 2, 64  # of linear attention
 LEAST_STEP, LARGEST_STEP = 1e-3, 0.1
 CURRICULUM: tuple[Stage, ...] = (
     CopyStage(length=64, alphabet_size=8, target=0.8, time_share=0.2),

@@ -138,11 +138,13 @@ class StateFormat:
         codec: The codec of all tensors that it makes smaller; others are kept as they are.
 
     Attributes:
+        mark: Names the codec in roots, behind that of K/V; nothing for states as they are.
         gain: Bytes of the states that were encoded last, for each byte of their codes.
     """
 
     def __init__(self, codec: Codec = RAW) -> None:
         self.codec, self.gain = codec if not codec.lossless else RAW, 1.0
+        self.mark = "" if codec.lossless else f";states:{codec.name}"
 
     def codes(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         """Whether a tensor of a state is encoded."""

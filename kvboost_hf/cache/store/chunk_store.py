@@ -177,7 +177,9 @@ class ChunkStore:
         how: dict[str, Any] = {"read_all": read_all, "keeps_hidden": keeps_hidden, "seen": seen}
         model = self._require_model()
         with self._lock:
-            return self._roots.root(model, salt, regime, self._reader.codecs, **how)
+            return self._roots.root(
+                model, salt, regime, self._reader.codec.name + self._reader.state_format.mark, **how
+            )
 
     def without_room(self, *, with_roots: bool = True) -> "ChunkStore":
         """A store that takes no chunks in: its caches compute, and keep, all columns.
@@ -217,7 +219,7 @@ class ChunkStore:
     def lossy(self) -> str | None:
         """The name of the codecs, if what comes out of one is not what was computed; else None."""
         is_exact = self.codec.lossless and self.state_format.codec.lossless
-        return None if is_exact else self._reader.codecs
+        return None if is_exact else self.codec.name + self.state_format.mark
 
     def worth(self, plan: RowPlan) -> RowPlan:
         """The plan without what would take longer to load than to compute."""
@@ -416,7 +418,7 @@ class ChunkStore:
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""
-        return self._records.stats(self.audits, self._reader.codecs, self._seconds_per_token())
+        return self._records.stats(self.audits, self.codec.name + self.state_format.mark, self._seconds_per_token())
 
     @property
     def max_bytes(self) -> int:

@@ -53,12 +53,6 @@ class BlobReader:
         self._chunk_forms: ChunkForms | None = None  # of the form that was read last
 
     @property
-    def codecs(self) -> str:
-        """Names the codecs of K/V and of states, as roots do."""
-        states = self.state_format.codec
-        return self.codec.name if states.lossless else f"{self.codec.name};states:{states.name}"
-
-    @property
     def column_format(self) -> ColumnFormat:
         """The format of columns."""
         if self._format is None or self._format[0] is not self.codec:
