@@ -221,7 +221,7 @@ def _state_cuts(
     spacing = spacing_of(prompt.inputs.input_ids.device)
     spaced = {
         column
-        for column in range(plan.filled + spacing, border, spacing)
+        for column in range(plan.filled + spacing, limit, spacing)
         if all(abs(column - other) >= spacing // 2 for other in wanted)
     }
     earliest = max(
