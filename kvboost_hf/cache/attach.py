@@ -29,10 +29,9 @@ from kvboost_hf.cache.prompt.forward_call import (
     logits_kept,
     wants_all_logits,
 )
-from kvboost_hf.cache.prompt.generate_call import at_end, calling
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.compat import CACHE, cache_in, known_reason, require_model, unwrapped
+from kvboost_hf.compat import CACHE, at_end, cache_in, calling, known_reason, require_model, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 Salt = str | bytes | None

@@ -21,23 +21,26 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvboost_hf.cache.codecs import LiveQuant, live_config
 from kvboost_hf.cache.forward.flow import carrying_forward, may_carry, next_forward
-from kvboost_hf.cache.forward.moved import PIECE, may_repair, movable_spans, repair_more
-from kvboost_hf.cache.forward.running import (
-    CacheParts,
-    Forward,
+from kvboost_hf.cache.forward.loans import (
     Lent,
-    Request,
-    SettledLater,
     extend_layers,
-    leave_prompts,
     lend_layers,
     lending_reason,
-    note_hooks,
     read_layers,
     read_states,
     reading_reason,
     root_of,
     stored_tokens,
+)
+from kvboost_hf.cache.forward.moved import PIECE, may_repair, movable_spans, repair_more
+from kvboost_hf.cache.forward.running import (
+    CacheParts,
+    CacheUse,
+    Forward,
+    Request,
+    SettledLater,
+    leave_prompts,
+    note_hooks,
 )
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.live.binding import Binding, StoreWriter, require_policy, require_store
@@ -46,17 +49,20 @@ from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt.forward_call import Kwargs, install, read_pads
-from kvboost_hf.cache.prompt.generate_call import (
-    CacheUse,
+from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
+from kvboost_hf.compat import (
     GenerateCall,
     calling,
+    generate_frame,
+    hook_hidden_states,
     in_generate,
     in_prefill,
+    input_device,
     outputs_read,
+    run_model,
     running_config,
+    unwrapped,
 )
-from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
-from kvboost_hf.compat import generate_frame, hook_hidden_states, input_device, run_model, unwrapped
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 

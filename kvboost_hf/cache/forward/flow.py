@@ -55,12 +55,12 @@ from kvboost_hf.cache.prompt.forward_call import (
     read_forward,
     returns_of_each_token,
 )
-from kvboost_hf.cache.prompt.generate_call import in_prefill
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import (
     attn_implementation,
     cache_argument,
     has_own_cache,
+    in_prefill,
 )
 from kvboost_hf.handles import ATTENTION
 

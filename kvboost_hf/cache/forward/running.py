@@ -1,8 +1,5 @@
 """Forwards under way: how each kind begins, what it records when it is done, and what is left when it is abandoned.
 
-Layers can also be lent to forwards over tokens of which not all will stay, as drafts that branch: side by side in the
-layers, they are no text that the cache could keep track of. It takes over those that do.
-
 A cache has one forward under way at most. `begin` puts K/V in place and gives the arguments that the model is run
 with; `record` and `settle` follow when the model has returned; `abandon` follows where it did not.
 """
@@ -13,34 +10,34 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvboost_hf import forks
 from kvboost_hf.cache.identity.walk import ModelParts
-from kvboost_hf.cache.layers.base import LayerState, kv_layers
 from kvboost_hf.cache.live.binding import Binding, StoreWriter
 from kvboost_hf.cache.live.decoding_form import DecodingForm
-from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import Behind, LiveKV
-from kvboost_hf.cache.planning.chunks import Tokens, whole_pieces
+from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.prompt.forward_call import ForwardInputs, Kwargs
-from kvboost_hf.cache.prompt.generate_call import at_end
-from kvboost_hf.cache.prompt.media import Prompt
-from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import attn_implementation, rope_regime, steps_reason
-from kvboost_hf.errors import StoreClosedError
-from kvboost_hf.handles import ATTENTION
+from kvboost_hf.cache.prompt.token_log import MaskShape, Prompt
+from kvboost_hf.compat import (
+    GenerateCall,
+    at_end,
+    is_in_forward,
+    is_under_way,
+    steps_reason,
+)
+from kvboost_hf.errors import CacheInUseError, StoreClosedError
 
 _log = logging.getLogger("kvboost_hf")
 _MOMENT_S = 0.05  # in which a thread takes a token and goes on
 _ALIKE = 16  # columns in which two prompts agree that may share more
-LayerPair = tuple[torch.Tensor, torch.Tensor]  # keys and values [1, num_kv_heads, tokens, head_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,16 +324,6 @@ class Step(Forward):
         offer(self.parts, stop, confirmed=not self._inputs.verifies, root_checked=False)
 
 
-class Lent(Forward):
-    """Layers that run forwards of somebody else, who forgets what these append, or hands over a part of it."""
-
-    def record(self, output: Any) -> Any:
-        """Nothing: such a forward is not told to the cache."""
-
-    def settle(self) -> None:
-        """Nothing, as with `record`."""
-
-
 def note_hooks(parts: CacheParts, *, confirmed: bool) -> None:
     """After K/V was recorded: whether it is there to stay, and whether hooks have changed it meanwhile."""
     live, binding = parts.live, parts.binding
@@ -360,17 +347,6 @@ def offer(parts: CacheParts, stop: int, *, confirmed: bool, root_checked: bool) 
             parts.writer.confirm(ledger, root_checked=root_checked)
 
 
-def lending_reason(live: LiveKV) -> str | None:
-    """Why the layers cannot be lent, nor read and extended; None if they can."""
-    if live.plain_reason is not None:
-        return live.plain_reason
-    return _of_kinds({type(layer).__name__ for layer in live.layers if layer.is_stateful or not layer.can_branch})
-
-
-def _of_kinds(rigid: set[str]) -> str | None:
-    return f"its cache has layers of the kind {', '.join(sorted(rigid))}" if rigid else None
-
-
 def least_of_prompt(model: PreTrainedModel) -> int:
     """How many tokens of a prompt a model with states has to be given at once: 2 if it computes one in other ways."""
     return 1 if steps_reason(model) is None else 2
@@ -385,77 +361,86 @@ def leave_prompts(parts: CacheParts, model: PreTrainedModel) -> bool:
     return True
 
 
-def reading_reason(live: LiveKV) -> str | None:
-    """Why what the layers hold of a row cannot be read, and put back with more tokens; None if it can."""
-    if live.plain_reason is not None:
-        return live.plain_reason
-    return _of_kinds(
-        {type(each).__name__ for each in live.layers if each.single_row or not (each.can_branch or each.is_stateful)}
-    )
+_REMEDY = (
+    "Give each call a cache of its own, ChunkReuseCache(model): they share K/V by their store. Or leave the cache out "
+    "after attach(model), which gives each call one."
+)
 
 
-def lend_layers(parts: CacheParts) -> list[Any]:
-    """The layers, as transformers knows them, for forwards that are not told to the cache."""
-    model = parts.binding.model()
-    parts.live.hand_out(model is not None and attn_implementation(model) == ATTENTION)
-    return [layer.lend() for layer in kv_layers(parts.live.layers)]
+class CacheUse:
+    """The generate() call and the forward that use a `ChunkReuseCache`; all others are refused meanwhile.
 
+    Attributes:
+        inside: The thread of the forward under way, or of the last one that raised; 0 if it has returned.
+    """
 
-def read_layers(live: LiveKV) -> list[LayerPair | None]:
-    """Of each layer, K/V of the only row's tokens that it holds; None for a layer that has none."""
-    length = live.held
-    found = [layer.columns(0, layer.first, length) for layer in kv_layers(live.layers)]
-    return [None if not piece else (piece[0][None], piece[1][None]) for piece in found]
+    def __init__(self) -> None:
+        self._lock = forks.lock()
+        self._config: weakref.ref[Any] | None = None  # of the call
+        self._thread, self._name = 0, ""  # that the call runs in
+        self._ran = False  # a forward of the call has begun
+        self.inside = 0
 
+    def begin_call(self, call: GenerateCall) -> None:
+        """A generate() call of this thread takes the cache.
 
-def read_states(live: LiveKV) -> list[LayerState | None]:
-    """Of each layer, views of the only row's state; None for a layer that has none."""
-    return [layer.view_state(0) for layer in kv_layers(live.layers)]
+        Raises:
+            CacheInUseError: another call is under way that has computed K/V with it, or that runs in another thread.
+        """
+        config = call.config
+        with self._lock:
+            self._require_free(config)
+            self._config = weakref.ref(config) if config is not None else None
+            self._thread, self._name = threading.get_ident(), threading.current_thread().name
+            self._ran = False
 
+    def begin_forward(self, cache: Any) -> None:
+        """A forward of this thread takes the cache.
 
-def extend_layers(
-    parts: CacheParts,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    kv: Sequence[LayerPair | None],
-    states: Sequence[LayerState | None],
-) -> None:
-    """Append columns that were computed by forwards elsewhere: see `ChunkReuseCache.extend`."""
-    live, model = parts.live, parts.binding.model()
-    held = live.held
-    stop = held + input_ids.shape[1]
-    for layer, pair in zip(kv_layers(live.layers), kv, strict=True):
-        if pair is not None:
-            layer.fill(held, stop, [[(pair[0][0], pair[1][0])]])
-            if live.is_recording:
-                layer.native.crop(0)
-    for layer, state in zip(kv_layers(live.layers), states, strict=bool(states)):
-        if state is not None:
-            layer.load_states([state])
-    if (
-        live.ledger is not None
-        and model is not None
-        and rope_regime(model, stop - int(live.ledger.log.pads.min())) != live.regime
-    ):
-        live.ledger = None
-    live.appended(input_ids, position_ids, None, stop)
+        Raises:
+            CacheInUseError: a call, or a forward, of another thread is under way with it.
+        """
+        thread = threading.get_ident()
+        with self._lock:
+            if self._thread != thread and self._config is not None:
+                self._require_free(None)
+            if self.inside != thread and self.is_in_forward(cache):
+                raise CacheInUseError(
+                    f"This ChunkReuseCache is in use: thread {self.inside} runs a forward with it. {_REMEDY}"
+                )
+            self.inside, self._ran = thread, True
 
+    def is_in_forward(self, cache: Any) -> bool:
+        """Whether a forward with the cache is under way, and not one that has raised."""
+        return self.inside != 0 and is_in_forward(cache, self.inside)
 
-def root_of(parts: CacheParts, tokens: int) -> bytes | None:
-    """The root of a prompt of one row with so many tokens; None if nothing of it can be stored."""
-    live, model = parts.live, parts.binding.model()
-    regime = rope_regime(model, tokens) if model is not None and live.unsupported is None else None
-    return parts.binding.root(regime) if regime is not None else None
+    def require_free(self) -> None:
+        """Before somebody changes what the cache holds.
 
+        Raises:
+            CacheInUseError: a call of another thread is under way with it.
+        """
+        if self._config is not None and self._thread != threading.get_ident():
+            with self._lock:
+                self._require_free(None)
 
-def stored_tokens(parts: CacheParts, ids: torch.Tensor) -> int:
-    """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""
-    binding, live, root = parts.binding, parts.live, root_of(parts, ids.shape[1])
-    model = binding.model()
-    if root is None:
-        return 0
-    ledger = Ledger.empty(np.zeros(1, dtype=np.int64), root)
-    tokens = ids.cpu().numpy().astype(np.int64, copy=False)
-    limit = ids.shape[1] - (least_of_prompt(model) if live.stateful and model is not None else 1)
-    filled = ledger.plan(tokens, 0, limit, binding.store, 0, stateful=live.stateful).filled
-    return whole_pieces(filled) if binding.policy.reproducible else filled
+    @property
+    def call_has_ended(self) -> bool:
+        """Whether a generate() call has had the cache, and has returned."""
+        return self._config is not None and self._config() is None
+
+    def _require_free(self, config: Any) -> None:
+        """`config` is that of the call that is to use the cache, or None for none."""
+        other = self._config() if self._config is not None else None
+        if other is None or other is config:
+            return
+        here = self._thread == threading.get_ident()
+        if here and not self._ran:  # a loop of its own that hands the cache on to another call
+            return
+        if not is_under_way(other, self._thread):  # it has failed, and somebody keeps the exception
+            self._config = None
+            return
+        where = "around this one, in the same thread" if here else f"in thread {self._name!r}"
+        raise CacheInUseError(
+            f"This ChunkReuseCache is in use: a generate() call {where}, holds it and has not returned. {_REMEDY}"
+        )

@@ -32,8 +32,17 @@ from kvboost_hf.cache.live.binding import Binding, StoreWriter
 from kvboost_hf.cache.live.compiled import StaticDecoding, static_reason
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.prompt.forward_call import Kwargs, has_other_hooks
-from kvboost_hf.cache.prompt.generate_call import GenerateCall, at_end, running_config
-from kvboost_hf.compat import autocast, bytes_per_token, cache_in, input_device, tolerance, weights_come_and_go
+from kvboost_hf.compat import (
+    GenerateCall,
+    at_end,
+    autocast,
+    bytes_per_token,
+    cache_in,
+    input_device,
+    running_config,
+    tolerance,
+    weights_come_and_go,
+)
 
 MaxCacheLen = int | Literal["auto"] | None
 Settle = Callable[[], None]
