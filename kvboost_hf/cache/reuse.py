@@ -12,6 +12,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from kvboost_hf.cache.forward.running import (
     Forward,
     Request,
     SettledLater,
+    Step,
     leave_prompts,
     note_hooks,
 )
@@ -158,6 +160,7 @@ class ChunkReuseCache(DynamicCache):
         self._parts, self._binding, self._live = parts, parts.binding, parts.live
         self._writer, self._form, self._use = parts.writer, parts.form, CacheUse()
         self._forward: Forward | None = None  # the one under way
+        self._step: Step | None = None  # the last decoding step, which may go on with the next token
         self._config: Any = None  # of the generate() call whose forward is under way
         self._unsettled: SettledLater | None = None  # the last one, while its token is being handed out
         self._call: GenerateCall | None = None  # the generate() call that has armed the cache
@@ -193,10 +196,13 @@ class ChunkReuseCache(DynamicCache):
             # RecurrentGemma of transformers 5.17 sets its own in each forward; they do not know an armed cache.
             self.__dict__.pop(name, None)
         self._go_on()
-        call, live = calling(), self._live
+        call, live, self._step = calling(), self._live, None
         self._use.begin_call(call)
         self._settle_last()
-        self._form.choose(call, self._settle)
+        if live.static is not None or ((model := self._binding.model()) is not None and call.compiles(model)):
+            self._form.choose(call, self._settle)
+        else:
+            self._form.reason = self._form.reason_elsewhere
         static = live.static
         if static is not None:
             self._settle()
@@ -399,6 +405,17 @@ class ChunkReuseCache(DynamicCache):
                 self.catch_up()
         self._use.begin_forward(self)
         self._recover()
+        step, self._step = self._step, None
+        if (
+            step is not None
+            and self._call is None
+            and not self._begins_anew
+            and step.goes_on(model, kwargs, self.in_own_loop)
+        ):
+            self._forward = self._step = step
+            self._form.costs.tokens += 1
+            live.in_forward = True
+            return kwargs
         static = live.static
         if static is not None and not self._form.serves(running_config):
             self._form.leave(self._settle)
@@ -424,7 +441,8 @@ class ChunkReuseCache(DynamicCache):
             mask_fits,
             self._hides_padding_only,
             self.stores_prompts_whole,
-            in_generate=running is not None,
+            depth=_depth_of(running) if running is not None else 0,
+            code=running.f_code if running is not None else None,
         )
         ids = kwargs.get("input_ids")
         # What is read of a forward by somebody's own loop is not known.
@@ -438,6 +456,7 @@ class ChunkReuseCache(DynamicCache):
             self._forward = carrying_forward(self._parts, request, behind)
         if request.is_step:
             self._form.costs.tokens += 1
+            self._step = self._forward if isinstance(self._forward, Step) else None
         live.in_forward = True
         if static is not None and live.stateful and not request.is_step:
             static.open(live.static_layers, {}, step=False)  # forwards of our own may come first
@@ -481,6 +500,7 @@ class ChunkReuseCache(DynamicCache):
         forward, self._forward = self._forward, None
         self._live.in_forward = False
         if forward is not None:
+            self._step = None
             forward.abandon()
 
     def _settle_last(self) -> None:
@@ -776,3 +796,11 @@ class ChunkReuseCache(DynamicCache):
 
     def __copy__(self) -> "ChunkReuseCache":
         return self.fork()
+
+
+def _depth_of(frame: FrameType) -> int:
+    """How many frames it is from the caller up to `frame`."""
+    depth, caller = 0, sys._getframe(1)
+    while caller is not frame and caller.f_back is not None:
+        depth, caller = depth + 1, caller.f_back
+    return depth

@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, NamedTuple
 
@@ -26,10 +26,12 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from kvboost_hf.compat.forwards import CACHE
+from kvboost_hf.compat.models import input_device
 from kvboost_hf.errors import StoreClosedError
 
 _log = logging.getLogger("kvboost_hf")
 MAX_DEPTH = 40  # frames to look at
+_COMPILED = ("cuda",)  # where a compiled step is known to save time
 _MOMENT_S = 0.05  # in which a finalizer ends
 # What generate() may call to decode, and the code that runs forwards then.
 _LAST_LOGITS = (GenerationMixin._sample, GenerationMixin._beam_search)  # they read no others
@@ -106,6 +108,13 @@ class GenerateCall:
     def fits(self, held: int) -> bool:
         """Whether a mask over `held` columns and the ids that follow them has as many columns as these."""
         return self.num_ids is not None and self.mask_columns == held + self.num_ids
+
+    def compiles(self, model: PreTrainedModel) -> bool:
+        """Whether decoding of a model is compiled at all for the call, given its device."""
+        if getattr(self.compile_config, "_compile_all_devices", False):
+            return True
+        started = [kind for kind in _COMPILED if kind != "cuda" or torch.cuda.is_initialized()]  # type: ignore[no-untyped-call]
+        return bool(started) and input_device(model).type in started
 
     def is_at(self, frame: FrameType | None) -> bool:
         """Whether this call is the innermost one, of which `frame` is, or None; True where the call was not found."""
@@ -405,11 +414,20 @@ def give_back_tokenizer() -> None:
 
 def autocast() -> Hashable:
     """The precision this thread computes with: float32 matmul precision, and autocast by device type."""
-    found: tuple[Hashable, ...] = (torch.get_float32_matmul_precision(),)
-    for kind in _device_kinds():
-        if torch.is_autocast_enabled(kind):
-            found += ((kind, torch.get_autocast_dtype(kind)),)
+    products, *rest = [read() for read in precision_readers()]
+    found: tuple[Hashable, ...] = (products,)
+    for kind, is_enabled, dtype in zip(_device_kinds(), rest[::2], rest[1::2], strict=True):
+        if is_enabled:
+            found += ((kind, dtype),)
     return found
+
+
+@cache
+def precision_readers() -> tuple[Callable[[], Any], ...]:
+    """What reads all that `autocast` tells, and the dtypes of an autocast that is not enabled: functions in C."""
+    of_kind = (torch.is_autocast_enabled, torch.get_autocast_dtype)
+    by_kind = [partial(read, kind) for kind in _device_kinds() for read in of_kind]
+    return (torch._C._get_float32_matmul_precision, *by_kind)
 
 
 @cache

@@ -37,6 +37,7 @@ from kvboost_hf.cache.forward.running import (
     Forward,
     PromptColumns,
     Request,
+    Settled,
     Step,
     Unrecorded,
     least_of_prompt,
@@ -263,7 +264,11 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     repair: Callable[[], None] | None = None
     if ledger.blended is not None and may_repair(live):
         repair = partial(repair_more, live, model, new * columns_per_token(live))
-    return Step(parts, held, inputs, mask, repair)
+    settled: Settled | None = None
+    if request.is_step and not request.carries and ledger.blended is None and mask is None:
+        if not (live.stateful or live.length_matters or live.static is not None):
+            settled = Settled.of(request, live.hands_out)
+    return Step(parts, held, inputs, mask, repair, settled)
 
 
 def _piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Forward:

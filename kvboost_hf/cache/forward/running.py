@@ -7,11 +7,13 @@ with; `record` and `settle` follow when the model has returned; `abandon` follow
 import contextlib
 import logging
 import os
+import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ from kvboost_hf.errors import CacheInUseError, StoreClosedError
 
 _log = logging.getLogger("kvboost_hf")
 _MOMENT_S = 0.05  # in which a thread takes a token and goes on
+_CONSTANT = (bool, int, float, str, type(None))  # types of arguments that are the same if they are the same object
+_OF_EACH_STEP = ("input_ids", "position_ids", "cache_position")
 _ALIKE = 16  # columns in which two prompts agree that may share more
 
 
@@ -71,7 +75,8 @@ class Request:
             the ids follow what the layers hold.
         hides_padding_only: The mask of the generate() call, if it goes on from what the layers hold.
         stores_whole: Nobody will tell when the call has ended: store all of a prompt at once.
-        in_generate: Some generate() call is under way.
+        depth: How many frames it is up to the generate() call under way; 0 if there is none.
+        code: That of the frame of that call.
         inputs: The arguments as far as reuse is concerned; or why K/V of it cannot be told by its tokens.
         seen: What was just found in the model; None where nobody has looked.
         carries: Tokens that the layers lagged behind are in front of its own.
@@ -87,11 +92,17 @@ class Request:
     mask_fits: bool
     hides_padding_only: bool
     stores_whole: bool
-    in_generate: bool
+    depth: int = 0
+    code: CodeType | None = None
     inputs: ForwardInputs | str = "not read yet"
     seen: ModelParts | None = None
     carries: bool = False
     is_step: bool = False
+
+    @property
+    def in_generate(self) -> bool:
+        """Whether some generate() call is under way."""
+        return self.code is not None
 
 
 @dataclass(slots=True)
@@ -293,6 +304,7 @@ class Step(Forward):
         inputs: The arguments of the forward.
         mask: The attention mask, or None for one that hides nothing.
         repair: Computes some of what the layers hold again, before it.
+        settled: The arguments that decided how it runs, if it can go on with the next token; see `goes_on`.
     """
 
     def __init__(
@@ -302,26 +314,117 @@ class Step(Forward):
         inputs: ForwardInputs,
         mask: MaskShape | None,
         repair: Callable[[], None] | None = None,
+        settled: "Settled | None" = None,
     ) -> None:
         super().__init__(parts, held)
-        self._inputs, self._mask, self._repair = inputs, mask, repair
+        self._input_ids, self._position_ids, self._verifies = inputs.input_ids, inputs.position_ids, inputs.verifies
+        self._mask, self._repair, self._settled = mask, repair, settled
+
+    def goes_on(self, model: PreTrainedModel, kwargs: Kwargs, in_own_loop: bool) -> bool:
+        """Make this forward, which has been settled, that of the next token; False if that has to be decided anew.
+
+        All that decides on a token has to be as it was for the last one: the call, the arguments, hooks, precision,
+        and that the layers hold what the ledger says. To be called by the cache's `before_forward`.
+        """
+        settled, live = self._settled, self.parts.live
+        ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
+        if (
+            settled is None
+            or not isinstance(ids, torch.Tensor)
+            or not isinstance(positions, torch.Tensor)
+            or ids.shape != self._input_ids.shape
+            or positions.shape != settled.positions
+            or model.training
+            or torch.is_grad_enabled()
+            or (settled.code is None and not in_own_loop)
+            or not settled.goes_on(kwargs)
+            or live.behind is not None
+            or live.untracked
+            or live.static is not None
+            or live.plain_reason is not None
+            or not live.owns_layers
+            or self.parts.binding.looks_changed
+        ):
+            return False
+        ledger = live.in_step(look=False)
+        if ledger is None or ledger.unconfirmed or ledger.blended is not None or len(ledger.log.pads) != len(ids):
+            return False
+        self.length, self._input_ids, self._position_ids = ledger.log.length, ids, positions
+        live.hand_out(settled.hands_out)
+        return True
 
     def begin(self, request: Request) -> Kwargs:
         if self._repair is not None:
             self._repair()
-        if self._inputs.verifies:
+        if self._verifies:
             self.parts.live.keep_states()
         return request.kwargs
 
     def record(self, output: Any) -> Any:
-        inputs = self._inputs
-        stop = self.length + inputs.input_ids.shape[1]
-        self.parts.live.appended(inputs.input_ids, inputs.position_ids, self._mask, stop)
-        note_hooks(self.parts, confirmed=not inputs.verifies)
+        stop = self.length + self._input_ids.shape[1]
+        self.parts.live.appended(self._input_ids, self._position_ids, self._mask, stop)
+        note_hooks(self.parts, confirmed=not self._verifies)
 
     def settle(self) -> None:
-        stop = self.length + self._inputs.input_ids.shape[1]
-        offer(self.parts, stop, confirmed=not self._inputs.verifies, root_checked=False)
+        stop = self.length + self._input_ids.shape[1]
+        offer(self.parts, stop, confirmed=not self._verifies, root_checked=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The arguments of a decoding step, as far as they decide how it runs, and where it was called from.
+
+    Args:
+        constants: Those that are constants, by name.
+        caches: Names of those that are caches.
+        count: How many arguments there were, with ids and positions.
+        positions: The shape of the positions.
+        depth: How many frames it is from the forward hook's cache up to the generate() call.
+        code: That of the frame of this call; None for a loop of somebody else, who keeps the model as it is.
+        hands_out: The layers may give the attention K/V as it is held.
+    """
+
+    constants: dict[str, Any]
+    caches: frozenset[str]
+    count: int
+    positions: torch.Size
+    depth: int
+    code: CodeType | None
+    hands_out: bool
+
+    @classmethod
+    def of(cls, request: Request, hands_out: bool) -> "Settled | None":
+        """Those of a request for one token; None where a look at the next one may find something else in them."""
+        kwargs, positions = request.kwargs, request.kwargs.get("position_ids")
+        constants = {name: value for name, value in kwargs.items() if type(value) in _CONSTANT}
+        caches = frozenset(name for name, value in kwargs.items() if isinstance(value, Cache))
+        if (
+            not isinstance(positions, torch.Tensor)
+            or kwargs.get("output_attentions")  # which depends on the attention, too
+            or type(kwargs.get("logits_to_keep")) is not int
+            or not kwargs.keys() <= {*constants, *caches, *_OF_EACH_STEP}
+            or not (request.in_generate or request.in_own_loop)  # the model may change between two tokens
+        ):
+            return None
+        return cls(constants, caches, len(kwargs), positions.shape, request.depth, request.code, hands_out)
+
+    def goes_on(self, kwargs: Kwargs) -> bool:
+        """Whether these arguments are such ones, and the generate() call is the same."""
+        if len(kwargs) != self.count:
+            return False
+        constants = self.constants
+        for name, value in kwargs.items():
+            if name in constants:
+                if constants[name] is not value:
+                    return False
+            elif name not in _OF_EACH_STEP and not (name in self.caches and isinstance(value, Cache)):
+                return False
+        if self.code is None:
+            return True
+        try:
+            return sys._getframe(self.depth + 2).f_code is self.code  # from here, by way of `Step.goes_on`
+        except ValueError:  # there are not so many frames
+            return False
 
 
 def note_hooks(parts: CacheParts, *, confirmed: bool) -> None:
