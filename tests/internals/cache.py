@@ -9,6 +9,7 @@ from kvboost_hf.cache.costs import TOKENS_PER_GRAPH, CompileCosts, ComputePace, 
 from kvboost_hf.cache.forward import (
     admission,
     fill,
+    flow,
     loading,
     moved,
     reused,

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
-from tests.internals.cache import reuse
+from tests.internals.cache import flow, reuse
 
 NEW = 8
 IDS = random_ids(40)
@@ -26,7 +26,7 @@ def model() -> PreTrainedModel:
 def decided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each forward had that was decided from the start."""
     found: list[int] = []
-    decide = reuse.next_forward
+    decide = flow.next_forward
 
     def noted(parts: Any, request: Any) -> Any:
         found.append(request.kwargs["input_ids"].shape[1])
@@ -67,8 +67,8 @@ def test_only_the_first_steps_are_decided(model: PreTrainedModel, decided: list[
         decided.clear()
         assert same(generate(model, as_inputs(IDS), cache), plain)
         assert decided == [40, 1]
-    assert torch.equal(torch.tensor(cache.parts.live.ledger.log.row(0)[:40]), IDS[0])  # type: ignore[union-attr]
-    assert cache.parts.live.ledger.log.trusted  # type: ignore[union-attr]
+    assert torch.equal(torch.tensor(cache.parts.live.ledger.log.row(0)[:40]), IDS[0])
+    assert cache.parts.live.ledger.log.trusted
     text = plain.sequences
     assert cache.stored_tokens(text) == text.shape[1] - 1
     generate(model, as_inputs(text), cache)
@@ -127,7 +127,7 @@ def test_a_loop_by_hand_behind_a_call_is_decided_each_time(model: PreTrainedMode
     """Weights may change between its tokens, and back."""
     store = ChunkStore(model, chunk_size=16)
     cache = ChunkReuseCache(model, store)
-    weight = model.get_input_embeddings().weight  # type: ignore[union-attr]
+    weight = model.get_input_embeddings().weight
     text = generate(model, as_inputs(IDS), cache).sequences
     decided.clear()
     with torch.no_grad():
