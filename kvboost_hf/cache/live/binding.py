@@ -20,7 +20,7 @@ from kvboost_hf.cache.planning.chunks import PIECE
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.prompt.forward_call import ALL_LOGITS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, default_store, salt_bytes
-from kvboost_hf.compat import OwnHooks, autocast, known_hidden_states_reason, probe_reason, require_cache
+from kvboost_hf.compat import OwnHooks, known_hidden_states_reason, precision_readers, probe_reason, require_cache
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 
@@ -57,7 +57,7 @@ class Binding:
         self.keeps_hidden = policy.keep_logprobs and known_hidden_states_reason(model) is None
         self._mark = mark(live_quant) if live_quant is not None else b""
         self._hooks = 0, 0  # that anybody, and that others, had registered when the root was last read
-        self._precision: Hashable = None  # of autocast, then
+        self._precision: list[Any] = []  # of autocast, then
         self._facts: dict[Hashable, Any] = {}  # of the model, when it was last looked at
 
     @classmethod
@@ -137,7 +137,7 @@ class Binding:
         if model is None or fingerprint is None:
             return None
         seen = fingerprint.look(model)
-        self._precision, self._facts = seen.switches[0], seen.facts
+        self._precision, self._facts = [read() for read in precision_readers()], seen.facts
         return seen
 
     def fact(self, model: PreTrainedModel, find: Callable[[Any], T]) -> T:
@@ -183,7 +183,7 @@ class Binding:
     @property
     def looks_changed(self) -> bool:
         """Whether hooks or autocast are others than when the root was last read. Cheap enough for each token."""
-        return self.has_new_hooks or self._precision != autocast()
+        return self.has_new_hooks or self._precision != [read() for read in precision_readers()]
 
     @property
     def may_change_within_a_forward(self) -> bool:

@@ -139,6 +139,8 @@ class ChunkStore:
         self.holds = records.holds
         self.beginning, self.pin, self.let_go = records.beginning, records.pin, records.let_go
         self.pinned_bytes, self.has_pinned = records.pinned_bytes, records.has_pinned
+        self._follower = weakref.ref(ModelState.of(model).fingerprint)  # it may hold hooks that hold the model
+        self._last: tuple[tuple[Any, ...], bytes] | None = None  # what the last root was derived from, and it
         self._roots: Roots | None = Roots(self._records.history, self._records.lower, self._records.drop)
         if lower:  # now, for it takes a moment
             ComputePace.of(model).seconds_per_token(model)
@@ -174,12 +176,21 @@ class ChunkStore:
         self.require_open()
         if self._roots is None:
             return None
-        how: dict[str, Any] = {"read_all": read_all, "keeps_hidden": keeps_hidden, "seen": seen}
-        model = self._require_model()
+        model, codec = self._require_model(), self._reader.codec.name + self._reader.state_format.mark
+        follower = self._follower() or ModelState.of(model).fingerprint
         with self._lock:
-            return self._roots.root(
-                model, salt, regime, self._reader.codec.name + self._reader.state_format.mark, **how
-            )
+            found = follower.durable(model, full=read_all, found=seen) if self._roots.last else None
+            if isinstance(found, str):
+                self._roots.note_reason(found)
+            durable = isinstance(found, bytes)
+            if not isinstance(found, bytes):
+                found = follower.current(model, full=read_all, found=seen)
+            derived_from = found, salt, regime, codec, read_all, keeps_hidden, follower.age
+            if self._last is None or self._last[0] != derived_from:
+                how: dict[str, Any] = {"read_all": read_all, "keeps_hidden": keeps_hidden, "durable": durable}
+                root = self._roots.derive(model, found, salt, regime, codec, age=follower.age, **how)
+                self._last = derived_from, root
+            return self._last[1]
 
     def without_room(self, *, with_roots: bool = True) -> "ChunkStore":
         """A store that takes no chunks in: its caches compute, and keep, all columns.

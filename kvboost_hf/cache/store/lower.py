@@ -7,14 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs.base import Codec
-from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import library_versions
-from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateFormat
@@ -308,64 +306,63 @@ class Roots:
         history: Remembers the salt of each root.
         lower: Registers roots that other processes derive, too.
         drop: Drops all that is stored under some roots.
+
+    Attributes:
+        last: They are to be the same in every process, where that can be.
     """
 
     def __init__(self, history: History, lower: LowerMemory, drop: Callable[[set[bytes]], None]) -> None:
         self._history, self._lower, self._drop = history, lower, drop
-        self._lasts = bool(lower)  # there are tiers that other processes may read
+        self.last = bool(lower)  # there are tiers that other processes may read
         self._age = -1, -1  # of the model
         self._passing: set[bytes] = set()  # roots that last as long as it stays as it is
         self._warned: set[str] = set()
-        self._last: tuple[tuple[Any, ...], bytes] | None = None  # what the last root was derived from, and it
 
-    def root(
+    def derive(
         self,
         model: PreTrainedModel,
+        fingerprint: bytes,
         salt: bytes,
         regime: bytes,
         codec: str,
         *,
         read_all: bool,
         keeps_hidden: bool,
-        seen: ModelParts | None = None,
+        durable: bool,
+        age: tuple[int, int],
     ) -> bytes:
-        """The root of a model as it is now.
+        """The root of a model as it is now, which `ChunkStore.root` asks for where something is new.
 
         Args:
             model: The model.
+            fingerprint: That of the model.
             salt: Whose prompts they are.
             regime: Names the rotary frequencies, and what the live cache computes over.
-            codec: Names the codecs of the store.
-            read_all: Read every weight to tell whether one has changed.
+            codec: Name of the store's codec.
+            read_all: Every weight was read to tell whether one has changed.
             keeps_hidden: Hidden states are kept beside K/V.
-            seen: What was just found in the model, or None to look at it.
+            durable: The fingerprint is the same in other processes.
+            age: That of the model's fingerprint.
         """
-        follower = ModelState.of(model).fingerprint
-        fingerprint = follower.durable(model, full=read_all, found=seen) if self._lasts else None
-        if durable := isinstance(fingerprint, bytes):
-            found = fingerprint
-        else:
-            if isinstance(fingerprint, str) and fingerprint not in self._warned:
-                self._warned.add(fingerprint)
-                _log.warning("K/V of this model is kept in host memory only: %s in other processes.", fingerprint)
-            found = follower.current(model, full=read_all, found=seen)
-        derived_from = found, salt, regime, codec, read_all, keeps_hidden, follower.age
-        if self._last is not None and self._last[0] == derived_from:
-            return self._last[1]
-        root = root_key(found, salt, regime + codec.encode() + (b"hidden states" if keeps_hidden else b""))
+        root = root_key(fingerprint, salt, regime + codec.encode() + (b"hidden states" if keeps_hidden else b""))
         self._history.note_root(root, salt)
         if not durable and not read_all:
-            if follower.age != self._age:
+            if age != self._age:
                 self._drop(self._passing)
-                self._age, self._passing = follower.age, set()
+                self._age, self._passing = age, set()
             self._passing.add(root)
         if durable:
             if not self._lower.keeps(root):
                 made_with = MadeWith(codec, regime.decode("latin-1"), attn_implementation(model), versions())
                 self._lower.keep(root, made_with)
-            self._lower.note_root(root, found, keeps_hidden=keeps_hidden)
-        self._last = derived_from, root
+            self._lower.note_root(root, fingerprint, keeps_hidden=keeps_hidden)
         return root
+
+    def note_reason(self, reason: str) -> None:
+        """Say once why K/V of the model stays in host memory, though there are tiers."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            _log.warning("K/V of this model is kept in host memory only: %s in other processes.", reason)
 
 
 @cache
