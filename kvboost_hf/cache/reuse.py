@@ -56,7 +56,7 @@ from kvboost_hf.cache.prompt.generate_call import (
     running_config,
 )
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
-from kvboost_hf.compat import generate_frame, hook_hidden_states, input_device, run_model, unwrapped
+from kvboost_hf.compat import Shown, generate_frame, hook_hidden_states, input_device, run_model, unwrapped
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 
@@ -128,12 +128,12 @@ class ChunkReuseCache(DynamicCache):
         if named is not None:
             self.max_cache_len = named
         live = LiveKV(
-            model, static, live_quant, keeps_hidden=binding.keeps_hidden, reproducible=binding.policy.reproducible
+            model, static, live_quant, hidden_layers=binding.hidden_layers, reproducible=binding.policy.reproducible
         )
         writer = StoreWriter(binding, live)
         self._take(CacheParts(binding, live, writer, DecodingForm(model, max_cache_len, binding, live, writer)))
         install(model)
-        if binding.keeps_hidden:
+        if binding.hidden_layers:
             hook_hidden_states(model)
 
     @classmethod
@@ -462,8 +462,13 @@ class ChunkReuseCache(DynamicCache):
         return changed
 
     @property
-    def take_hidden_states(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Called with the last hidden states of a forward, if they are kept; see `Forward.take_hidden_states`."""
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The layers whose hidden states the forward under way is to show: those that are kept."""
+        return self._live.hidden_layers if self._forward is not None and self._live.hidden is not None else ()
+
+    @property
+    def take_hidden_states(self) -> Callable[[Shown], Shown] | None:
+        """Called with the hidden states of a forward, if they are kept; see `Forward.take_hidden_states`."""
         if self._forward is None or self._live.hidden is None:
             return None
         return self._forward.take_hidden_states
@@ -516,7 +521,7 @@ class ChunkReuseCache(DynamicCache):
     @policy.setter
     def policy(self, policy: ReusePolicy) -> None:
         require_policy(policy)
-        for name in ("keep_logprobs", "reproducible"):
+        for name in ("keep_logprobs", "keep_hidden_states", "reproducible"):
             before, new = getattr(self.policy, name), getattr(policy, name)
             if new != before:
                 raise ValueError(f"`{name}` of a cache must stay {before}, got {new}. Make a new ChunkReuseCache.")

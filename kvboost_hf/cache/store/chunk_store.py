@@ -47,6 +47,7 @@ from kvboost_hf.ngrams import MAX_NGRAM
 __all__ = ["ChunkStore", "Put", "StoredChunk", "StoredStates", "salt_bytes"]
 
 S = TypeVar("S", bound=Stored)
+_MOST_KINDS = 8  # choices of layers whose hidden states are kept, which are tried for each prompt
 
 
 class ChunkStore:
@@ -135,6 +136,7 @@ class ChunkStore:
         self.holds = records.holds
         self.beginning, self.pin, self.let_go = records.beginning, records.pin, records.let_go
         self.pinned_bytes, self.has_pinned = records.pinned_bytes, records.has_pinned
+        self.hidden_kinds: tuple[tuple[int, ...], ...] = ()  # the layers whose hidden states were kept of some text
         self._roots: Roots | None = Roots(self._records.history, self._records.lower, self._records.drop)
         if lower:  # now, for it takes a moment
             ComputePace.of(model).seconds_per_token(model)
@@ -155,7 +157,7 @@ class ChunkStore:
         regime: bytes = b"",
         *,
         read_all: bool = False,
-        keeps_hidden: bool = False,
+        hidden_layers: tuple[int, ...] = (),
         seen: ModelParts | None = None,
     ) -> bytes | None:
         """The key that all chains of the model, as it is now, start from; None for a store that keeps nothing.
@@ -164,13 +166,15 @@ class ChunkStore:
             salt: Whose prompts they are.
             regime: Names the rotary frequencies that are in force (`compat.rope_regime`).
             read_all: Read every weight to tell whether one has changed.
-            keeps_hidden: Hidden states are kept beside K/V.
+            hidden_layers: The layers whose hidden states are kept beside K/V, by their numbers or `LAST`.
             seen: What was just found in the model, or None to look at it.
         """
         self.require_open()
         if self._roots is None:
             return None
-        how: dict[str, Any] = {"read_all": read_all, "keeps_hidden": keeps_hidden, "seen": seen}
+        if hidden_layers and hidden_layers not in self.hidden_kinds:
+            self.hidden_kinds = (*self.hidden_kinds[1 - _MOST_KINDS :], hidden_layers)
+        how: dict[str, Any] = {"read_all": read_all, "hidden_layers": hidden_layers, "seen": seen}
         model = self._require_model()
         with self._lock:
             return self._roots.root(model, salt, regime, self._reader.codec.name, **how)
