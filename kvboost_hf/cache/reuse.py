@@ -659,6 +659,7 @@ class ChunkReuseCache(DynamicCache):
             live_quant=binding.live_quant,
         )
         live.share_into(twin._live, None if live.plain_reason is None else copy.deepcopy(self.layers))
+        twin._binding.hidden_layers = binding.hidden_layers
         twin._user_defined, twin._call, twin._of_call = self._user_defined, self._call, self._of_call
         return twin
 

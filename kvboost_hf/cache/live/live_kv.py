@@ -568,7 +568,7 @@ class LiveKV:
             layers: Copies of what transformers sees, where these are its own layers.
         """
         twin.plain_reason, twin.plain_used, twin.changed = self.plain_reason, self.plain_used, self.changed
-        twin.layers = [layer.share() for layer in self.layers]
+        twin.hidden_layers, twin.layers = self.hidden_layers, [layer.share() for layer in self.layers]
         twin.hands_out = self.hands_out
         twin._find_counting()
         twin.visible[:] = [layer.native for layer in kv_layers(twin.layers)] if layers is None else layers

@@ -365,7 +365,8 @@ def _wanted_of_each_token(
     model: PreTrainedModel, kwargs: dict[str, Any], settings: Settings, hidden_of: HiddenOf | None
 ) -> tuple[tuple[int, ...], str | None]:
     """The layers whose hidden states are wanted, if those of reused tokens can be had; and why all are computed."""
-    asked, hidden, reason = _asks_for_each_token(model, kwargs, settings), (), None
+    hidden: tuple[int, ...] = ()
+    asked, reason = _asks_for_each_token(model, kwargs, settings), None
     value, shown = asked.pop(_HIDDEN, (None, ""))
     if shown and hidden_of is not None and not asked and not gradients_enabled(model):
         in_tuple = kwargs.get("return_dict") is False or not model.config.return_dict
