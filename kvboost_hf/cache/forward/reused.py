@@ -36,6 +36,10 @@ from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import LAST, Shown, cache_argument, difference, run_model, tolerance
 
 _log = logging.getLogger("kvboost_hf")
+NOT_SHOWN = (
+    "`output_hidden_states` was passed, and the model has run its decoder past the hooks by which the cache adds hidden "
+    "states of reused tokens. Pass ReusePolicy(keep_hidden_states=False), so that such prompts are computed whole."
+)
 
 
 class Reused(Forward):
@@ -135,11 +139,12 @@ class Reused(Forward):
     def record(self, output: Any) -> Any:
         if self._loading is not None:
             self._loading.finish()
-        self._require_shown()
+        live, prompt = self.parts.live, self._prompt
+        if prompt.inputs.hidden and self.length > prompt.first and not self._shows:
+            raise RuntimeError(NOT_SHOWN)
         self._note_pace()
         if self._checkpoints is not None:
             self._checkpoints.stop()
-        live, prompt = self.parts.live, self._prompt
         live.filled(prompt.ids[:, self.length :], prompt.columns)
         if prompt.columns - self.length == PIECE:
             self._note_pieces(prompt.columns)
@@ -181,20 +186,6 @@ class Reused(Forward):
             return compute_columns(model, layers, plan, inputs, first)
 
         return Loading(layers, plan, compute, self.parts.binding.store.lose)
-
-    def _require_shown(self) -> None:
-        """Refuse to return hidden states of a part of the tokens only.
-
-        Raises:
-            RuntimeError: the model has not called its decoder with the hooks that give it those of reused tokens.
-        """
-        prompt = self._prompt
-        if prompt.inputs.hidden and self.length > prompt.first and not self._shows:
-            raise RuntimeError(
-                f"`output_hidden_states` was passed, and {type(self.parts.binding.model()).__name__} has run its "
-                "decoder past the hooks by which the cache adds those of reused tokens. Pass "
-                "ReusePolicy(keep_hidden_states=False), so that such prompts are computed whole."
-            )
 
     def _note_filled(self) -> None:
         """Record what was filled."""

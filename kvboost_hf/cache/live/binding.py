@@ -62,7 +62,9 @@ class Binding:
         self.store, self.policy, self.salt, self.live_quant = store, policy, salt, live_quant
         self.model = weakref.ref(model)
         self._fingerprint = weakref.ref(ModelState.of(model).fingerprint)  # it may hold hooks that hold the model
-        self.hidden_layers: tuple[int, ...] = (LAST,) if self.keeps_logprobs(model) else ()
+        self.hidden_layers: tuple[int, ...] = ()
+        if policy.keep_logprobs and known_hidden_states_reason(model) is None:
+            self.hidden_layers = (LAST,)
         self._mark = mark(live_quant) if live_quant is not None else b""
         self._hooks = 0, 0  # that anybody, and that others, had registered when the root was last read
         self._precision: Hashable = None  # of autocast, then
@@ -118,13 +120,11 @@ class Binding:
         """The fingerprint of the model, or None if it no longer exists."""
         return self._fingerprint()
 
-    def keeps_logprobs(self, model: PreTrainedModel) -> bool:
-        """Whether last hidden states are kept of all texts, as far as is known."""
-        return self.policy.keep_logprobs and known_hidden_states_reason(model) is None
-
     def always_hidden(self, model: PreTrainedModel) -> tuple[int, ...]:
         """The layers whose hidden states are kept of all texts."""
-        asked, layers = self.policy.keep_hidden_states, [LAST] if self.keeps_logprobs(model) else []
+        asked, layers = self.policy.keep_hidden_states, list[int]()
+        if self.policy.keep_logprobs and known_hidden_states_reason(model) is None:
+            layers = [LAST]
         if asked and not isinstance(form := hidden_form(model), str):
             layers += form.layers(asked)
         return in_order(layers)

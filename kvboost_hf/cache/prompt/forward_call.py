@@ -375,7 +375,9 @@ def _wanted_of_each_token(
             reason = f", and {found}"
         else:
             hidden, shown = found, ""
-    if shown := shown or next((text for _, text in asked.values()), ""):
+    if asked and not shown:
+        _, shown = next(iter(asked.values()))
+    if shown:
         return (), f"`{shown}` returns something of each token{reason or ''}"
     return hidden, GRADIENTS if gradients_enabled(model) else None
 

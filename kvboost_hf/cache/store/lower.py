@@ -342,7 +342,10 @@ class Roots:
         derived_from = found, salt, regime, codec, read_all, hidden_layers, follower.age
         if self._last is not None and self._last[0] == derived_from:
             return self._last[1]
-        root = root_key(found, salt, regime + codec.encode() + _name_of(hidden_layers))
+        kept = b"hidden states" if hidden_layers else b""
+        if hidden_layers not in ((), (LAST,)):  # of the last ones alone, releases that knew no others did not say it
+            kept += f" of {hidden_layers}".encode()
+        root = root_key(found, salt, regime + codec.encode() + kept)
         self._history.note_root(root, salt)
         if not durable and not read_all:
             if follower.age != self._age:
@@ -356,13 +359,6 @@ class Roots:
             self._lower.note_root(root, found, hidden_layers=hidden_layers)
         self._last = derived_from, root
         return root
-
-
-def _name_of(hidden_layers: tuple[int, ...]) -> bytes:
-    """Names the layers whose hidden states are kept: the last alone as releases did that knew no others."""
-    if hidden_layers in ((), (LAST,)):
-        return b"hidden states" if hidden_layers else b""
-    return f"hidden states of {hidden_layers}".encode()
 
 
 @cache
