@@ -3,11 +3,12 @@
 import threading
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.internals.cache import Entry, Kind, Tier
+from tests.internals.cache import Entry, Kind, NoticeBoard, Tier
 
 MODEL, OTHER_MODEL = b"model" * 4, b"other" * 4
 ROOT = b"root!" * 4
@@ -54,6 +55,11 @@ def assert_same(found: Entry, entry: Entry) -> None:
         assert getattr(found, name) == getattr(entry, name)
     assert found.tokens.dtype == np.int64
     assert np.array_equal(found.tokens, entry.tokens)
+
+
+def _board(tier: Tier) -> Any:
+    assert isinstance(tier, NoticeBoard)
+    return tier
 
 
 def keys(entries: Iterator[Entry] | list[Entry]) -> list[bytes]:
@@ -227,3 +233,33 @@ class TierContract:
         tier.touch([make_entry(1).key, make_entry(2).key])
         hits = tier.hits()
         assert not hits or hits == {make_entry(1).key: 2, make_entry(2).key: 1}
+
+    # Notices
+
+    def test_notices_are_heard_by_all_in_their_order(self, open_tier: OpenTier, monkeypatch) -> None:
+        monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem._LISTED_EVERY_S", 0.0)
+        one, other = _board(open_tier()), _board(open_tier())
+        assert one.heard(None).notices == []
+        assert one.announce(b"first")
+        assert other.announce(b"second")
+        heard = one.heard(None)
+        assert list(heard.notices) == [b"first", b"second"]
+        assert heard.complete
+        assert list(one.heard(heard.place).notices) == []
+        assert other.announce(b"third")
+        later = one.heard(heard.place)
+        assert (list(later.notices), later.complete) == ([b"third"], True)
+        assert list(_board(open_tier()).heard(None).notices) == [b"first", b"second", b"third"]
+
+    def test_who_has_heard_nothing_yet_misses_nothing(self, open_tier: OpenTier, monkeypatch) -> None:
+        monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem._LISTED_EVERY_S", 0.0)
+        one, other = _board(open_tier()), _board(open_tier())
+        heard = one.heard(None)
+        other.announce(b"first")
+        later = one.heard(heard.place)
+        assert (list(later.notices), later.complete) == ([b"first"], True)
+
+    def test_deleting_tells_whether_it_was_done(self, tier: Tier) -> None:
+        write(tier, make_entry(1))
+        assert tier.delete([make_entry(1).key, make_entry(2).key]) is True
+        assert tier.delete([]) is True

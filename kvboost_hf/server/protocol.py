@@ -62,6 +62,17 @@ class DrainingError(RuntimeError):
     """The server takes no more jobs: it is about to end."""
 
 
+class UnreachableTierError(RuntimeError):
+    """A tier did not take a deletion. It is told again when it answers, as long as this process runs.
+
+    Args:
+        tiers: The names of all that did not.
+    """
+
+    def __init__(self, tiers: Sequence[str]) -> None:
+        super().__init__(f"These tiers did not answer: {', '.join(tiers)}.")
+
+
 class Ticket(Protocol):
     """A job that an engine has taken."""
 
@@ -188,6 +199,9 @@ class Engine(Protocol):
 
         Returns:
             By tier, the bytes that were removed; None if there is no such session, and no such K/V.
+
+        Raises:
+            UnreachableTierError: It is removed here, but not everywhere. The session is still listed.
         """
         ...
 

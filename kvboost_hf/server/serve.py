@@ -144,6 +144,7 @@ def _engine(
         max_client_share=_CLIENT_SHARE if len(settings.api_keys) > 1 else 1.0,
         draft=draft,
         draft_trees=draft_trees,
+        clients=[b"", *(key.encode() for key in (*settings.api_keys, *settings.operator_keys))],
     )
 
 

@@ -60,7 +60,14 @@ from kvboost_hf.server.jobs import (
     TokenLogprob,
 )
 from kvboost_hf.server.prompt_keys import prompt_keys
-from kvboost_hf.server.protocol import DrainingError, Engine, ModelCard, QueueFullError, TooLongError
+from kvboost_hf.server.protocol import (
+    DrainingError,
+    Engine,
+    ModelCard,
+    QueueFullError,
+    TooLongError,
+    UnreachableTierError,
+)
 from kvboost_hf.server.requests.chat import ChatRequest
 from kvboost_hf.server.requests.texts import CompletionRequest, WarmRequest
 from kvboost_hf.server.routing import PrefixRouter

@@ -270,7 +270,7 @@ def _note(chunks: Sequence[StoredChunk], seconds: float) -> None:
     """Tell the tiers how fast they were."""
     found = [chunk.found for chunk in chunks if chunk.found is not None]
     for tier in {each.tier for each in found}:
-        tier.took(sum(each.entry.nbytes for each in found if each.tier is tier), seconds)
+        tier.took((sum(each.entry.nbytes for each in found if each.tier is tier), seconds))
 
 
 class ColumnReader(Protocol):

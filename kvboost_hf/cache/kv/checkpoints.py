@@ -1,11 +1,15 @@
 """Saves states at columns in the middle of a forward.
 
 A token mixer (linear attention, Mamba-2, a short convolution) is given its columns in segments, and the state of its
-layer is copied between them. Everything else of the model sees one forward over all columns.
+layer is copied between them. Everything else of the model sees one forward over all columns; so do the projections
+at both ends of a mixer, which in pieces would take longer.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,13 +51,30 @@ def mixers_of(model: PreTrainedModel) -> Mapping[int, nn.Module]:
 def can_segment(mixers: Mapping[int, nn.Module], layers: Sequence[ReuseLayer]) -> bool:
     """Whether each layer with a state has a mixer that nobody else watches."""
     stateful = {idx for idx, layer in enumerate(layers) if layer.is_stateful}
-    return stateful == set(mixers) and not any(map(_is_watched, mixers.values()))
+    watched = any(_is_watched(part) for mixer in mixers.values() for part in mixer.modules())
+    return stateful == set(mixers) and not watched
 
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether a hook that is not of this file would see segments in place of all columns."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(not isinstance(getattr(hook, "__self__", None), Checkpoints) for hook in hooks)
+    return any(not isinstance(hook, _Hook) for hook in hooks)
+
+
+class _Hook:
+    """A hook that ends with the object that it calls: a forward that raises an error does not end it."""
+
+    leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *args: Any) -> Any:
+        method = self._method()
+        return method(*args) if method is not None else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
+        return self
 
 
 class Checkpoints:
@@ -68,8 +89,6 @@ class Checkpoints:
         spaced: Columns at which they are wanted if they fit, in order, between the same.
         room: Bytes that all of them together may take.
     """
-
-    leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
 
     def __init__(
         self,
@@ -87,13 +106,16 @@ class Checkpoints:
         self._fits: bool | None = None  # None until the size of a state is known
         self._saved: dict[int, dict[int, list[LayerState | None]]] = {}  # by column and layer: of each row
         self._outputs: dict[int, list[Any]] = {}  # of the segments so far, by layer
+        self._segment: _Segment | None = None  # that which a mixer is computing
         self._handles: list[RemovableHandle] = []
+        self._entered: list[RemovableHandle] = []
 
     def start(self) -> None:
         """Begin: the next forward over these layers is the one."""
         for module in self._mixers.values():
-            self._handles.append(own_hook(module.register_forward_pre_hook(self.before, with_kwargs=True)))
-            self._handles.append(own_hook(module.register_forward_hook(self.after, prepend=True, with_kwargs=True)))
+            before, after = _Hook(self.before), _Hook(self.after)
+            self._handles.append(own_hook(module.register_forward_pre_hook(before, with_kwargs=True)))
+            self._handles.append(own_hook(module.register_forward_hook(after, prepend=True, with_kwargs=True)))
 
     def stop(self) -> None:
         """End, with whatever was saved."""
@@ -101,6 +123,10 @@ class Checkpoints:
             handle.remove()
         self._handles.clear()
         self._outputs.clear()
+        self._leave()
+
+    def __del__(self) -> None:
+        self.stop()
 
     def states(self) -> Iterator[tuple[int, bool, list[LayerStates]]]:
         """Columns, in order, whether host memory alone is to keep what is there, and the states of each row."""
@@ -118,15 +144,19 @@ class Checkpoints:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """torch forward pre-hook: run all segments but the last."""
+        if self._segment is not None and self._segment.thread == threading.get_ident():
+            self._leave()  # an error has ended the call that it was for
         hidden = self._hidden(module, args, kwargs)
         if hidden is None or kwargs is None:
             return None
         idx, start = int(module.layer_idx), self._start  # type: ignore[arg-type]
         layer, outputs = self._layers[idx], list[Any]()
+        segment = self._enter(module, hidden)
         while (stop := self._next(start)) is not None:
             part = slice(start - self._start, stop - self._start)
             with _short_chunks(module, hidden.device):
-                outputs.append(module.forward(*_cut(args, hidden, part), **_cut(kwargs, hidden, part)))
+                cut, named = segment.narrow(args, kwargs, part)
+                outputs.append(segment.output(module.forward(*cut, **named)))
             if self._fits is None:
                 self._choose(layer.state_bytes() * len(hidden) * len(self._mixers))
             if stop in self._stops or stop in self._spaced:
@@ -134,8 +164,8 @@ class Checkpoints:
                 self._saved.setdefault(stop, {})[idx] = rows
             start = stop
         self._outputs[idx] = outputs
-        rest = slice(start - self._start, None)
-        return _cut(args, hidden, rest), _cut(kwargs, hidden, rest)
+        segment.is_last = True
+        return segment.narrow(args, kwargs, slice(start - self._start, None))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = None) -> Any:
         """torch forward hook: join what all segments have returned."""
@@ -144,6 +174,7 @@ class Checkpoints:
         if cache is None or not self._is_ours(cache, idx):
             return None
         outputs = self._outputs.pop(idx, [])
+        self._leave()
         if not outputs:
             return None
         if isinstance(output, torch.Tensor):
@@ -151,6 +182,36 @@ class Checkpoints:
         parts = list(zip(*outputs, output, strict=True))
         # All that have a column for each token, such as ZAYA's queries, keys and values. Attention weights are None.
         return tuple(torch.cat(each, dim=1) if isinstance(each[-1], torch.Tensor) else each[-1] for each in parts)
+
+    # Hooks of the projections of a mixer, while it runs
+
+    def _enter(self, mixer: nn.Module, hidden: torch.Tensor) -> "_Segment":
+        self._segment = _Segment(hidden)
+        for module in mixer.modules():
+            if type(module) is nn.Linear and "forward" not in module.__dict__:
+                self._entered.append(own_hook(module.register_forward_pre_hook(_Hook(self.before_projection))))
+                self._entered.append(own_hook(module.register_forward_hook(_Hook(self.after_projection))))
+        return self._segment
+
+    def _leave(self) -> None:
+        self._segment = None
+        for handle in self._entered:
+            handle.remove()
+        self._entered.clear()
+
+    def before_projection(self, module: nn.Linear, args: tuple[Any, ...]) -> Any:
+        """torch forward pre-hook: project no column where that is done for all columns at once."""
+        segment = self._segment
+        if segment is None or segment.thread != threading.get_ident() or len(args) != 1:
+            return None
+        return segment.before(module, args[0])
+
+    def after_projection(self, module: nn.Linear, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+        """torch forward hook: return the columns of the segment."""
+        segment = self._segment
+        if segment is None or segment.thread != threading.get_ident():
+            return None
+        return segment.after(module, output)
 
     def _hidden(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> torch.Tensor | None:
         """The hidden states [batch, columns, width] that a mixer is given, if they are those of the forward."""
@@ -176,6 +237,74 @@ class Checkpoints:
         if len(self._spaced) > most:
             count = len(self._spaced)
             self._spaced = tuple(self._spaced[(number * count + count // 2) // most] for number in range(most))
+
+
+@dataclass(eq=False)
+class _Segment:
+    """The columns that a mixer is computing, and its projections of all columns.
+
+    A projection of the hidden states themselves is computed when the first segment asks for it. The projection whose
+    output the mixer returns waits for the last segment; the first segment shows which one that is.
+
+    Args:
+        hidden: What the mixer was given, [batch, columns, width].
+        thread: Other threads may run the same modules.
+        columns: Columns of the segment.
+        part: Refers to their hidden states, which live as long as the call of the mixer with them.
+        projected: The projections of all columns.
+        sliced: Whether the projection that is being computed is one of the hidden states.
+        returned: The output of the last projection, and its module.
+        final: The projection whose output the mixer returns; None if not known, or if that is something else.
+        waiting: The inputs of the final projection from all segments but the first.
+        is_last: Whether no segment follows.
+    """
+
+    hidden: torch.Tensor
+    thread: int = field(default_factory=threading.get_ident)
+    columns: slice = field(default_factory=lambda: slice(0))
+    part: Callable[[], torch.Tensor | None] = lambda: None
+    projected: dict[nn.Linear, torch.Tensor] = field(default_factory=dict)
+    sliced: bool = False
+    returned: tuple[nn.Linear, torch.Tensor] | None = None
+    final: nn.Linear | None = None
+    waiting: list[torch.Tensor] = field(default_factory=list)
+    is_last: bool = False
+
+    def narrow(self, args: tuple[Any, ...], kwargs: dict[str, Any], columns: slice) -> tuple[Any, dict[str, Any]]:
+        """Begin with some columns: the arguments of the mixer for them."""
+        cut, named = _cut(args, self.hidden, columns), _cut(kwargs, self.hidden, columns)
+        self.columns, self.part = columns, weakref.ref(cut[0] if cut else named["hidden_states"])
+        return cut, named
+
+    def before(self, module: nn.Linear, given: torch.Tensor) -> Any:
+        """The input [batch, columns, width] that a projection is to have in place of `given`; None for that."""
+        part = self.part()
+        if part is None:
+            return None
+        if given is part:
+            if module not in self.projected:
+                self.projected[module] = module(self.hidden)
+            self.sliced = True
+            return (given[:, :0],)
+        if module is not self.final:
+            return None
+        self.waiting.append(given)
+        return (torch.cat(self.waiting, dim=1) if self.is_last else given[:, :0],)
+
+    def after(self, module: nn.Linear, output: torch.Tensor) -> torch.Tensor | None:
+        """The output of a projection in place of `output`; None for that."""
+        if self.sliced:
+            self.sliced = False
+            return self.projected[module][:, self.columns].contiguous()
+        self.returned = module, output
+        return None
+
+    def output(self, output: Any) -> Any:
+        """The output of a segment, which may have no columns: those of the last one."""
+        module, projected = self.returned or (None, None)
+        assert self.final is None or output is projected, "A mixer returned another tensor than in its first segment."
+        self.final = module if output is projected else None
+        return output
 
 
 @contextlib.contextmanager

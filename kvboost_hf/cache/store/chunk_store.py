@@ -133,6 +133,7 @@ class ChunkStore:
         self.record_use, self.promote, self.expects = records.record_use, records.promote, records.expects
         self.put, self.put_content, self.put_states = records.put, records.put_content, records.put_states
         self.settles_first, self.quarantine, self.remove = records.settles_first, records.quarantine, records.remove
+        self.announce, self.hear, self.discard = records.announce, records.hear, records.discard
         self.holds = records.holds
         self.beginning, self.pin, self.let_go = records.beginning, records.pin, records.let_go
         self.pinned_bytes, self.has_pinned = records.pinned_bytes, records.has_pinned
@@ -216,6 +217,16 @@ class ChunkStore:
         with self._lock:
             self._records.counts["not_worth_loading"] += plan.hit - trimmed.hit
         return trimmed
+
+    @property
+    def owing(self) -> list[str]:
+        """Names of the tiers that have not answered to a deletion yet, and are told again when they do."""
+        return self._records.lower.tiers.owing
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are tiers that others may use, too."""
+        return bool(self._records.lower)
 
     @property
     def room_for_states(self) -> int:

@@ -23,7 +23,7 @@ from kvboost_hf.cache.planning.chunks import root_key
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.store.indexes import History, remember
 from kvboost_hf.cache.tiers.base import Entry, Kind, MadeWith
-from kvboost_hf.cache.tiers.below import Found, LowerTiers
+from kvboost_hf.cache.tiers.below import Found, LowerTiers, MeasuredTier
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
 from kvboost_hf.compat import LAST, attn_implementation, cache_layers, key_rotation, known_reason
 
@@ -132,7 +132,7 @@ class LowerMemory:
     ) -> None:
         self.tiers = tiers
         self.loaded = self.lost = 0  # records that were read, and that could not be read
-        self._model_name, self._reader, self._lock, self._on_found = model_name, reader, lock, on_found
+        self.model_name, self._reader, self._lock, self._on_found = model_name, reader, lock, on_found
         self._durable_roots: dict[bytes, MadeWith] = {}  # that mean the same in every process
         self.forget_all()
 
@@ -199,6 +199,7 @@ class LowerMemory:
             Each record; None if it is not there any more, or why it is not what this store would have written.
         """
         results: list[S | DamagedBlobError | None] = []
+        times: dict[MeasuredTier, list[tuple[int, float]]] = {}
         for stored in wanted:
             found = stored.found
             assert found is not None
@@ -207,7 +208,7 @@ class LowerMemory:
                 blob = found.tier.read(found.entry)
                 if blob is not None and (check or isinstance(stored, StoredStates)):
                     blob.check_all()
-                    found.tier.took(blob.entry.nbytes, time.perf_counter() - begin)
+                    times.setdefault(found.tier, []).append((blob.entry.nbytes, time.perf_counter() - begin))
                 held = self._reader.read(blob, stored.root) if blob is not None else None
                 if held is None:
                     results.append(None)
@@ -217,6 +218,8 @@ class LowerMemory:
                 continue
             nbytes = held.nbytes + stored.tokens.nbytes
             results.append(replace(stored, loaded=held, nbytes=nbytes))  # type: ignore[arg-type]
+        for tier, blobs in times.items():
+            tier.took(*blobs)
         with self._lock:
             self.loaded += sum(isinstance(each, StoredChunk | StoredStates) for each in results)
         return results
@@ -259,7 +262,7 @@ class LowerMemory:
         else:
             kind, start = Kind.CONTENT if stored.content_only else Kind.CHUNK, stored.start
         head = b"" if kind is Kind.CONTENT else head_key(stored.parent, stored.tokens[:HEAD_TOKENS])
-        rest = (self._model_name, stored.root, stored.parent, head, start, stored.tokens)
+        rest = (self.model_name, stored.root, stored.parent, head, start, stored.tokens)
         return Entry(stored.key, kind, *rest, nbytes=0, made_with=self._durable_roots[stored.root])
 
     # Giving up
@@ -277,16 +280,21 @@ class LowerMemory:
 
     def delete(self, keys: Collection[bytes]) -> None:
         """Delete records in every tier."""
-        for key in keys:
-            self._known.pop(key, None)
+        self.forget(keys)
         if self.tiers:
             self.tiers.delete(keys)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Records are not in a lower tier any more."""
+        for key in keys:
+            self._known.pop(key, None)
 
     def clear(self) -> None:
         """Delete all records of the model in every tier: what other processes have stored, too."""
         self.forget_all()
         if self.tiers:
-            self.tiers.clear(self._model_name)
+            self.tiers.clear(self.model_name)
+            self.tiers.announce({"kind": "cleared", "model": self.model_name.hex()})
 
 
 class Roots:

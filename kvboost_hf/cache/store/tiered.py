@@ -2,9 +2,10 @@
 
 import logging
 import os
+import re
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,9 @@ from kvboost_hf.errors import StoreClosedError
 _log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Stored)
+_KEY = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")
+_KEYS_AT_ONCE = 2000  # in a notice
+_MAX_INBOX = 65_536  # notices
 
 
 class Unsettled(Protocol):
@@ -94,6 +98,8 @@ class TieredRecords:
         )
         self.is_open = True
         self._unsettled: weakref.WeakSet[Unsettled] = weakref.WeakSet()
+        self._hearing, self._inbox = forks.lock(), deque[dict[str, Any]](maxlen=_MAX_INBOX)
+        self._removals = 0  # by others
         self.counts = dict.fromkeys(("hits", "misses", "rejected", "quarantined", "not_worth_loading"), 0)
         self._insertion = Insertion(self.lock, self.memory, self.lower, self.contents, self.payback, self.counts)
 
@@ -126,6 +132,7 @@ class TieredRecords:
         """
         if not (self._has_lower and self.lower.keeps(root)):
             return self.memory
+        self.hear()
         row = Row(tokens, border or Border(0, root), self._chunker, stateful)
         return TieredView(self.memory, self.lower.tiers, row, without)
 
@@ -240,13 +247,18 @@ class TieredRecords:
                         self.device.put(each.key, each.kv)
         if below := [each for each in right if each.found is not None]:
             self.lower.note_known([each.key for each in below])
-            self.lower.tiers.run(partial(self._take_all_back, below, self.memory.generation))
+            self.lower.tiers.run(partial(self._take_all_back, below, self._age))
 
-    def _take_all_back(self, records: Sequence[Stored], generation: int) -> None:
+    @property
+    def _age(self) -> tuple[int, int]:
+        """Another one after records were removed that may be on their way to host memory."""
+        return self.memory.generation, self._removals
+
+    def _take_all_back(self, records: Sequence[Stored], age: tuple[int, int]) -> None:
         for each in records:
-            self._take_back(each, generation)
+            self._take_back(each, age)
 
-    def _take_back(self, stored: Stored, generation: int) -> None:
+    def _take_back(self, stored: Stored, age: tuple[int, int]) -> None:
         """Take a record into host memory that was loaded from a lower tier."""
         try:
             held = stored.loaded.owned() if stored.loaded is not None else None
@@ -255,7 +267,7 @@ class TieredRecords:
         with self.lock:
             if held is None or stored.key in self.memory or not self.is_open or stored.key in self._insertion.offences:
                 return None
-            if generation == self.memory.generation:
+            if age == self._age:
                 reserved = self.memory.reserve(stored.nbytes, keep=stored.parent)
                 if reserved is not None:
                     self._insertion.insert(stored.in_memory(held), reserved)
@@ -342,7 +354,7 @@ class TieredRecords:
         for nearest in index.variants(tokens)[:1] if pinned else ():  # it must be in host memory to be pinned
             if nearest.loaded is None and nearest.start <= start:
                 for loaded in self.fetch([nearest]).values():
-                    self._take_back(loaded, self.memory.generation)
+                    self._take_back(loaded, self._age)
 
         def holder() -> bytes | None:
             nearest = index.variants(tokens)[:1]
@@ -450,8 +462,10 @@ class TieredRecords:
                 if key in self.memory or key in below:
                     self._insertion.offences[key] = self._insertion.offences.get(key, 0) + 1
                     self.counts["quarantined"] += 1
-            self.take_out(with_descendants(doomed, [*entries, *self.memory.records()]))
+            everything = with_descendants(doomed, [*entries, *self.memory.records()])
+            self.take_out(everything)
         self.lower.tiers.flush()
+        self._tell_removed(everything)
 
     def remove(
         self, roots: Collection[bytes], choose: Callable[[Collection[Stored]], Collection[bytes]]
@@ -472,11 +486,18 @@ class TieredRecords:
             doomed = choose([*here, *(stored for _, stored, _ in below)])
             self.take_out(doomed)
         self.lower.tiers.flush()
+        self._tell_removed(doomed)
         freed: Counter[str] = Counter()
         for name, stored, nbytes in [*(("ram", each, each.nbytes) for each in here), *below]:
             if stored.key in doomed:
                 freed[name] += nbytes
         return dict(freed)
+
+    def discard(self, keys: Collection[bytes]) -> None:
+        """Remove records from host memory and devices, pinned or not, and soon from lower tiers."""
+        with self.lock:
+            self._removals += 1
+            self.take_out(keys)
 
     def take_out(self, keys: Collection[bytes]) -> None:
         """Remove records from every tier, pinned or not; in lower tiers soon. Whoever calls it holds the lock."""
@@ -485,6 +506,52 @@ class TieredRecords:
         self.contents.drop_below(keys)
         self.device.clear()
         self.lower.delete(keys)
+
+    # What others who share a tier do
+
+    def _tell_removed(self, keys: Collection[bytes]) -> None:
+        listed = [key.hex() for key in keys]
+        for at in range(0, len(listed) if self._has_lower else 0, _KEYS_AT_ONCE):
+            self.lower.tiers.announce({"kind": "removed", "keys": listed[at : at + _KEYS_AT_ONCE]})
+
+    def announce(self, notice: Mapping[str, Any], *, soon: bool = False) -> None:
+        """Have all who share a tier hear a notice, before returning or `soon`; its `kind` is none of ours."""
+        if self._has_lower and soon:
+            self.lower.tiers.run(lambda: self.lower.tiers.announce(notice))
+        elif self._has_lower:
+            self.lower.tiers.announce(notice)
+
+    def hear(self, *, take: bool = False) -> list[dict[str, Any]]:
+        """Take out of host memory and devices what others who share a tier have removed.
+
+        Args:
+            take: Return the notices of other kinds that were heard since the last time, in their order.
+        """
+        if not self._has_lower:
+            return []
+        with self._hearing:
+            notices, complete = self.lower.tiers.hear()
+            if not complete:
+                _log.warning("Notices of other processes were missed: what is in host memory is not used any more.")
+                self.clear()
+            for notice in notices:
+                self._heed(notice)
+            return [self._inbox.popleft() for _ in range(len(self._inbox))] if take else []
+
+    def _heed(self, notice: dict[str, Any]) -> None:
+        match notice:
+            case {"kind": "cleared", "model": model}:
+                if model == self.lower.model_name.hex():
+                    self.clear()
+            case {"kind": "removed", "keys": list(keys)}:
+                found = [bytes.fromhex(key) for key in keys if isinstance(key, str) and _KEY.fullmatch(key)]
+                with self.lock:
+                    # What was on its way to the tiers is deleted there once more.
+                    self.discard([key for key in found if key in self.memory])
+                    self.contents.drop_below(found)
+                    self.lower.forget(found)
+            case _:
+                self._inbox.append(notice)
 
     def drop(self, roots: set[bytes]) -> None:
         """Forget what host memory holds under these roots, pinned or not."""

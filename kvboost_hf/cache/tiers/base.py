@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from time import monotonic
-from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.tiers.notices import Heard
 
 _SILENCE_S = 60.0  # between two warnings of one kind
 P = ParamSpec("P")
@@ -126,8 +127,8 @@ class Tier(Protocol):
         """These have been used just now."""
         ...
 
-    def delete(self, keys: Iterable[bytes]) -> None:
-        """Give these up."""
+    def delete(self, keys: Iterable[bytes]) -> bool:
+        """Give these up; tells whether none of them is there any more."""
         ...
 
     def clear(self, model: bytes) -> None:
@@ -319,10 +320,16 @@ class RemoteTier(ABC):
         if keys:
             self._guard.call(None, self._touch, keys)
 
-    def delete(self, keys: Iterable[bytes]) -> None:
+    def delete(self, keys: Iterable[bytes]) -> bool:
         every = list(keys)
-        for at in range(0, len(every), _BATCH):
-            self._guard.call(None, self._delete, every[at : at + _BATCH])
+        batches = [every[at : at + _BATCH] for at in range(0, len(every), _BATCH)]
+        return all([self._guard.call(False, self._delete, batch) for batch in batches])
+
+    def announce(self, notice: bytes) -> bool:
+        return self._guard.call(False, self._announce, notice)
+
+    def heard(self, since: Any) -> Heard | None:
+        return self._guard.call(None, self._heard, since)
 
     def clear(self, model: bytes) -> None:
         self.delete([entry.key for entry in self.entries() if entry.model == model])
@@ -366,7 +373,13 @@ class RemoteTier(ABC):
     def _touch(self, keys: Sequence[bytes]) -> None: ...
 
     @abstractmethod
-    def _delete(self, keys: Sequence[bytes]) -> None: ...
+    def _delete(self, keys: Sequence[bytes]) -> bool: ...
+
+    @abstractmethod
+    def _announce(self, notice: bytes) -> bool: ...
+
+    @abstractmethod
+    def _heard(self, since: Any) -> Heard: ...
 
     @abstractmethod
     def _count(self) -> tuple[int, int]:

@@ -4,7 +4,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers.base import Entry, Failures, Kind, Tier
+from kvboost_hf.cache.tiers.notices import NoticeBoard, Told
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
 
 _log = logging.getLogger("kvboost_hf")
@@ -27,6 +29,7 @@ _PROBE_KEY = b"kvboost_hf/the/probe"  # the same for all: one that was left behi
 _PROBED = 16  # blobs that are looked at for one that is large enough to be timed
 _LEAST_BYTES = 2**16  # less says more of latency
 _MAX_COUNT = 2**48  # of tokens or bytes
+_MAX_OWED = 65_536  # deletions and notices
 _WEIGHT = 0.2  # of the newest measurement in a running average
 
 
@@ -46,6 +49,10 @@ class MeasuredTier:
         self.latency = 0.0  # seconds for a look-up
         self.seconds_per_byte = 0.0
         self._failures = Failures(_log, f"Tier {tier.name} at {tier.location}", (DamagedBlobError,))
+        self._board = tier if isinstance(tier, NoticeBoard) else None
+        self._place: Any = None  # of the last notice that was heard
+        self._owed: deque[Callable[[], bool]] = deque(maxlen=_MAX_OWED)  # what it did not take, in order
+        self._settling = forks.lock()
         self._measure()
 
     def read(self, entry: Entry) -> Blob | None:
@@ -66,6 +73,36 @@ class MeasuredTier:
             raise DamagedBlobError("A blob is not of the entry that it was found by.")
         return blob
 
+    @property
+    def owes(self) -> bool:
+        """Whether it has not taken what it was told to delete or to announce."""
+        return bool(self._owed)
+
+    def delete(self, keys: Collection[bytes]) -> None:
+        """Give blobs up, as soon as the tier answers."""
+        self._have(lambda: self.tier.delete(keys) is not False)
+
+    def announce(self, notice: bytes) -> None:
+        """Have a notice heard by all who share the tier, as soon as it answers."""
+        if (board := self._board) is not None:
+            self._have(lambda: board.announce(notice))
+
+    def _have(self, *work: Callable[[], bool]) -> None:
+        with self._settling:
+            self._owed += work
+            while self._owed and self._owed[0]():
+                self._owed.popleft()
+
+    def hear(self) -> tuple[Sequence[bytes], bool]:
+        """Notices since the last call, and whether none was missed. A tier that does not answer has none."""
+        if self._owed:
+            self._have()
+        heard = self._board.heard(self._place) if self._board is not None else None
+        if heard is None:
+            return (), True
+        self._place = heard.place
+        return heard.notices, heard.complete
+
     def note_damage(self, error: DamagedBlobError) -> None:
         """Count a blob that could not be read among the errors of the tier; whoever found out deletes it."""
         self._failures.note("read a blob, which is deleted", error)
@@ -75,11 +112,12 @@ class MeasuredTier:
         stats = self.tier.stats()
         return {**stats, "errors": int(stats["errors"]) + self._failures.count}
 
-    def took(self, nbytes: int, seconds: float) -> None:
-        """Note how long a blob took, from asking for it to its last byte."""
-        if nbytes >= _LEAST_BYTES:
-            per_byte = max(0.0, seconds - self.latency) / nbytes
-            self.seconds_per_byte += _WEIGHT * (per_byte - self.seconds_per_byte)
+    def took(self, *blobs: tuple[int, float]) -> None:
+        """Note the bytes of blobs, and the seconds that each took, from asking for it to its last byte."""
+        for nbytes, seconds in blobs:
+            if nbytes >= _LEAST_BYTES:
+                per_byte = max(0.0, seconds - self.latency) / nbytes
+                self.seconds_per_byte += _WEIGHT * (per_byte - self.seconds_per_byte)
 
     def _measure(self) -> None:
         """Read a blob: one that is there, or one that is written for it, if nothing has to go."""
@@ -134,6 +172,7 @@ class LowerTiers:
         self._waiting = 0
         self._last: Future[None] | None = None
         self._closed = False
+        self._told, self._telling = Told(), forks.lock()
         self.refused = 0  # writes for which too much was waiting
 
     def __bool__(self) -> bool:
@@ -211,7 +250,37 @@ class LowerTiers:
     def delete(self, keys: Iterable[bytes]) -> None:
         """Give these up in every tier."""
         doomed = list(keys)
-        self._each(lambda tier: tier.delete(doomed))
+
+        def delete() -> None:
+            for tier in self.tiers:
+                tier.delete(doomed)
+
+        self.run(delete)
+
+    @property
+    def owing(self) -> list[str]:
+        """Names of the tiers that have not taken all that they were told to delete or to announce."""
+        return [tier.tier.name for tier in self.tiers if tier.owes]
+
+    # Notices
+
+    def announce(self, notice: Mapping[str, Any]) -> None:
+        """Have a notice heard by all who share a tier, before returning, or as soon as the tier answers."""
+        with self._telling:
+            written = self._told.write(notice)
+            for tier in self.tiers:
+                tier.announce(written)
+
+    def hear(self) -> tuple[list[dict[str, Any]], bool]:
+        """Notices of others since the last call, and whether none was missed."""
+        notices, complete = [], True
+        with self._telling:
+            for tier in self.tiers:
+                found, whole = tier.hear()
+                complete = complete and whole
+                if found:
+                    notices += [notice for each in found if (notice := self._told.read(each)) is not None]
+        return notices, complete
 
     def clear(self, model: bytes) -> None:
         """Give up all of a model, before returning."""

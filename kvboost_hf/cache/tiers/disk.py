@@ -22,18 +22,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from kvboost_hf.cache.tiers import disk_index as index
 from kvboost_hf.cache.tiers.base import Entry, Failures
-from kvboost_hf.cache.tiers.disk_files import BlobFiles, in_flight, is_dead
+from kvboost_hf.cache.tiers.disk_files import BlobFiles, NoticeFile, in_flight, is_dead
 from kvboost_hf.cache.tiers.disk_index import DiskIndex
+from kvboost_hf.cache.tiers.notices import Heard
 from kvboost_hf.cache.tiers.record import read_entry
 
 _log = logging.getLogger(__name__)
 _AT_ONCE = 500  # keys in one query, rows in one page, files removed in one transaction
 _MAX_ALIKE = 256
-_INDEX, _BLOBS = "index.sqlite3", "blobs"
+_INDEX, _BLOBS, _NOTICES = "index.sqlite3", "blobs", "notices"
 
 
 class DiskTier:
@@ -70,6 +72,7 @@ class DiskTier:
         self._sizes: dict[bytes, int] = {}  # of the blobs that were looked up last: they are read next
         self._failures = Failures(_log, f"Disk tier {folder}", (OSError, sqlite3.Error))
         self._files = BlobFiles(folder / _BLOBS)
+        self._notices = NoticeFile(folder / _NOTICES)
         self._index = DiskIndex(folder, self._adopt_all, read_only=read_only)
         with self._failures.caught("open"):
             if read_only:
@@ -212,12 +215,30 @@ class DiskTier:
 
     # Giving up
 
-    def delete(self, keys: Iterable[bytes]) -> None:
-        if not self._index.read_only:
-            for some in _batches(keys):
-                with self._failures.caught("delete"), self._index.transaction() as db:
-                    for key, token in index.tokens(db, f"key IN ({', '.join('?' * len(some))})", some):
-                        self._remove(db, key, token)
+    def delete(self, keys: Iterable[bytes]) -> bool:
+        batches = list(_batches(keys))
+        done = 0
+        for some in () if self._index.read_only else batches:
+            with self._failures.caught("delete"), self._index.transaction() as db:
+                for key, token in index.tokens(db, f"key IN ({', '.join('?' * len(some))})", some):
+                    self._remove(db, key, token)
+                done += 1
+        return done == len(batches)
+
+    def announce(self, notice: bytes) -> bool:
+        told = self._index.read_only  # whoever cannot write has removed nothing
+        with self._failures.caught("announce"):
+            if not self._index.read_only:
+                self._notices.append(notice)
+                told = True
+        return told
+
+    def heard(self, since: Any) -> Heard | None:
+        try:
+            return self._notices.read(since)
+        except OSError as error:
+            self._failures.note("read notices", error)
+            return None
 
     def clear(self, model: bytes) -> None:
         if not self._index.read_only:

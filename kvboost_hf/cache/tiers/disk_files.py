@@ -1,4 +1,4 @@
-"""The files of the disk tier: one per blob, and one per blob that is being written.
+"""The files of the disk tier: one per blob, one per blob that is being written, and one of notices.
 
 Links are not followed, in whatever place: what is no folder or file of ours counts as not being there.
 
@@ -6,16 +6,22 @@ Whether a process will ever finish the file that it writes is told by its signat
 """
 
 import errno
+import fcntl
 import os
 import re
 import stat
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
+from typing import NamedTuple
+from uuid import uuid4
 from weakref import WeakSet
+
+from kvboost_hf.cache.tiers.notices import Heard
 
 _SUFFIX, _UNFINISHED = ".safetensors", ".tmp"
 _NAME = re.compile(rf"([0-9a-f]{{40}})(?:\{_SUFFIX}|\.([0-9a-f]{{32}})\{_UNFINISHED})")
@@ -189,3 +195,112 @@ def is_dead(token: str, host: str, pid: int, since: int) -> bool:
     except PermissionError:
         pass
     return False
+
+
+class _Place(NamedTuple):
+    """A place in a file.
+
+    Args:
+        seen: Device, inode, size and time of change of the file; None where there was none.
+        lineage: Names all files that followed one another.
+        offset: Bytes of all lines before the place, in all of these files.
+    """
+
+    seen: tuple[int, int, int, int] | None
+    lineage: bytes = b""
+    offset: int = 0
+
+
+_HEADER = re.compile(rb"kvboost_hf notices 1 ([0-9a-f]{32}) ([0-9]{20})\n")
+_HEADER_BYTES = len(f"kvboost_hf notices 1 {0:032} {0:020}\n")
+_MAX_FILE_BYTES = 8 * 2**20
+
+
+class NoticeFile:
+    """Notices in a file, a line each, which processes of one machine share.
+
+    A line has a checksum. When the file is too long, its last half takes its place.
+
+    Args:
+        path: The file; it is made when it is needed, for its owner only.
+        max_bytes: More are not kept.
+    """
+
+    def __init__(self, path: Path, max_bytes: int = _MAX_FILE_BYTES) -> None:
+        self._path, self._max_bytes = str(path), max_bytes
+
+    def append(self, notice: bytes) -> None:
+        """Add a notice. Raises OSError."""
+        with self._locked() as file:
+            size = os.fstat(file).st_size
+            header = _HEADER.fullmatch(os.pread(file, _HEADER_BYTES, 0))
+            start = b""
+            if header is None:
+                os.ftruncate(file, 0)
+                start = _header(uuid4().hex.encode(), 0)
+            elif os.pread(file, 1, size - 1) != b"\n":
+                start = b"\n"  # whoever wrote there was killed
+            os.write(file, start + b"%08x %s\n" % (zlib.crc32(notice), notice))
+            if header is not None and size > self._max_bytes:
+                self._shorten(file, header[1], int(header[2]))
+
+    def read(self, since: _Place | None) -> Heard:
+        """Notices since a place, or all for None. Raises OSError."""
+        try:
+            status = os.stat(self._path, follow_symlinks=False)
+        except FileNotFoundError:
+            return Heard(_Place(None), complete=since is None or since.seen is None)
+        seen = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        if since is not None and since.seen == seen:
+            return Heard(since)
+        with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            header = _HEADER.fullmatch(file.read(_HEADER_BYTES))
+            if header is None:  # being made, or made by somebody else
+                return Heard(since or _Place(None), complete=since is None or since.seen is None)
+            lineage, base = header[1], int(header[2])
+            known = since is None or since.lineage in (b"", lineage)
+            offset = base if since is None or not known else since.offset
+            end = base + os.fstat(file.fileno()).st_size - _HEADER_BYTES
+            complete = known and base <= offset <= end
+            offset = offset if complete else base
+            file.seek(_HEADER_BYTES + offset - base)
+            data = file.read()
+        data = data[: data.rfind(b"\n") + 1]
+        notices = []
+        for line in data.splitlines():
+            checksum, _, notice = line.partition(b" ")
+            if checksum == b"%08x" % zlib.crc32(notice):
+                notices.append(notice)
+            else:  # it may have told of anything
+                complete = False
+        return Heard(_Place(seen, lineage, offset + len(data)), notices, complete or since is None)
+
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        """The file, which nobody else writes to or replaces meanwhile."""
+        while True:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                own = os.fstat(file)
+                try:
+                    there = os.stat(self._path, follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino):
+                    yield file
+                    return
+            finally:
+                os.close(file)
+
+    def _shorten(self, file: int, lineage: bytes, base: int) -> None:
+        lines = os.pread(file, os.fstat(file).st_size, 0)[_HEADER_BYTES:]
+        cut = lines.find(b"\n", len(lines) // 2) + 1
+        beside = f"{self._path}.{uuid4().hex}.tmp"
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new:
+            new.write(_header(lineage, base + cut) + lines[cut:])
+        os.replace(beside, self._path)
+
+
+def _header(lineage: bytes, base: int) -> bytes:
+    return b"kvboost_hf notices 1 %s %020d\n" % (lineage, base)

@@ -93,13 +93,24 @@ class DiskIndex:
     @contextmanager
     def connected(self) -> Iterator[sqlite3.Connection]:
         """The connection, to read in."""
-        with self._lock, self._folder_locked():
+        with self._lock:
+            if self.is_closed:
+                raise sqlite3.ProgrammingError("It is closed.")
+            self._lock_folder()
+            if self._db is not None and self._file != _identity(self._path):
+                self._disconnect()  # from the folder, too: it may be another one
+                self._lock_folder()
             try:
                 yield self._db or self._connect()
             except sqlite3.DatabaseError as error:
                 if _is_damage(error) and not self.read_only:
                     self._replace(error)
                 raise
+            finally:
+                if self._db is None or self._folder_lock is None:
+                    self._disconnect()
+                else:
+                    fcntl.flock(self._folder_lock, fcntl.LOCK_UN)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -121,22 +132,6 @@ class DiskIndex:
 
     def __del__(self) -> None:
         self._disconnect()
-
-    @contextmanager
-    def _folder_locked(self) -> Iterator[None]:
-        if self.is_closed:
-            raise sqlite3.ProgrammingError("It is closed.")
-        self._lock_folder()
-        if self._db is not None and self._file != _identity(self._path):
-            self._disconnect()  # from the folder, too: it may be another one
-            self._lock_folder()
-        try:
-            yield
-        finally:
-            if self._db is None or self._folder_lock is None:
-                self._disconnect()
-            else:
-                fcntl.flock(self._folder_lock, fcntl.LOCK_UN)
 
     def _lock_folder(self) -> None:
         if self._folder_lock is None:

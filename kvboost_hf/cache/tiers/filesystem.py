@@ -4,10 +4,12 @@
     index/<root>/<key>.<start>.<bytes>      empty; what is kept can be listed without reading it
     chunks/<key>.entry                      the entry; where there is one, there is a blob
     heads/<head>/<time>-<key>               empty; what begins alike can be listed, newest last
+    notices/<time>-<id>                     a notice; listed once a second
 
 A list may name what is gone. An object under a head is then dropped when it is met.
 """
 
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,10 +17,15 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from fsspec.implementations.local import LocalFileSystem
+
 from kvboost_hf import forks
 from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, RemoteTier, without_secrets
+from kvboost_hf.cache.tiers.notices import Heard
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 
+_LISTED_EVERY_S = 1.0  # notices
+_MAX_NOTICES = 4096
 # Where a file can be seen while it is written, and renaming it is one step. Object stores show what is complete.
 _RENAMED = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs"})
 
@@ -140,9 +147,28 @@ class FilesystemTier(RemoteTier):
                 for key in sorted((key for key in keys if key in held), key=lambda key: -held[key].start):
                     held.move_to_end(key)
 
-    def _delete(self, keys: Sequence[bytes]) -> None:
+    def _delete(self, keys: Sequence[bytes]) -> bool:
         with self._changing:
             self._give_up([self._listed(entry) for entry in self._find(keys).values()])
+        return True
+
+    def _announce(self, notice: bytes) -> bool:
+        self._put(f"{self._base}/notices/{time.time_ns():016x}-{uuid4().hex}", notice)
+        return True
+
+    def _heard(self, since: tuple[float, frozenset[str]] | None) -> Heard:
+        """A place is when the notices were last listed, and their paths: clocks of others do not matter."""
+        now = time.monotonic()
+        listed_at, seen = since or (now - _LISTED_EVERY_S, frozenset())
+        if now - listed_at < _LISTED_EVERY_S:
+            return Heard(since)
+        listed = frozenset(self._fs.find(f"{self._base}/notices"))
+        new = sorted(listed - seen)
+        found = self._fs.cat(new, on_error="omit") if new else {}
+        if len(listed) > _MAX_NOTICES:
+            self._remove(sorted(listed)[: _MAX_NOTICES // 4])
+        complete = since is None or not seen or bool(seen & listed)
+        return Heard((now, listed), [found[path] for path in new if path in found], complete)
 
     def _count(self) -> tuple[int, int]:
         self._scan()
@@ -202,8 +228,11 @@ class FilesystemTier(RemoteTier):
         if not self._renames:
             self._fs.pipe_file(path, content)
             return
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         unfinished = f"{self._base}/unfinished-{uuid4().hex}"
+        if isinstance(self._fs, LocalFileSystem):
+            _put_privately(unfinished, path, content)
+            return
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         self._fs.pipe_file(unfinished, content)
         self._fs.mv(unfinished, path)
 
@@ -211,6 +240,20 @@ class FilesystemTier(RemoteTier):
         for path in paths:
             with suppress(FileNotFoundError):
                 self._fs.rm_file(path)
+
+
+def _put_privately(unfinished: str, path: str, content: bytes) -> None:
+    """Write a file of this machine for its owner alone, in folders that are made for its owner alone."""
+    folder, missing = os.path.dirname(path), []
+    while not os.path.isdir(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    for each in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(each, 0o700)
+    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    os.replace(unfinished, path)
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:

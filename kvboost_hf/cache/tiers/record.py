@@ -27,6 +27,7 @@ import torch
 import xxhash
 
 from kvboost_hf.cache.tiers.base import Entry, Failures, Kind, MadeWith, Tier
+from kvboost_hf.cache.tiers.notices import Heard, NoticeBoard
 
 _FORMAT = "kvboost_hf 1"
 _DTYPES = {
@@ -57,6 +58,7 @@ _NUMBERS = struct.Struct("<4sqq7I")  # that, start, bytes of the blob, and the l
 _log = getLogger(__name__)
 _PURPOSE = b"kvboost_hf sealed blob 1"  # a key that is used elsewhere, too, makes no seals there
 _SEAL_BYTES = 32
+_NOTICE = b"notice"  # in place of the key of a blob
 _LEAST_BYTES, _MOST_BYTES = 32, 4096  # of a key
 _REMEDY = "Make one with `(umask 077; openssl rand -out FILE 32)`."
 
@@ -366,8 +368,24 @@ class SealedTier:
     def touch(self, keys: Sequence[bytes]) -> None:
         self._tier.touch(keys)
 
-    def delete(self, keys: Iterable[bytes]) -> None:
-        self._tier.delete(keys)
+    def delete(self, keys: Iterable[bytes]) -> bool:
+        return self._tier.delete(keys)
+
+    def announce(self, notice: bytes) -> bool:
+        if not isinstance(self._tier, NoticeBoard):
+            return True
+        return self._tier.announce(self._seal(_NOTICE, [notice]).hex().encode() + notice)
+
+    def heard(self, since: Any) -> Heard | None:
+        """Notices with this seal; what others have written there is nothing."""
+        heard = self._tier.heard(since) if isinstance(self._tier, NoticeBoard) else Heard(None)
+        if heard is None:
+            return None
+        split = [(each[: 2 * _SEAL_BYTES], each[2 * _SEAL_BYTES :]) for each in heard.notices]
+        sealed = [
+            notice for seal, notice in split if hmac.compare_digest(seal, self._seal(_NOTICE, [notice]).hex().encode())
+        ]
+        return replace(heard, notices=sealed)
 
     def clear(self, model: bytes) -> None:
         self._tier.clear(model)

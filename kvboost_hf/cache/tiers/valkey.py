@@ -10,6 +10,7 @@ and is dropped from them when it is met.
     <prefix>:used           sorted set: keys, each with the bytes of its blob, by their last use
     <prefix>:hits           sorted set: keys by the number of their uses
     <prefix>:bytes          the sum of the bytes in `used`
+    <prefix>:notices        stream: notices, the newest 8,192 and some more
 """
 
 import time
@@ -17,10 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Guard, RemoteTier, without_secrets
+from kvboost_hf.cache.tiers.notices import Heard
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 
 _MAX_BLOB_BYTES = 512 * 2**20  # of one transaction the server takes no more than 1 GiB, unless it is told to
 _PIECE_BYTES = 2**20  # what has to get through within one timeout
+_MAX_NOTICES = 8192
 _VICTIMS = 64  # that are looked at in one request
 _SIZE_BYTES = 8
 _SECONDS_PER_TOKEN = 1e-6  # by which a later chunk counts as used earlier, so that it goes first
@@ -65,7 +68,8 @@ class ValkeyTier(RemoteTier):
         super().__init__("valkey", url, max_bytes, cooldown_s)
         self._writing = Guard(f"Writing to {self.location}", failures=_refusal(), cooldown_s=cooldown_s)
         self._prefix, self._ttl_ms = prefix, None if ttl_s is None else max(1, int(ttl_s * 1000))
-        self._used, self._hits, self._bytes = (f"{prefix}:{name}" for name in ("used", "hits", "bytes"))
+        names = ("used", "hits", "bytes", "notices")
+        self._used, self._hits, self._bytes, self._notices = (f"{prefix}:{name}" for name in names)
         self._guard.call(None, self._recount)
 
     def hits(self) -> Mapping[bytes, int]:
@@ -159,8 +163,23 @@ class ValkeyTier(RemoteTier):
             commands += self._expiries(entry)
         self._change(commands)
 
-    def _delete(self, keys: Sequence[bytes]) -> None:
-        self._drop([_member(entry) for entry in self._find(keys).values()])
+    def _delete(self, keys: Sequence[bytes]) -> bool:
+        found = self._find(keys)
+        return not found or self._drop([_member(entry) for entry in found.values()])
+
+    def _announce(self, notice: bytes) -> bool:
+        return bool(self._change([("XADD", self._notices, "MAXLEN", "~", _MAX_NOTICES, "*", "notice", notice)]))
+
+    def _heard(self, since: bytes | None) -> Heard:
+        """A place is the id of the last notice, which is still there if none behind it was given up."""
+        complete, start = True, since or b"-"
+        listed = self._ask([("XRANGE", self._notices, start, "+")])[0]
+        if since and (not listed or listed[0][0] != since):
+            complete, listed = False, self._ask([("XRANGE", self._notices, "-", "+")])[0]
+        elif since == b"":  # there was none
+            complete = len(listed) < _MAX_NOTICES
+        new = listed[1:] if since and complete else listed
+        return Heard(listed[-1][0] if listed else b"", [fields.get(b"notice", b"") for _, fields in new], complete)
 
     def _count(self) -> tuple[int, int]:
         chunks, nbytes = self._ask([("ZCARD", self._used), ("GET", self._bytes)])

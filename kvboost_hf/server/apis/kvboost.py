@@ -21,7 +21,7 @@ from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.http.guard import require_operator
 from kvboost_hf.server.http.turns import Turns, in_thread
 from kvboost_hf.server.jobs import Finished, Job, Keep, SamplingOptions, Session, SessionChange
-from kvboost_hf.server.protocol import QueueFullError
+from kvboost_hf.server.protocol import QueueFullError, UnreachableTierError
 from kvboost_hf.server.requests.texts import SessionRequest, WarmRequest
 from kvboost_hf.server.settings import prompt_salt
 
@@ -65,7 +65,11 @@ def session_routes(context: RouteContext) -> APIRouter:
         owner = _owner(context, request, key)
         # Earlier releases have kept a named session under a salt of its own.
         salt = prompt_salt(context.settings.salt, owner.decode() or None, id)
-        freed = _required(await run(request, partial(engine.drop_session, owner, id, salt)), id)
+        try:
+            freed = _required(await run(request, partial(engine.drop_session, owner, id, salt)), id)
+        except UnreachableTierError as error:
+            told = f"The session was removed here, but not from everywhere. {error} Send the request again."
+            raise ApiError(503, told, code="tier_unreachable") from None
         return {"object": "kv.session.deleted", "id": id, "deleted": True, "freed_bytes": freed}
 
     return router

@@ -112,12 +112,12 @@ class Intake:
 
     # Called by the engine's thread
 
-    def wait(self) -> bool:
-        """Wait until there is work; returns False once the intake is closed."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until there is work, or until a time is over; returns False once the intake is closed."""
         with self.changed:
             idle, window_s = not self._count(), self._limits.batch_window_ms / 1000
-            self.changed.wait_for(lambda: self._closed or self._count())
-            if idle and window_s:
+            self.changed.wait_for(lambda: self._closed or self._count(), timeout_s)
+            if idle and window_s and self._count():
                 self.changed.wait_for(lambda: self._closed or self._count() >= self._limits.max_batch_size, window_s)
             return not self._closed
 

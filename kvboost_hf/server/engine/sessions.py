@@ -1,12 +1,15 @@
 """`SessionTable`: the sessions that an engine knows, and `Pins`: what is kept, within a share for each client."""
 
 import math
+import re
 import time
+from base64 import b64decode, b64encode
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from itertools import count
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,25 +24,34 @@ from kvboost_hf.server.jobs import Job, Keep, Session, SessionChange
 
 _MOST_SESSIONS = 2048  # sessions of all clients
 _MOST_PINS = 1024  # pins of one client
+_ROOT = re.compile(r"[0-9a-f]{40}")
 
 
 class SessionTable:
     """Sessions of all clients, within a bound: the client with the most forgets the one that it used least recently.
+
+    Servers that share a tier tell each other which sessions there are, what is pinned of them and which were dropped.
+    Clients are named there by a hash.
 
     For the engine's thread alone.
 
     Args:
         runner: Has the store.
         clock: Seconds since 1970.
+        clients: Those whose sessions at other servers are listed before they ask here.
 
     Attributes:
         pins: What is pinned.
     """
 
-    def __init__(self, runner: ModelRunner, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, runner: ModelRunner, clock: Callable[[], float] = time.time, clients: Iterable[bytes] = ()
+    ) -> None:
         self.pins = Pins(clock)
         self._runner, self._clock = runner, clock
         self._sessions: dict[bytes, OrderedDict[str, SessionRecord]] = {}  # by client and id, the newest last
+        self._clients = {_name(client): client for client in clients}
+        self._strange: OrderedDict[tuple[str, str], list[dict[str, Any]]] = OrderedDict()  # of clients not known yet
 
     def __len__(self) -> int:
         return sum(map(len, self._sessions.values()))
@@ -75,29 +87,105 @@ class SessionTable:
 
     def _use(self, task: Task) -> SessionRecord:
         job, now = task.job, self._clock()
-        own, id = self._sessions.setdefault(job.client, OrderedDict()), session_id(job, self._runner.store.chunker)
+        session = self._record(job.client, session_id(job, self._runner.store.chunker), now)
+        self._sessions[job.client].move_to_end(session.id)
+        session.last_used = now
+        return session
+
+    def _record(self, client: bytes, id: str, now: float) -> SessionRecord:
+        self._meet(client)
+        own = self._sessions.setdefault(client, OrderedDict())
         if id not in own:
-            own[id] = SessionRecord(id, job.client, now, now)
-            if len(self) > _MOST_SESSIONS:
-                max(self._sessions.values(), key=len).popitem(last=False)
-        own.move_to_end(id)
-        own[id].last_used = now
+            self.restore(SessionRecord(id, client, now, now))
         return own[id]
+
+    def restore(self, session: SessionRecord) -> None:
+        """Enter a session, also one that was dropped."""
+        self._sessions.setdefault(session.client, OrderedDict())[session.id] = session
+        if len(self) > _MOST_SESSIONS:
+            max(self._sessions.values(), key=len).popitem(last=False)
 
     def _note(self, task: Task) -> None:
         cache = task.cache
         if task.session is not None and cache is not None and cache.root is not None:
-            task.session.note_text(cache.root, task.job.ids, self._runner.store.chunker, cache.content_keys)
+            store, session = self._runner.store, task.session
+            if session.note_text(cache.root, task.job.ids, store.chunker, cache.content_keys):
+                self._tell_session(session)
+
+    # What other servers are told, and tell
+
+    def _tell_session(self, session: SessionRecord) -> None:
+        heads = [b64encode(head).decode() for head in session.heads]
+        roots, pieces = sorted(root.hex() for root in session.roots), session.has_pieces
+        known = {"since": session.first_seen, "roots": roots, "heads": heads, "pieces": pieces}
+        self._announce("session", session.client, session.id, known, soon=True)
+
+    def tell_dropped(self, client: bytes, id: str, roots: Iterable[bytes]) -> None:
+        """Have others drop a session, before returning. Any thread may call it."""
+        self._announce("drop", client, id, {"roots": sorted(root.hex() for root in roots)})
+
+    def _announce(self, kind: str, client: bytes, id: str, more: Mapping[str, Any], *, soon: bool = False) -> None:
+        store = self._runner.store
+        if store.is_shared:
+            store.announce({"kind": kind, "client": _name(client), "session": id, **more}, soon=soon)
+
+    def hear(self, tasks: Sequence[Task]) -> None:
+        """Do what other servers have told since the last time, also to tasks under way."""
+        for notice in self._runner.store.hear(take=True):
+            match notice:
+                case {"kind": "session" | "keep" | "drop", "client": str(name), "session": str(id)}:
+                    if name in self._clients:
+                        self._heed(self._clients[name], id, notice, tasks)
+                    else:
+                        self._strange.setdefault((name, id), []).append(notice)
+                        if len(self._strange) > _MOST_SESSIONS:
+                            self._strange.popitem(last=False)
+
+    def _meet(self, client: bytes) -> None:
+        """Do what was told of a client before it was known."""
+        name = _name(client)
+        if name not in self._clients:
+            self._clients[name] = client
+            for each in [each for each in self._strange if each[0] == name]:
+                for notice in self._strange.pop(each):
+                    self._heed(client, each[1], notice, ())
+
+    def _heed(self, client: bytes, id: str, notice: dict[str, Any], tasks: Sequence[Task]) -> None:
+        store = self._runner.store
+        match notice:
+            case {"kind": "session", "since": int() | float() as since, "roots": list(roots), "heads": list(heads)}:
+                session = self._record(client, id, min(since, self._clock()))
+                for root in filter(None, map(_key, roots)):
+                    for head in filter(None, map(_decoded, heads)):
+                        pieces = notice.get("pieces") is True
+                        session.note(root, np.frombuffer(head, np.int64), pieces=pieces)
+            case {"kind": "keep", "keep": keep, "priority": int() | None as priority}:
+                self._record(client, id, self._clock())
+                self._change(client, id, SessionChange(keep=_keep(keep), priority=priority))
+            case {"kind": "drop", "roots": list(roots)}:
+                own, heads_of_all = self.drop(client, id, [root for root in map(_key, roots) if root], tasks)
+                held = store.held(own.under(heads_of_all))
+                store.discard(own.keys(held, heads_of_all, lost=False))
 
     # What clients ask
 
     def of(self, client: bytes | None, id: str | None) -> list[SessionRecord]:
         """Sessions of a client, or of all; one of them, or all. Those used last come first."""
+        if client is not None:
+            self._meet(client)
         found = [each for each in self._all() if client in (None, each.client) and id in (None, each.id)]
         return sorted(found, key=lambda each: -each.last_used)
 
     def change(self, client: bytes, id: str, change: SessionChange) -> SessionRecord | None:
-        """Change what is kept of a session; None if there is none."""
+        """Change what is kept of a session, here and at other servers; None if there is none."""
+        self._meet(client)
+        session = self._change(client, id, change)
+        if session is not None:
+            keep = asdict(change.keep) if isinstance(change.keep, Keep) else change.keep
+            self._announce("keep", client, id, {"keep": keep, "priority": change.priority})
+        return session
+
+    def _change(self, client: bytes, id: str, change: SessionChange) -> SessionRecord | None:
         session = self._find(client, id)
         if session is None:
             return None
@@ -115,14 +203,20 @@ class SessionTable:
             self.pins.keep_session(store, client, id, keys, change.keep, session.priority or 0)
         return session
 
-    def drop(self, client: bytes, id: str, salt: bytes, tasks: Sequence[Task]) -> tuple[Belongings, Heads]:
+    def drop(self, client: bytes, id: str, roots: Iterable[bytes], tasks: Sequence[Task]) -> tuple[Belongings, Heads]:
         """Forget a session; what its tasks under way hold is not stored.
+
+        Args:
+            client: Whose it is.
+            id: Its name.
+            roots: All that is stored under these is the session's, too.
+            tasks: All tasks under way.
 
         Returns:
             What is to be removed, and how the prompts of the client begin.
         """
-        session, root, heads = self._find(client, id), self._runner.root_of(salt), self.heads(client)
-        roots = frozenset([root] if root is not None else ())
+        self._meet(client)
+        session, heads, roots = self._find(client, id), self.heads(client), frozenset(roots)
         if session is None:
             return Belongings(id, roots), heads
         del self._sessions[client][id]
@@ -345,6 +439,31 @@ class Pins:
         if not pins:
             del self._pins[client]
         store.let_go(pin.holder)
+
+
+def _name(client: bytes) -> str:
+    """Names a client to those who know it."""
+    return blake2b(client, digest_size=20, person=b"kvboost client").hexdigest()
+
+
+def _key(text: object) -> bytes | None:
+    return bytes.fromhex(text) if isinstance(text, str) and _ROOT.fullmatch(text) else None
+
+
+def _decoded(text: object) -> bytes | None:
+    """Token ids as they were told; None for what is none."""
+    try:
+        ids = b64decode(text, validate=True) if isinstance(text, str) else b""
+    except ValueError:
+        return None
+    return ids if ids and len(ids) % 8 == 0 else None
+
+
+def _keep(told: object) -> Keep | Literal[False] | None:
+    match told:
+        case {"ttl_s": int() | float() | None as ttl_s, "share": int() | float() as share} if 0 < share <= 1:
+            return Keep(ttl_s=ttl_s, share=share)
+    return False if told is False else None
 
 
 def _bytes(store: ChunkStore, pins: Collection[Pin]) -> int:

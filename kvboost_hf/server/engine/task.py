@@ -29,6 +29,7 @@ from kvboost_hf.server.jobs import (
 )
 
 _log = logging.getLogger("kvboost_hf.server")
+_MOST_HEADS = 64
 _MOST_PIECES = 256  # whose keys are remembered
 _ID_BYTES = 12
 MORE_TOKENS = 256  # of a long answer, that memory is kept for at a time
@@ -47,6 +48,7 @@ class SessionRecord:
         keep: What to pin of each of its prompts, as was asked afterwards.
         priority: The priority of the session's pins, as was asked afterwards; None for that of each job.
         roots: Where its K/V begins.
+        heads: The first chunks of its prompts, by their bytes; the newest 64.
     """
 
     id: str
@@ -60,12 +62,12 @@ class SessionRecord:
     keep: Keep | None = None
     priority: int | None = None
     roots: set[bytes] = field(default_factory=set)
-    _head: Tokens | None = None
+    heads: dict[bytes, Tokens] = field(default_factory=dict)
     _pieces: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
     _has_more_pieces: bool = False
 
-    def note_text(self, root: bytes, ids: Sequence[int], chunker: Chunker, pieces: frozenset[bytes]) -> None:
-        """Note that K/V of a text has been stored.
+    def note_text(self, root: bytes, ids: Sequence[int], chunker: Chunker, pieces: frozenset[bytes]) -> bool:
+        """Note that K/V of a text has been stored; tells whether others need to know.
 
         Args:
             root: Where it begins.
@@ -73,19 +75,33 @@ class SessionRecord:
             chunker: Cuts it.
             pieces: Keys of what was stored of it to be found by content.
         """
-        self.roots.add(root)
-        if self._head is None:
-            self._head = first_chunk(ids, chunker).copy()
+        head = first_chunk(ids, chunker)
+        new = root not in self.roots or head.tobytes() not in self.heads or bool(pieces and not self.has_pieces)
+        self.note(root, head)
         self._pieces |= dict.fromkeys(pieces, root)
         while len(self._pieces) > _MOST_PIECES:
             self._pieces.popitem(last=False)
             self._has_more_pieces = True
+        return new
+
+    def note(self, root: bytes, head: Tokens, *, pieces: bool = False) -> None:
+        """Note how prompts begin, and whether there are pieces whose keys are not known."""
+        self.roots.add(root)
+        self.heads.setdefault(head.tobytes(), head.copy())
+        while len(self.heads) > _MOST_HEADS:
+            del self.heads[next(iter(self.heads))]
+        self._has_more_pieces = self._has_more_pieces or pieces
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether something of it is found by its content."""
+        return bool(self._pieces) or self._has_more_pieces
 
     def add_to(self, heads: Heads) -> None:
         """Add how its prompts begin."""
-        if self._head is not None:
+        for head in self.heads.values():
             for root in self.roots:
-                heads.add(root, self._head, self.id)
+                heads.add(root, head, self.id)
 
     @property
     def belongings(self) -> Belongings:

@@ -35,11 +35,12 @@ from kvboost_hf.server.engine.task import MORE_TOKENS, SessionRecord, Task
 from kvboost_hf.server.generation.sampling import choose_rows
 from kvboost_hf.server.generation.speculation import Drafts
 from kvboost_hf.server.jobs import ConstraintError, FinishReason, Job, Listener, Session, SessionChange, TokenLogprob
-from kvboost_hf.server.protocol import UNLIMITED, DrainingError, ModelCard, TooLongError
+from kvboost_hf.server.protocol import UNLIMITED, DrainingError, ModelCard, TooLongError, UnreachableTierError
 
 _log = logging.getLogger("kvboost_hf.server")
 
 _FORWARDS = 8  # of short prompts between two tokens of the answers, at most
+_HEARD_EVERY_S = 1.0  # what others who share a tier have removed, while nobody asks
 _LOOKED_UP = 8  # prompts between two forwards, at most: each takes a millisecond
 
 
@@ -56,6 +57,7 @@ class ModelEngine:
         draft: A smaller model with the same vocabulary, which drafts tokens for a job that runs alone; None for no
             drafts.
         draft_trees: The size of its trees of drafts; None for the default.
+        clients: Names of clients whose sessions at other servers with the same tiers are to be listed before they ask.
         clock: Seconds since 1970, for what is kept of sessions.
         limits: The fields of `EngineLimits`, such as `max_batch_size`.
 
@@ -74,6 +76,7 @@ class ModelEngine:
         live_quant: KVQuantConfig | None = None,
         draft: PreTrainedModel | None = None,
         draft_trees: DraftTreeConfig | None = None,
+        clients: Sequence[bytes] = (b"",),
         clock: Callable[[], float] = time.time,
         **limits: Any,
     ) -> None:
@@ -87,7 +90,7 @@ class ModelEngine:
         reason = self._runner.lending_reason
         drafts = Drafts.of(model, reason, draft, draft_trees) if draft is not None else None
         self._ahead = Speculation(self._runner, drafts)
-        self._intake, self._sessions = Intake(self._limits), SessionTable(self._runner, clock)
+        self._intake, self._sessions = Intake(self._limits), SessionTable(self._runner, clock, clients)
         self._prefill, self._decoding = Prefill(self._runner), Decoding(self._runner)
         self._counts: Counter[str] = Counter()
         self._tiers: Counter[str] = Counter()
@@ -149,6 +152,7 @@ class ModelEngine:
         table = self._sessions
 
         def look() -> tuple[list[tuple[SessionRecord, Belongings]], Heads]:
+            table.hear(self._intake.begun)
             return [(each, each.belongings) for each in table.of(client, id)], table.heads(client)
 
         found, heads = self._intake.call(look)
@@ -157,19 +161,33 @@ class ModelEngine:
         return self._intake.call(lambda: [table.figures(session, nbytes) for (session, _), nbytes in records])
 
     def change_session(self, client: bytes, id: str, change: SessionChange) -> Session | None:
-        if self._intake.call(lambda: self._sessions.change(client, id, change)) is None:
+        def make() -> SessionRecord | None:
+            self._sessions.hear(self._intake.begun)
+            return self._sessions.change(client, id, change)
+
+        if self._intake.call(make) is None:
             return None
         return next(iter(self.sessions(client, id)), None)
 
     def drop_session(self, client: bytes, id: str, salt: bytes) -> dict[str, int] | None:
+        table, root = self._sessions, self._runner.root_of(salt)
+        roots = [] if root is None else [root]
 
-        def drop() -> tuple[bool, Belongings, Heads]:
-            known = bool(self._sessions.of(client, id))
-            return known, *self._sessions.drop(client, id, salt, self._intake.begun)
+        def drop() -> tuple[SessionRecord | None, Belongings, Heads]:
+            table.hear(self._intake.begun)
+            known = next(iter(table.of(client, id)), None)
+            return known, *table.drop(client, id, roots, self._intake.begun)
 
         known, own, heads = self._intake.call(drop)
         freed = self.store.remove(own.under(heads), lambda records: own.keys(records, heads, lost=True))
-        return freed if known or freed else None
+        if known is None and not freed:
+            return None
+        table.tell_dropped(client, id, own.roots)
+        if tiers := self.store.owing:
+            if known is not None:
+                self._intake.call(lambda: table.restore(known))
+            raise UnreachableTierError(tiers)
+        return freed
 
     def stats(self) -> dict[str, Any]:
         """Current figures, as numbers, strings, and dicts of them."""
@@ -207,9 +225,13 @@ class ModelEngine:
 
     @torch.no_grad()
     def _run(self) -> None:
-        while self._intake.wait():
+        heard = 0.0
+        while self._intake.wait(_HEARD_EVERY_S if self.store.is_shared else None):
             try:
                 self._sessions.pins.expire(self.store)
+                if time.monotonic() >= heard + _HEARD_EVERY_S:
+                    self._sessions.hear(self._intake.begun)
+                    heard = time.monotonic()
                 self._intake.answer_calls()
                 self._take_up()
                 self._embed()
@@ -229,9 +251,15 @@ class ModelEngine:
         """Make room by ending tasks, and give it to others. Nobody waits longer for it than for one forward."""
         self._end_those_that_must()
         self._give_long_answers_room()
-        for task in self._intake.unseen(_LOOKED_UP):
+        unseen = self._intake.unseen(_LOOKED_UP)
+        if unseen:  # before it is looked up what serves them
+            self._sessions.hear(self._intake.begun)
+        for task in unseen:
             task.known = self._runner.known(task)
-        self._prefill.add(self._intake.admit())
+        admitted = self._intake.admit()
+        if admitted:
+            self._sessions.hear(self._intake.begun)
+        self._prefill.add(admitted)
 
     def _end_those_that_must(self) -> None:
         """End the tasks that were cancelled or have timed out."""
@@ -373,6 +401,7 @@ class ModelEngine:
         """Store the K/V of a task."""
         try:
             self._decoding.sync(task)
+            self._sessions.hear(self._intake.begun)
             if task.cache is not None:
                 if task.report is not None:
                     task.note_report()
