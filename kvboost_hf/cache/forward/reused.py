@@ -37,8 +37,8 @@ from kvboost_hf.compat import LAST, Shown, cache_argument, difference, run_model
 
 _log = logging.getLogger("kvboost_hf")
 NOT_SHOWN = (
-    "`output_hidden_states` was passed, and the model has run its decoder past the hooks by which the cache adds hidden "
-    "states of reused tokens. Pass ReusePolicy(keep_hidden_states=False), so that such prompts are computed whole."
+    "`output_hidden_states` was passed, and the model has run its decoder past the hooks by which the cache adds "
+    "those of reused tokens. Pass ReusePolicy(keep_hidden_states=False), so that such prompts are computed whole."
 )
 
 

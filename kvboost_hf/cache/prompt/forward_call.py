@@ -372,13 +372,15 @@ def _wanted_of_each_token(
         in_tuple = kwargs.get("return_dict") is False or not model.config.return_dict
         found = "`return_dict` is False" if in_tuple else hidden_of(value)
         if isinstance(found, str):
-            reason = f", and {found}"
+            reason = found
         else:
             hidden, shown = found, ""
     if asked and not shown:
         _, shown = next(iter(asked.values()))
+    if shown and reason:
+        return (), f"`{shown}` returns something of each token, and {reason}"
     if shown:
-        return (), f"`{shown}` returns something of each token{reason or ''}"
+        return (), f"`{shown}` returns something of each token"
     return hidden, GRADIENTS if gradients_enabled(model) else None
 
 
