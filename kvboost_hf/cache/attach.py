@@ -19,7 +19,7 @@ from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.identity.versions import PREPARE_CACHE
 from kvboost_hf.cache.live.compiled import static_reason
-from kvboost_hf.cache.live.decoding_form import AUTO, GROWS, NOT_ON_GPU, MaxCacheLen, compiles
+from kvboost_hf.cache.live.decoding_form import AUTO, GROWS, NOT_ON_GPU, MaxCacheLen
 from kvboost_hf.cache.prompt.forward_call import (
     ALL_LOGITS,
     GRADIENTS,
@@ -29,10 +29,9 @@ from kvboost_hf.cache.prompt.forward_call import (
     logits_kept,
     wants_all_logits,
 )
-from kvboost_hf.cache.prompt.generate_call import at_end, calling
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.compat import CACHE, cache_in, known_reason, require_model, unwrapped
+from kvboost_hf.compat import CACHE, at_end, cache_in, calling, known_reason, require_model, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 Salt = str | bytes | None
@@ -104,7 +103,7 @@ class _Attachment:
     def _in_a_graph(self, model: PreTrainedModel) -> ChunkReuseCache | None:
         """This thread's cache for calls that decode in a graph, or None for one that does not."""
         call, of_thread = calling(), self._of_thread
-        if not compiles(model, call):
+        if not call.compiles(model):
             of_thread.eager_reason = NOT_ON_GPU
             return None
         self._finish_last()

@@ -11,6 +11,7 @@ from kvboost_hf.compat import (
     cache_argument,
     cache_in,
     cache_layers,
+    calls,
     decoder_layers,
     forward_arguments,
     generate_frame,

@@ -39,6 +39,7 @@ from kvboost_hf.cache.forward.running import (
     Forward,
     PromptColumns,
     Request,
+    Settled,
     Step,
     Unrecorded,
     least_of_prompt,
@@ -57,12 +58,12 @@ from kvboost_hf.cache.prompt.forward_call import (
     read_forward,
     returns_of_each_token,
 )
-from kvboost_hf.cache.prompt.generate_call import in_prefill
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import (
     attn_implementation,
     cache_argument,
     has_own_cache,
+    in_prefill,
 )
 from kvboost_hf.handles import ATTENTION
 
@@ -275,7 +276,11 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     repair: Callable[[], None] | None = None
     if ledger.blended is not None and may_repair(live):
         repair = partial(repair_more, live, model, new * columns_per_token(live))
-    return Step(parts, held, inputs, mask, repair)
+    settled: Settled | None = None
+    if request.is_step and not request.carries and ledger.blended is None and mask is None:
+        if not (live.stateful or live.length_matters or live.static is not None):
+            settled = Settled.of(request, live.hands_out)
+    return Step(parts, held, inputs, mask, repair, settled)
 
 
 def _piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Forward:

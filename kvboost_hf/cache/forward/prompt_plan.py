@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.costs import pieces
+from kvboost_hf.cache.costs import PIECE, pieces
 from kvboost_hf.cache.forward.admission import MOVED_HIDDEN, Admitted, adds_mask, reason_against_short_hits
 from kvboost_hf.cache.forward.loading import can_overlap, is_worth_overlapping
 from kvboost_hf.cache.forward.moved import Moving, plan_moved
@@ -18,7 +18,7 @@ from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment, plan_batch
 from kvboost_hf.cache.prompt.forward_call import ForwardInputs, common_columns
-from kvboost_hf.cache.prompt.media import Prompt
+from kvboost_hf.cache.prompt.token_log import Prompt
 from kvboost_hf.compat import attn_implementation, hidden_states_reason, hook_hidden_states, weights_come_and_go
 from kvboost_hf.handles import ATTENTION
 
@@ -285,7 +285,7 @@ def _state_cuts(
     spacing = spacing_of(prompt.inputs.input_ids.device)
     spaced = {
         column
-        for column in range(plan.filled + spacing, border, spacing)
+        for column in range(plan.filled + spacing, limit, spacing)
         if all(abs(column - other) >= spacing // 2 for other in wanted)
     }
     earliest = max(
@@ -314,7 +314,7 @@ def _state_cuts(
 
 def _mask_cuts(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, prompt: PromptColumns) -> list[int]:
     """Columns at which to begin a new forward, where attention needs a mask behind what is reused."""
-    if plan.filled and adds_mask(parts, model, plan, prompt.inputs):
+    if plan.filled and prompt.limit > plan.filled + PIECE and adds_mask(parts, model, plan, prompt.inputs):
         return pieces(plan.filled, prompt.limit)
     return []
 

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from kvboost_hf.cache.costs import ComputePace
+from kvboost_hf.cache.costs import LEAST_TOKENS, ComputePace
 from kvboost_hf.cache.forward.fill import compute_columns, fill_layers, run_ahead
 from kvboost_hf.cache.forward.loading import Loading
 from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer
@@ -30,7 +30,7 @@ from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import PIECE, Tokens
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ReusePlan, RowPlan, plan_shared
 from kvboost_hf.cache.planning.report import BATCH, Tally, miss_report
-from kvboost_hf.cache.prompt.forward_call import Kwargs, returns_of_each_token, without_router_logits
+from kvboost_hf.cache.prompt.forward_call import OF_MEDIA, Kwargs, returns_of_each_token, without_router_logits
 from kvboost_hf.cache.prompt.media import narrow_media
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import LAST, Shown, cache_argument, difference, run_model, tolerance
@@ -270,7 +270,8 @@ class Reused(Forward):
         model = self.parts.binding.model()
         if model is not None and self._loading is None and self._prompt.inputs.input_ids.device.type == "cpu":
             tokens = len(self._prompt.ids) * (self._prompt.columns - self.length)
-            ComputePace.of(model).observe(tokens, time.perf_counter() - self._began)
+            if tokens >= LEAST_TOKENS:
+                ComputePace.of(model).observe(tokens, time.perf_counter() - self._began)
 
     def _audit(self, ledger: Ledger, kwargs: Kwargs, output: Any) -> Any:
         """Compute the prompt a second time; returns the output to give in place of `output`, if it was wrong."""
@@ -357,7 +358,8 @@ def _narrow(model: PreTrainedModel, settings: Kwargs, kwargs: Kwargs, prompt: Pr
     if served == 0:
         return kwargs
     inputs = prompt.inputs
-    narrowed = {**narrow_media(model, kwargs, prompt.new, served), **without_router_logits(settings, kwargs)}
+    shown = kwargs if OF_MEDIA.isdisjoint(kwargs) else narrow_media(model, kwargs, prompt.new, served)
+    narrowed = {**shown, **without_router_logits(settings, kwargs)}
     narrowed["input_ids"] = _own(inputs.input_ids[:, served:])
     if inputs.position_ids is not None:
         narrowed["position_ids"] = _own(inputs.position_ids[..., served:])

@@ -23,9 +23,9 @@ from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, default_store, s
 from kvboost_hf.compat import (
     LAST,
     OwnHooks,
-    autocast,
     hidden_form,
     known_hidden_states_reason,
+    precision_readers,
     probe_reason,
     require_cache,
 )
@@ -67,7 +67,7 @@ class Binding:
             self.hidden_layers = (LAST,)
         self._mark = mark(live_quant) if live_quant is not None else b""
         self._hooks = 0, 0  # that anybody, and that others, had registered when the root was last read
-        self._precision: Hashable = None  # of autocast, then
+        self._precision: list[Any] = []  # of autocast, then
         self._facts: dict[Hashable, Any] = {}  # of the model, when it was last looked at
 
     @classmethod
@@ -166,7 +166,7 @@ class Binding:
         if model is None or fingerprint is None:
             return None
         seen = fingerprint.look(model)
-        self._precision, self._facts = seen.switches[0], seen.facts
+        self._precision, self._facts = [read() for read in precision_readers()], seen.facts
         return seen
 
     def fact(self, model: PreTrainedModel, find: Callable[[Any], T]) -> T:
@@ -216,7 +216,7 @@ class Binding:
     @property
     def looks_changed(self) -> bool:
         """Whether hooks or autocast are others than when the root was last read. Cheap enough for each token."""
-        return self.has_new_hooks or self._precision != autocast()
+        return self.has_new_hooks or self._precision != [read() for read in precision_readers()]
 
     @property
     def may_change_within_a_forward(self) -> bool:

@@ -374,7 +374,7 @@ def copier(
         return copy_columns(layers, row, start, stop, form, at_start=at_start)
 
     nbytes = form.nbytes(layers, stop - start, at_start=at_start)
-    return nbytes, copy_kv if start >= max(layer.first for layer in layers) else None
+    return nbytes, copy_kv if start >= max([layer.first for layer in layers]) else None
 
 
 def offer_content(

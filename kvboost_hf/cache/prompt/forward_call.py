@@ -20,7 +20,6 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.hooks import FORWARD_WATCH, note_call
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.prompt.generate_call import in_generate, outputs_read, reads_last_logits
 from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
 from kvboost_hf.cache.prompt.token_log import computed_positions
 from kvboost_hf.compat import (
@@ -31,9 +30,12 @@ from kvboost_hf.compat import (
     cache_in,
     checkpointing_reason,
     forward_arguments,
+    in_generate,
     keeps_positions,
     key_rotation,
+    outputs_read,
     own_hook,
+    reads_last_logits,
     take_newest_name,
     with_cache_by,
 )

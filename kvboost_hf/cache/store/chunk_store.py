@@ -138,6 +138,8 @@ class ChunkStore:
         self.beginning, self.pin, self.let_go = records.beginning, records.pin, records.let_go
         self.pinned_bytes, self.has_pinned = records.pinned_bytes, records.has_pinned
         self.hidden_kinds: tuple[tuple[int, ...], ...] = ()  # the layers whose hidden states were kept of some text
+        self._follower = weakref.ref(ModelState.of(model).fingerprint)  # it may hold hooks that hold the model
+        self._last: tuple[tuple[Any, ...], bytes] | None = None  # what the last root was derived from, and it
         self._roots: Roots | None = Roots(self._records.history, self._records.lower, self._records.drop)
         if lower:  # now, for it takes a moment
             ComputePace.of(model).seconds_per_token(model)
@@ -175,10 +177,21 @@ class ChunkStore:
             return None
         if hidden_layers and hidden_layers not in self.hidden_kinds:
             self.hidden_kinds = (*self.hidden_kinds[1 - _MOST_KINDS :], hidden_layers)
-        how: dict[str, Any] = {"read_all": read_all, "hidden_layers": hidden_layers, "seen": seen}
-        model = self._require_model()
+        model, codec = self._require_model(), self._reader.codec.name
+        follower = self._follower() or ModelState.of(model).fingerprint
         with self._lock:
-            return self._roots.root(model, salt, regime, self._reader.codec.name, **how)
+            found = follower.durable(model, full=read_all, found=seen) if self._roots.last else None
+            if isinstance(found, str):
+                self._roots.note_reason(found)
+            durable = isinstance(found, bytes)
+            if not isinstance(found, bytes):
+                found = follower.current(model, full=read_all, found=seen)
+            derived_from = found, salt, regime, codec, read_all, hidden_layers, follower.age
+            if self._last is None or self._last[0] != derived_from:
+                how: dict[str, Any] = {"read_all": read_all, "hidden_layers": hidden_layers, "durable": durable}
+                root = self._roots.derive(model, found, salt, regime, codec, age=follower.age, **how)
+                self._last = derived_from, root
+            return self._last[1]
 
     def without_room(self, *, with_roots: bool = True) -> "ChunkStore":
         """A store that takes no chunks in: its caches compute, and keep, all columns.

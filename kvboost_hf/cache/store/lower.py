@@ -7,14 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs.base import Codec
-from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import library_versions
-from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
 from kvboost_hf.cache.kv.model_form import ChunkForms, ModelForm, read_kv, read_states
@@ -306,67 +304,66 @@ class Roots:
         history: Remembers the salt of each root.
         lower: Registers roots that other processes derive, too.
         drop: Drops all that is stored under some roots.
+
+    Attributes:
+        last: They are to be the same in every process, where that can be.
     """
 
     def __init__(self, history: History, lower: LowerMemory, drop: Callable[[set[bytes]], None]) -> None:
         self._history, self._lower, self._drop = history, lower, drop
-        self._lasts = bool(lower)  # there are tiers that other processes may read
+        self.last = bool(lower)  # there are tiers that other processes may read
         self._age = -1, -1  # of the model
         self._passing: set[bytes] = set()  # roots that last as long as it stays as it is
         self._warned: set[str] = set()
-        self._last: tuple[tuple[Any, ...], bytes] | None = None  # what the last root was derived from, and it
 
-    def root(
+    def derive(
         self,
         model: PreTrainedModel,
+        fingerprint: bytes,
         salt: bytes,
         regime: bytes,
         codec: str,
         *,
         read_all: bool,
         hidden_layers: tuple[int, ...],
-        seen: ModelParts | None = None,
+        durable: bool,
+        age: tuple[int, int],
     ) -> bytes:
-        """The root of a model as it is now.
+        """The root of a model as it is now, which `ChunkStore.root` asks for where something is new.
 
         Args:
             model: The model.
+            fingerprint: That of the model.
             salt: Whose prompts they are.
             regime: Names the rotary frequencies, and what the live cache computes over.
             codec: Name of the store's codec.
-            read_all: Read every weight to tell whether one has changed.
+            read_all: Every weight was read to tell whether one has changed.
             hidden_layers: The layers whose hidden states are kept beside K/V, by their numbers or `LAST`.
-            seen: What was just found in the model, or None to look at it.
+            durable: The fingerprint is the same in other processes.
+            age: That of the model's fingerprint.
         """
-        follower = ModelState.of(model).fingerprint
-        fingerprint = follower.durable(model, full=read_all, found=seen) if self._lasts else None
-        if durable := isinstance(fingerprint, bytes):
-            found = fingerprint
-        else:
-            if isinstance(fingerprint, str) and fingerprint not in self._warned:
-                self._warned.add(fingerprint)
-                _log.warning("K/V of this model is kept in host memory only: %s in other processes.", fingerprint)
-            found = follower.current(model, full=read_all, found=seen)
-        derived_from = found, salt, regime, codec, read_all, hidden_layers, follower.age
-        if self._last is not None and self._last[0] == derived_from:
-            return self._last[1]
         kept = b"hidden states" if hidden_layers else b""
         if hidden_layers not in ((), (LAST,)):  # of the last ones alone, releases that knew no others did not say it
             kept += f" of {hidden_layers}".encode()
-        root = root_key(found, salt, regime + codec.encode() + kept)
+        root = root_key(fingerprint, salt, regime + codec.encode() + kept)
         self._history.note_root(root, salt)
         if not durable and not read_all:
-            if follower.age != self._age:
+            if age != self._age:
                 self._drop(self._passing)
-                self._age, self._passing = follower.age, set()
+                self._age, self._passing = age, set()
             self._passing.add(root)
         if durable:
             if not self._lower.keeps(root):
                 made_with = MadeWith(codec, regime.decode("latin-1"), attn_implementation(model), versions())
                 self._lower.keep(root, made_with)
-            self._lower.note_root(root, found, hidden_layers=hidden_layers)
-        self._last = derived_from, root
+            self._lower.note_root(root, fingerprint, hidden_layers=hidden_layers)
         return root
+
+    def note_reason(self, reason: str) -> None:
+        """Say once why K/V of the model stays in host memory, though there are tiers."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            _log.warning("K/V of this model is kept in host memory only: %s in other processes.", reason)
 
 
 @cache

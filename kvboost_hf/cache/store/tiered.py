@@ -226,7 +226,8 @@ class TieredRecords:
         """Count what served a prompt, whether any of it was moved, and whether a look-up failed after it."""
         used: list[Stored] = [*chunks, *([states] if states is not None else [])]
         with self.lock:
-            self.memory.use([each.key for each in used], by_content=moved)
+            if used or self.memory.order.passed:  # else a prompt changes nothing
+                self.memory.use([each.key for each in used], by_content=moved)
             self.counts["hits"] += len(chunks)
             self.counts["misses"] += missed
             if chunks:
