@@ -31,6 +31,7 @@ from kvboost_hf.compat import (
     KeyRotation,
     LayerRotation,
     PrivateCache,
+    Shown,
     attn_implementation,
     cache_layers,
     input_device,
@@ -89,15 +90,15 @@ class ModelForm:
     states: tuple[StateForm | None, ...]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, *, keeps_hidden: bool = False) -> "ModelForm | None":
+    def of(cls, model: PreTrainedModel, *, hidden_layers: tuple[int, ...] = ()) -> "ModelForm | None":
         """That of a model as it is now, by a forward over a few tokens; None where that fails, as no reuse is safe.
 
         Args:
             model: The model.
-            keeps_hidden: Hidden states are kept beside K/V, which are a layer of their own.
+            hidden_layers: The layers whose hidden states are kept beside K/V, as a layer of their own.
         """
         try:
-            layers, ids = make_layers(model, keeps_hidden=keeps_hidden), probe_ids(model)
+            layers, ids = make_layers(model, hidden_layers=hidden_layers), probe_ids(model)
             with torch.no_grad():
                 probe_logits(model, ids, private_cache(layers))
                 columns = tuple(_column_forms(layer, ids.shape[1]) for layer in layers)
@@ -349,21 +350,21 @@ def make_layers(
     model: PreTrainedModel,
     live_quant: KVQuantConfig | None = None,
     *,
-    keeps_hidden: bool = False,
+    hidden_layers: tuple[int, ...] = (),
     contiguous: bool = False,
 ) -> list[ReuseLayer]:
     """Our layers for a model that `compat` has found to be served.
 
     With `live_quant`, those of full attention hold codes, but for the first and the last ones. Without it, and where
     `kvboost_fa2` can read chunks where they are, they leave them there, unless they are to be `contiguous`: sums over
-    chunks may round otherwise. With `keeps_hidden`, one of hidden states follows.
+    chunks may round otherwise. With `hidden_layers`, one of their hidden states follows.
     """
     stocks = cache_layers(model)
     layers = [_MAKERS[type(stock).__name__](stock) for stock in stocks]
     if live_quant is None:
         if not contiguous and attn_implementation(model) == ATTENTION and read_in_place(PiecedKV, input_device(model)):
             layers = [PiecedLayer() if type(layer) is GrowingLayer else layer for layer in layers]
-        return [*in_place_of(stocks, layers), *([HiddenStates()] if keeps_hidden else [])]
+        return [*in_place_of(stocks, layers), *([HiddenStates(hidden_layers)] if hidden_layers else [])]
     codec, found = make_codec(live_quant), key_rotation(model)
     rotations = found.layers if isinstance(found, KeyRotation) else [None] * len(layers)
     ends = exact_layers(live_quant, len(layers))
@@ -385,9 +386,9 @@ def private_cache(layers: Sequence[ReuseLayer]) -> PrivateCache:
     cache = PrivateCache([layer.native for layer in kv_layers(layers)])
     if isinstance(last := layers[-1], HiddenStates):
 
-        def keep(states: torch.Tensor) -> torch.Tensor:
-            last.append(states)
-            return states
+        def keep(shown: Shown) -> Shown:
+            last.append(shown)
+            return shown
 
-        cache.take_hidden_states = keep
+        cache.hidden_layers, cache.take_hidden_states = last.which, keep
     return cache

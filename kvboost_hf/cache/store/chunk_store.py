@@ -48,6 +48,7 @@ from kvboost_hf.ngrams import MAX_NGRAM
 __all__ = ["ChunkStore", "Put", "StoredChunk", "StoredStates", "salt_bytes"]
 
 S = TypeVar("S", bound=Stored)
+_MOST_KINDS = 8  # choices of layers whose hidden states are kept, which are tried for each prompt
 
 
 class ChunkStore:
@@ -139,6 +140,7 @@ class ChunkStore:
         self.holds = records.holds
         self.beginning, self.pin, self.let_go = records.beginning, records.pin, records.let_go
         self.pinned_bytes, self.has_pinned = records.pinned_bytes, records.has_pinned
+        self.hidden_kinds: tuple[tuple[int, ...], ...] = ()  # the layers whose hidden states were kept of some text
         self._follower = weakref.ref(ModelState.of(model).fingerprint)  # it may hold hooks that hold the model
         self._last: tuple[tuple[Any, ...], bytes] | None = None  # what the last root was derived from, and it
         self._roots: Roots | None = Roots(self._records.history, self._records.lower, self._records.drop)
@@ -161,7 +163,7 @@ class ChunkStore:
         regime: bytes = b"",
         *,
         read_all: bool = False,
-        keeps_hidden: bool = False,
+        hidden_layers: tuple[int, ...] = (),
         seen: ModelParts | None = None,
     ) -> bytes | None:
         """The key that all chains of the model, as it is now, start from; None for a store that keeps nothing.
@@ -170,12 +172,14 @@ class ChunkStore:
             salt: Whose prompts they are.
             regime: Names the rotary frequencies that are in force (`compat.rope_regime`).
             read_all: Read every weight to tell whether one has changed.
-            keeps_hidden: Hidden states are kept beside K/V.
+            hidden_layers: The layers whose hidden states are kept beside K/V, by their numbers or `LAST`.
             seen: What was just found in the model, or None to look at it.
         """
         self.require_open()
         if self._roots is None:
             return None
+        if hidden_layers and hidden_layers not in self.hidden_kinds:
+            self.hidden_kinds = (*self.hidden_kinds[1 - _MOST_KINDS :], hidden_layers)
         model, codec = self._require_model(), self._reader.codec.name + self._reader.state_format.mark
         follower = self._follower() or ModelState.of(model).fingerprint
         with self._lock:
@@ -185,9 +189,9 @@ class ChunkStore:
             durable = isinstance(found, bytes)
             if not isinstance(found, bytes):
                 found = follower.current(model, full=read_all, found=seen)
-            derived_from = found, salt, regime, codec, read_all, keeps_hidden, follower.age
+            derived_from = found, salt, regime, codec, read_all, hidden_layers, follower.age
             if self._last is None or self._last[0] != derived_from:
-                how: dict[str, Any] = {"read_all": read_all, "keeps_hidden": keeps_hidden, "durable": durable}
+                how: dict[str, Any] = {"read_all": read_all, "hidden_layers": hidden_layers, "durable": durable}
                 root = self._roots.derive(model, found, salt, regime, codec, age=follower.age, **how)
                 self._last = derived_from, root
             return self._last[1]
