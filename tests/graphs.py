@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from transformers import CompileConfig, GenerationMixin, PreTrainedModel
 
 from tests.internals.cache import costs, decoding_form
+from tests.internals.compat import calls
 
 
 class Compiler:
@@ -89,7 +90,7 @@ def pretended_gpu(compiler: Compiler, *, tokens_per_graph: int = 0) -> Iterator[
     with (
         mock.patch.object(GenerationMixin, "_valid_auto_compile_criteria", on_gpu),
         mock.patch.object(PreTrainedModel, "_default_compile_config", return_value=compiler.config),
-        mock.patch.object(decoding_form, "_DEVICES", ("cpu",)),
+        mock.patch.object(calls, "_COMPILED", ("cpu",)),
         mock.patch.object(decoding_form, "has_triton", return_value=True),
         mock.patch.object(costs, "TOKENS_PER_GRAPH", tokens_per_graph),
         mock.patch.object(costs, "SAVED_S", 1e9),

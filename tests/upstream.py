@@ -164,6 +164,7 @@ PRIVATE = (
         "whether the processor multiplies bfloat16",
     ),
     _names("torch.ops:mkldnn", "_is_mkldnn_bf16_supported", "whether oneDNN multiplies bfloat16"),
+    _names("torch._C", "_get_float32_matmul_precision", "the precision of matrix products, read in C"),
     _names("torch.amp.autocast_mode", "_enabled", "whether autocast is on", in_source=True),
     _names("torch._dynamo.eval_frame", "_orig_mod _torchdynamo_orig_callable", "what was compiled", in_source=True),
     _names(

@@ -19,7 +19,7 @@ from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.identity.versions import PREPARE_CACHE
 from kvboost_hf.cache.live.compiled import static_reason
-from kvboost_hf.cache.live.decoding_form import AUTO, GROWS, NOT_ON_GPU, MaxCacheLen, compiles
+from kvboost_hf.cache.live.decoding_form import AUTO, GROWS, NOT_ON_GPU, MaxCacheLen
 from kvboost_hf.cache.prompt.forward_call import (
     ALL_LOGITS,
     GRADIENTS,
@@ -29,10 +29,9 @@ from kvboost_hf.cache.prompt.forward_call import (
     logits_kept,
     wants_all_logits,
 )
-from kvboost_hf.cache.prompt.generate_call import at_end, calling
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.compat import CACHE, cache_in, known_reason, require_model, unwrapped
+from kvboost_hf.compat import CACHE, at_end, cache_in, calling, known_reason, require_model, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 Salt = str | bytes | None
@@ -77,6 +76,9 @@ class _Attachment:
     ) -> None:
         self._store, self._policy, self._salt, self._live_quant = store, policy, salt, live_quant
         self._max_cache_len = max_cache_len
+        kept = policy.keep_hidden_states if policy is not None else None
+        self._keeps = policy is not None and (policy.keep_logprobs or bool(kept))  # hidden states of all texts
+        self._may_keep = kept is not False
         self._of_thread = _OfThread()
         self._latest: ChunkReuseCache | None = None
         self._storing = forks.lock()  # tails are on their way to the store
@@ -101,7 +103,7 @@ class _Attachment:
     def _in_a_graph(self, model: PreTrainedModel) -> ChunkReuseCache | None:
         """This thread's cache for calls that decode in a graph, or None for one that does not."""
         call, of_thread = calling(), self._of_thread
-        if not compiles(model, call):
+        if not call.compiles(model):
             of_thread.eager_reason = NOT_ON_GPU
             return None
         self._finish_last()
@@ -122,7 +124,7 @@ class _Attachment:
         if pages is not None and not isinstance(pages, Cache):
             self._refuse_batch(model, kwargs)
             return None
-        keeps = self._policy is not None and self._policy.keep_logprobs
+        keeps = self._keeps or (self._may_keep and bool(kwargs.get("output_hidden_states")))
         if not _begins_text(model, theirs, kwargs, keeps_logprobs=keeps):
             if (why := _unreadable(model, theirs, kwargs, keeps_logprobs=keeps)) is not None:
                 self._refuse_again(model, *why)
@@ -131,8 +133,8 @@ class _Attachment:
         reason = _refusal(model, theirs, kwargs)
         if reason is None and isinstance(theirs, StaticCache) and self._live_quant is not None:
             reason = "`live_quant` has buffers that grow, and generate() was told to make a StaticCache"
-        if reason is None and isinstance(theirs, StaticCache) and keeps:
-            reason = "`keep_logprobs` has buffers that grow, and generate() was told to make a StaticCache"
+        if reason is None and isinstance(theirs, StaticCache) and self._keeps:
+            reason = "hidden states are kept in buffers that grow, and generate() was told to make a StaticCache"
         if reason is not None:
             self._refuse(model, reason, kwargs["input_ids"].numel())
             return None

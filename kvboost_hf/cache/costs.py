@@ -119,7 +119,7 @@ def _width_of_heads(config: Any) -> int:
 
 
 _SIDE = 512  # of the matrices that are multiplied to see how fast the device is
-_TOKENS = 64  # a forward over fewer is not representative
+LEAST_TOKENS = 64  # a forward over fewer is not representative
 _WEIGHT = 0.2  # of the newest measurement in a running average
 
 
@@ -143,7 +143,7 @@ class ComputePace(KeptOnModel):
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A forward over so many tokens of a prompt, of all rows together, took so long, on a CPU."""
-        if tokens < _TOKENS:
+        if tokens < LEAST_TOKENS:
             return
         found = seconds / tokens
         if not self._observed or self._seconds is None:

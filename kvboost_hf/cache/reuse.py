@@ -12,6 +12,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,23 +22,27 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvboost_hf.cache.codecs import LiveQuant, live_config
 from kvboost_hf.cache.forward.flow import carrying_forward, may_carry, next_forward
-from kvboost_hf.cache.forward.moved import PIECE, may_repair, movable_spans, repair_more
-from kvboost_hf.cache.forward.running import (
-    CacheParts,
-    Forward,
+from kvboost_hf.cache.forward.loans import (
     Lent,
-    Request,
-    SettledLater,
     extend_layers,
-    leave_prompts,
     lend_layers,
     lending_reason,
-    note_hooks,
     read_layers,
     read_states,
     reading_reason,
     root_of,
     stored_tokens,
+)
+from kvboost_hf.cache.forward.moved import PIECE, may_repair, movable_spans, repair_more
+from kvboost_hf.cache.forward.running import (
+    CacheParts,
+    CacheUse,
+    Forward,
+    Request,
+    SettledLater,
+    Step,
+    leave_prompts,
+    note_hooks,
 )
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.live.binding import Binding, StoreWriter, require_policy, require_store
@@ -46,17 +51,21 @@ from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt.forward_call import Kwargs, install, read_pads
-from kvboost_hf.cache.prompt.generate_call import (
-    CacheUse,
+from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
+from kvboost_hf.compat import (
     GenerateCall,
+    Shown,
     calling,
+    generate_frame,
+    hook_hidden_states,
     in_generate,
     in_prefill,
+    input_device,
     outputs_read,
+    run_model,
     running_config,
+    unwrapped,
 )
-from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
-from kvboost_hf.compat import generate_frame, hook_hidden_states, input_device, run_model, unwrapped
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 
@@ -128,12 +137,12 @@ class ChunkReuseCache(DynamicCache):
         if named is not None:
             self.max_cache_len = named
         live = LiveKV(
-            model, static, live_quant, keeps_hidden=binding.keeps_hidden, reproducible=binding.policy.reproducible
+            model, static, live_quant, hidden_layers=binding.hidden_layers, reproducible=binding.policy.reproducible
         )
         writer = StoreWriter(binding, live)
         self._take(CacheParts(binding, live, writer, DecodingForm(model, max_cache_len, binding, live, writer)))
         install(model)
-        if binding.keeps_hidden:
+        if binding.hidden_layers:
             hook_hidden_states(model)
 
     @classmethod
@@ -152,6 +161,7 @@ class ChunkReuseCache(DynamicCache):
         self._parts, self._binding, self._live = parts, parts.binding, parts.live
         self._writer, self._form, self._use = parts.writer, parts.form, CacheUse()
         self._forward: Forward | None = None  # the one under way
+        self._step: Step | None = None  # the last decoding step, which may go on with the next token
         self._config: Any = None  # of the generate() call whose forward is under way
         self._unsettled: SettledLater | None = None  # the last one, while its token is being handed out
         self._call: GenerateCall | None = None  # the generate() call that has armed the cache
@@ -187,10 +197,13 @@ class ChunkReuseCache(DynamicCache):
             # RecurrentGemma of transformers 5.17 sets its own in each forward; they do not know an armed cache.
             self.__dict__.pop(name, None)
         self._go_on()
-        call, live = calling(), self._live
+        call, live, self._step = calling(), self._live, None
         self._use.begin_call(call)
         self._settle_last()
-        self._form.choose(call, self._settle)
+        if live.static is not None or ((model := self._binding.model()) is not None and call.compiles(model)):
+            self._form.choose(call, self._settle)
+        else:
+            self._form.reason = self._form.reason_elsewhere
         static = live.static
         if static is not None:
             self._settle()
@@ -393,6 +406,17 @@ class ChunkReuseCache(DynamicCache):
                 self.catch_up()
         self._use.begin_forward(self)
         self._recover()
+        step, self._step = self._step, None
+        if (
+            step is not None
+            and self._call is None
+            and not self._begins_anew
+            and step.goes_on(model, kwargs, self.in_own_loop)
+        ):
+            self._forward = self._step = step
+            self._form.costs.tokens += 1
+            live.in_forward = True
+            return kwargs
         static = live.static
         if static is not None and not self._form.serves(running_config):
             self._form.leave(self._settle)
@@ -418,7 +442,8 @@ class ChunkReuseCache(DynamicCache):
             mask_fits,
             self._hides_padding_only,
             self.stores_prompts_whole,
-            in_generate=running is not None,
+            depth=_depth_of(running) if running is not None else 0,
+            code=running.f_code if running is not None else None,
         )
         ids = kwargs.get("input_ids")
         # What is read of a forward by somebody's own loop is not known.
@@ -432,6 +457,7 @@ class ChunkReuseCache(DynamicCache):
             self._forward = carrying_forward(self._parts, request, behind)
         if request.is_step:
             self._form.costs.tokens += 1
+            self._step = self._forward if isinstance(self._forward, Step) else None
         live.in_forward = True
         if static is not None and live.stateful and not request.is_step:
             static.open(live.static_layers, {}, step=False)  # forwards of our own may come first
@@ -462,8 +488,13 @@ class ChunkReuseCache(DynamicCache):
         return changed
 
     @property
-    def take_hidden_states(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Called with the last hidden states of a forward, if they are kept; see `Forward.take_hidden_states`."""
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The layers whose hidden states the forward under way is to show: those that are kept."""
+        return self._live.hidden_layers if self._forward is not None and self._live.hidden is not None else ()
+
+    @property
+    def take_hidden_states(self) -> Callable[[Shown], Shown] | None:
+        """Called with the hidden states of a forward, if they are kept; see `Forward.take_hidden_states`."""
         if self._forward is None or self._live.hidden is None:
             return None
         return self._forward.take_hidden_states
@@ -475,6 +506,7 @@ class ChunkReuseCache(DynamicCache):
         forward, self._forward = self._forward, None
         self._live.in_forward = False
         if forward is not None:
+            self._step = None
             forward.abandon()
 
     def _settle_last(self) -> None:
@@ -516,7 +548,7 @@ class ChunkReuseCache(DynamicCache):
     @policy.setter
     def policy(self, policy: ReusePolicy) -> None:
         require_policy(policy)
-        for name in ("keep_logprobs", "reproducible"):
+        for name in ("keep_logprobs", "keep_hidden_states", "reproducible"):
             before, new = getattr(self.policy, name), getattr(policy, name)
             if new != before:
                 raise ValueError(f"`{name}` of a cache must stay {before}, got {new}. Make a new ChunkReuseCache.")
@@ -654,6 +686,7 @@ class ChunkReuseCache(DynamicCache):
             live_quant=binding.live_quant,
         )
         live.share_into(twin._live, None if live.plain_reason is None else copy.deepcopy(self.layers))
+        twin._binding.hidden_layers = binding.hidden_layers
         twin._user_defined, twin._call, twin._of_call = self._user_defined, self._call, self._of_call
         return twin
 
@@ -770,3 +803,11 @@ class ChunkReuseCache(DynamicCache):
 
     def __copy__(self) -> "ChunkReuseCache":
         return self.fork()
+
+
+def _depth_of(frame: FrameType) -> int:
+    """How many frames it is from the caller up to `frame`."""
+    depth, caller = 0, sys._getframe(1)
+    while caller is not frame and caller.f_back is not None:
+        depth, caller = depth + 1, caller.f_back
+    return depth

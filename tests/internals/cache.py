@@ -1,6 +1,6 @@
 """Names of `kvboost_hf.cache`."""
 
-from kvboost_hf.cache import costs
+from kvboost_hf.cache import costs, reuse
 from kvboost_hf.cache.codecs import Codec, Planes, Role, make_codec, turboquant
 from kvboost_hf.cache.codecs import base as packing
 from kvboost_hf.cache.codecs.base import ExactStart, centroids, pack, packed_width, round_to, unpack
@@ -9,6 +9,7 @@ from kvboost_hf.cache.costs import TOKENS_PER_GRAPH, CompileCosts, ComputePace, 
 from kvboost_hf.cache.forward import (
     admission,
     fill,
+    flow,
     loading,
     moved,
     reused,
@@ -19,7 +20,7 @@ from kvboost_hf.cache.forward.admission import blend_reason
 from kvboost_hf.cache.forward.fill import StemReader
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
-from kvboost_hf.cache.identity import fingerprint
+from kvboost_hf.cache.identity import fingerprint, foreign
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, ModelWalk, model_name
 from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache, only_looks
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
@@ -37,11 +38,12 @@ from kvboost_hf.cache.identity.weights import (
 from kvboost_hf.cache.kv import blocks, transfer
 from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV
+from kvboost_hf.cache.kv.layer_states import LayerStates, StateCodes, StateFormat
 from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ModelForm, make_layers, read_kv, read_states
 from kvboost_hf.cache.kv.records import StoredStates
 from kvboost_hf.cache.kv.transfer import Staging
 from kvboost_hf.cache.layers import base as layers
-from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.cache.layers.pieced import PiecedLayer
@@ -50,6 +52,7 @@ from kvboost_hf.cache.layers.stateful import view_states
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.layers.windows import HiddenStates, SlidingLayer
 from kvboost_hf.cache.live import binding, decoding_form
+from kvboost_hf.cache.live.compiled import StepLog, Windows, seen_columns
 from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager
 from kvboost_hf.cache.live.ledger import copier, offer_content
 from kvboost_hf.cache.planning import content_index
@@ -90,16 +93,8 @@ from kvboost_hf.cache.planning.plan import (
 from kvboost_hf.cache.prompt import media
 from kvboost_hf.cache.prompt.chats import ChatTemplate
 from kvboost_hf.cache.prompt.forward_call import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, read_inputs
-from kvboost_hf.cache.prompt.media import Prompt, _hash, _split_items, read_prompt
-from kvboost_hf.cache.prompt.token_log import (
-    MaskShape,
-    StepLog,
-    TokenLog,
-    Windows,
-    common_shift,
-    position_shifts,
-    seen_columns,
-)
+from kvboost_hf.cache.prompt.media import _hash, _split_items, read_prompt
+from kvboost_hf.cache.prompt.token_log import MaskShape, Prompt, TokenLog, common_shift, position_shifts
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import indexes, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk

@@ -463,7 +463,7 @@ def test_pace_follows_what_is_observed() -> None:
     found = ComputePace()
     estimated = found.seconds_per_token(MODEL)
     assert 0 < estimated < 1
-    found.observe(pace._TOKENS - 1, 1000.0)  # too few to tell
+    found.observe(pace.LEAST_TOKENS - 1, 1000.0)  # too few to tell
     assert found.seconds_per_token(MODEL) == estimated
     found.observe(100, 50.0)
     assert found.seconds_per_token(MODEL) == 0.5

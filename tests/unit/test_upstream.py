@@ -143,16 +143,15 @@ def source_of(module: str) -> str:
 def test_every_local_variable_that_is_read_is_listed() -> None:
     listed = {name for names in upstream.LOCALS.values() for name in names}
     read = set()
-    for path in ("kvboost_hf/cache/prompt/generate_call.py", "kvboost_hf/compat/calls.py"):
-        for node in parsed()[path]:
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
-                of, key = node.func.value, node.args[0]
-            elif isinstance(node, ast.Subscript):
-                of, key = node.value, node.slice
-            else:
-                continue
-            if getattr(of, "attr", getattr(of, "id", None)) in ("f_locals", "variables"):
-                read.add(getattr(key, "value", None))
+    for node in parsed()["kvboost_hf/compat/calls.py"]:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+            of, key = node.func.value, node.args[0]
+        elif isinstance(node, ast.Subscript):
+            of, key = node.value, node.slice
+        else:
+            continue
+        if getattr(of, "attr", getattr(of, "id", None)) in ("f_locals", "variables"):
+            read.add(getattr(key, "value", None))
     assert read == listed, "list in tests/upstream.py what is read of generate() and of the functions that it calls"
 
 
@@ -163,8 +162,8 @@ def test_the_local_variables_exist(function: str) -> None:
     gone = {name: names[name] for name in names.keys() - set(there)}
     assert not gone, (
         f"GenerationMixin.{function}() of transformers {RELEASE} has no local variables {gone}. "
-        "kvboost_hf/cache/prompt/generate_call.py and kvboost_hf/compat/calls.py read them: find what holds "
-        "the same in this release, read that, and list it in tests/upstream.py."
+        "kvboost_hf/compat/calls.py reads them: find what holds the same in this release, read that, and list it in "
+        "tests/upstream.py."
     )
 
 

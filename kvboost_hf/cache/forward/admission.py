@@ -34,15 +34,15 @@ from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.moved import REPAIRS, BlendPlan, Measure, Repair, RepairRow
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, Segment
 from kvboost_hf.cache.prompt.forward_call import (
+    OF_MEDIA,
     ForwardInputs,
     Kwargs,
     positions_count_up,
     positions_follow_padding,
     read_pads,
 )
-from kvboost_hf.cache.prompt.generate_call import encoded_from
-from kvboost_hf.cache.prompt.media import ENCODED, MEDIA_ARGUMENTS, Prompt, has_types_of_media, payload, read_prompt
-from kvboost_hf.cache.prompt.token_log import counts_from_padding_id
+from kvboost_hf.cache.prompt.media import ENCODED, MEDIA_ARGUMENTS, has_types_of_media, payload, read_prompt
+from kvboost_hf.cache.prompt.token_log import Prompt, counts_from_padding_id
 from kvboost_hf.cache.store.chunk_store import StoredChunk
 from kvboost_hf.compat import (
     KeyRotation,
@@ -52,6 +52,7 @@ from kvboost_hf.compat import (
     attn_implementation,
     decoder_layers,
     difference,
+    encoded_from,
     head_widths,
     input_device,
     key_rotation,
@@ -85,6 +86,8 @@ CHANGED_ON_THE_WAY = "position_ids or the attention mask changed on the way"
 ALL_LOGITS_OF_MEDIA = "the logits of all tokens of images, sound or video are wanted"
 OTHER_RANK = "another of the ranks that compute the model cannot reuse it"
 STATES_OF_RANKS = "its cache has states, and several ranks compute the model (tp_plan)"
+HIDDEN_OF_MEDIA = "the hidden states of images, sound or video are wanted"
+MOVED_HIDDEN = "the call asks for hidden states, which moved chunks have had behind another text"
 REUSE_COSTS_MORE = (
     "on this CPU it takes less time to compute its few known tokens again than to reuse them "
     "(ReusePolicy(min_prefill_saving=0) reuses them all the same)"
@@ -313,6 +316,8 @@ def _read_prompt(
     ids: Tokens = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
     positions = inputs.position_ids
     found = positions.cpu().numpy() if positions is not None and positions.ndim > 2 else None
+    if found is None and OF_MEDIA.isdisjoint(kwargs):
+        return Prompt.of_text(ids)
     encoded = kwargs.get(ENCODED)
     source = (encoded_from(encoded) if encoded is not None else None) or kwargs
     return read_prompt(model, ids, found, pads, kwargs, source)

@@ -25,8 +25,9 @@ from kvboost_hf.cache.forward.admission import (
     repair_for,
 )
 from kvboost_hf.cache.forward.fill import fill_turned
+from kvboost_hf.cache.forward.loans import root_of
 from kvboost_hf.cache.forward.reused import note_served
-from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer, root_of
+from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass, attention_of_the_end, num_queries
 from kvboost_hf.cache.kv.records import Stored
 from kvboost_hf.cache.layers.base import ReuseLayer

@@ -1,8 +1,5 @@
 """Forwards under way: how each kind begins, what it records when it is done, and what is left when it is abandoned.
 
-Layers can also be lent to forwards over tokens of which not all will stay, as drafts that branch: side by side in the
-layers, they are no text that the cache could keep track of. It takes over those that do.
-
 A cache has one forward under way at most. `begin` puts K/V in place and gives the arguments that the model is run
 with; `record` and `settle` follow when the model has returned; `abandon` follows where it did not.
 """
@@ -10,37 +7,42 @@ with; `record` and `settle` follow when the model has returned; `abandon` follow
 import contextlib
 import logging
 import os
+import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvboost_hf import forks
 from kvboost_hf.cache.identity.walk import ModelParts
-from kvboost_hf.cache.layers.base import LayerState, kv_layers
 from kvboost_hf.cache.live.binding import Binding, StoreWriter
 from kvboost_hf.cache.live.decoding_form import DecodingForm
-from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import Behind, LiveKV
-from kvboost_hf.cache.planning.chunks import Tokens, whole_pieces
+from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.prompt.forward_call import ForwardInputs, Kwargs
-from kvboost_hf.cache.prompt.generate_call import at_end
-from kvboost_hf.cache.prompt.media import Prompt
-from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import attn_implementation, rope_regime, steps_reason
-from kvboost_hf.errors import StoreClosedError
-from kvboost_hf.handles import ATTENTION
+from kvboost_hf.cache.prompt.token_log import MaskShape, Prompt
+from kvboost_hf.compat import (
+    GenerateCall,
+    Shown,
+    at_end,
+    is_in_forward,
+    is_under_way,
+    steps_reason,
+)
+from kvboost_hf.errors import CacheInUseError, StoreClosedError
 
 _log = logging.getLogger("kvboost_hf")
 _MOMENT_S = 0.05  # in which a thread takes a token and goes on
+_CONSTANT = (bool, int, float, str, type(None))  # types of arguments that are the same if they are the same object
+_OF_EACH_STEP = ("input_ids", "position_ids", "cache_position")
 _ALIKE = 16  # columns in which two prompts agree that may share more
-LayerPair = tuple[torch.Tensor, torch.Tensor]  # keys and values [1, num_kv_heads, tokens, head_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,8 @@ class Request:
             the ids follow what the layers hold.
         hides_padding_only: The mask of the generate() call, if it goes on from what the layers hold.
         stores_whole: Nobody will tell when the call has ended: store all of a prompt at once.
-        in_generate: Some generate() call is under way.
+        depth: How many frames it is up to the generate() call under way; 0 if there is none.
+        code: That of the frame of that call.
         inputs: The arguments as far as reuse is concerned; or why K/V of it cannot be told by its tokens.
         seen: What was just found in the model; None where nobody has looked.
         carries: Tokens that the layers lagged behind are in front of its own.
@@ -90,11 +93,17 @@ class Request:
     mask_fits: bool
     hides_padding_only: bool
     stores_whole: bool
-    in_generate: bool
+    depth: int = 0
+    code: CodeType | None = None
     inputs: ForwardInputs | str = "not read yet"
     seen: ModelParts | None = None
     carries: bool = False
     is_step: bool = False
+
+    @property
+    def in_generate(self) -> bool:
+        """Whether some generate() call is under way."""
+        return self.code is not None
 
 
 @dataclass(slots=True)
@@ -167,10 +176,10 @@ class Forward(ABC):
         """
         return None
 
-    def take_hidden_states(self, states: torch.Tensor) -> torch.Tensor:
-        """Keep the last hidden states [batch, m, hidden_size] of new columns; returns those to compute logits of."""
-        self.parts.live.keep_hidden(states)
-        return states
+    def take_hidden_states(self, shown: Shown) -> Shown:
+        """Keep the hidden states of new columns; returns those to compute logits of, and to return."""
+        self.parts.live.keep_hidden(shown)
+        return shown
 
     @abstractmethod
     def record(self, output: Any) -> Any:
@@ -296,6 +305,7 @@ class Step(Forward):
         inputs: The arguments of the forward.
         mask: The attention mask, or None for one that hides nothing.
         repair: Computes some of what the layers hold again, before it.
+        settled: The arguments that decided how it runs, if it can go on with the next token; see `goes_on`.
     """
 
     def __init__(
@@ -305,36 +315,117 @@ class Step(Forward):
         inputs: ForwardInputs,
         mask: MaskShape | None,
         repair: Callable[[], None] | None = None,
+        settled: "Settled | None" = None,
     ) -> None:
         super().__init__(parts, held)
-        self._inputs, self._mask, self._repair = inputs, mask, repair
+        self._input_ids, self._position_ids, self._verifies = inputs.input_ids, inputs.position_ids, inputs.verifies
+        self._mask, self._repair, self._settled = mask, repair, settled
+
+    def goes_on(self, model: PreTrainedModel, kwargs: Kwargs, in_own_loop: bool) -> bool:
+        """Make this forward, which has been settled, that of the next token; False if that has to be decided anew.
+
+        All that decides on a token has to be as it was for the last one: the call, the arguments, hooks, precision,
+        and that the layers hold what the ledger says. To be called by the cache's `before_forward`.
+        """
+        settled, live = self._settled, self.parts.live
+        ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
+        if (
+            settled is None
+            or not isinstance(ids, torch.Tensor)
+            or not isinstance(positions, torch.Tensor)
+            or ids.shape != self._input_ids.shape
+            or positions.shape != settled.positions
+            or model.training
+            or torch.is_grad_enabled()
+            or (settled.code is None and not in_own_loop)
+            or not settled.goes_on(kwargs)
+            or live.behind is not None
+            or live.untracked
+            or live.static is not None
+            or live.plain_reason is not None
+            or not live.owns_layers
+            or self.parts.binding.looks_changed
+        ):
+            return False
+        ledger = live.in_step(look=False)
+        if ledger is None or ledger.unconfirmed or ledger.blended is not None or len(ledger.log.pads) != len(ids):
+            return False
+        self.length, self._input_ids, self._position_ids = ledger.log.length, ids, positions
+        live.hand_out(settled.hands_out)
+        return True
 
     def begin(self, request: Request) -> Kwargs:
         if self._repair is not None:
             self._repair()
-        if self._inputs.verifies:
+        if self._verifies:
             self.parts.live.keep_states()
         return request.kwargs
 
     def record(self, output: Any) -> Any:
-        inputs = self._inputs
-        stop = self.length + inputs.input_ids.shape[1]
-        self.parts.live.appended(inputs.input_ids, inputs.position_ids, self._mask, stop)
-        note_hooks(self.parts, confirmed=not inputs.verifies)
+        stop = self.length + self._input_ids.shape[1]
+        self.parts.live.appended(self._input_ids, self._position_ids, self._mask, stop)
+        note_hooks(self.parts, confirmed=not self._verifies)
 
     def settle(self) -> None:
-        stop = self.length + self._inputs.input_ids.shape[1]
-        offer(self.parts, stop, confirmed=not self._inputs.verifies, root_checked=False)
+        stop = self.length + self._input_ids.shape[1]
+        offer(self.parts, stop, confirmed=not self._verifies, root_checked=False)
 
 
-class Lent(Forward):
-    """Layers that run forwards of somebody else, who forgets what these append, or hands over a part of it."""
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The arguments of a decoding step, as far as they decide how it runs, and where it was called from.
 
-    def record(self, output: Any) -> Any:
-        """Nothing: such a forward is not told to the cache."""
+    Args:
+        constants: Those that are constants, by name.
+        caches: Names of those that are caches.
+        count: How many arguments there were, with ids and positions.
+        positions: The shape of the positions.
+        depth: How many frames it is from the forward hook's cache up to the generate() call.
+        code: That of the frame of this call; None for a loop of somebody else, who keeps the model as it is.
+        hands_out: The layers may give the attention K/V as it is held.
+    """
 
-    def settle(self) -> None:
-        """Nothing, as with `record`."""
+    constants: dict[str, Any]
+    caches: frozenset[str]
+    count: int
+    positions: torch.Size
+    depth: int
+    code: CodeType | None
+    hands_out: bool
+
+    @classmethod
+    def of(cls, request: Request, hands_out: bool) -> "Settled | None":
+        """Those of a request for one token; None where a look at the next one may find something else in them."""
+        kwargs, positions = request.kwargs, request.kwargs.get("position_ids")
+        constants = {name: value for name, value in kwargs.items() if type(value) in _CONSTANT}
+        caches = frozenset(name for name, value in kwargs.items() if isinstance(value, Cache))
+        if (
+            not isinstance(positions, torch.Tensor)
+            or kwargs.get("output_attentions")  # which depends on the attention, too
+            or type(kwargs.get("logits_to_keep")) is not int
+            or not kwargs.keys() <= {*constants, *caches, *_OF_EACH_STEP}
+            or not (request.in_generate or request.in_own_loop)  # the model may change between two tokens
+        ):
+            return None
+        return cls(constants, caches, len(kwargs), positions.shape, request.depth, request.code, hands_out)
+
+    def goes_on(self, kwargs: Kwargs) -> bool:
+        """Whether these arguments are such ones, and the generate() call is the same."""
+        if len(kwargs) != self.count:
+            return False
+        constants = self.constants
+        for name, value in kwargs.items():
+            if name in constants:
+                if constants[name] is not value:
+                    return False
+            elif name not in _OF_EACH_STEP and not (name in self.caches and isinstance(value, Cache)):
+                return False
+        if self.code is None:
+            return True
+        try:
+            return sys._getframe(self.depth + 2).f_code is self.code  # from here, by way of `Step.goes_on`
+        except ValueError:  # there are not so many frames
+            return False
 
 
 def note_hooks(parts: CacheParts, *, confirmed: bool) -> None:
@@ -360,17 +451,6 @@ def offer(parts: CacheParts, stop: int, *, confirmed: bool, root_checked: bool) 
             parts.writer.confirm(ledger, root_checked=root_checked)
 
 
-def lending_reason(live: LiveKV) -> str | None:
-    """Why the layers cannot be lent, nor read and extended; None if they can."""
-    if live.plain_reason is not None:
-        return live.plain_reason
-    return _of_kinds({type(layer).__name__ for layer in live.layers if layer.is_stateful or not layer.can_branch})
-
-
-def _of_kinds(rigid: set[str]) -> str | None:
-    return f"its cache has layers of the kind {', '.join(sorted(rigid))}" if rigid else None
-
-
 def least_of_prompt(model: PreTrainedModel) -> int:
     """How many tokens of a prompt a model with states has to be given at once: 2 if it computes one in other ways."""
     return 1 if steps_reason(model) is None else 2
@@ -385,77 +465,86 @@ def leave_prompts(parts: CacheParts, model: PreTrainedModel) -> bool:
     return True
 
 
-def reading_reason(live: LiveKV) -> str | None:
-    """Why what the layers hold of a row cannot be read, and put back with more tokens; None if it can."""
-    if live.plain_reason is not None:
-        return live.plain_reason
-    return _of_kinds(
-        {type(each).__name__ for each in live.layers if each.single_row or not (each.can_branch or each.is_stateful)}
-    )
+_REMEDY = (
+    "Give each call a cache of its own, ChunkReuseCache(model): they share K/V by their store. Or leave the cache out "
+    "after attach(model), which gives each call one."
+)
 
 
-def lend_layers(parts: CacheParts) -> list[Any]:
-    """The layers, as transformers knows them, for forwards that are not told to the cache."""
-    model = parts.binding.model()
-    parts.live.hand_out(model is not None and attn_implementation(model) == ATTENTION)
-    return [layer.lend() for layer in kv_layers(parts.live.layers)]
+class CacheUse:
+    """The generate() call and the forward that use a `ChunkReuseCache`; all others are refused meanwhile.
 
+    Attributes:
+        inside: The thread of the forward under way, or of the last one that raised; 0 if it has returned.
+    """
 
-def read_layers(live: LiveKV) -> list[LayerPair | None]:
-    """Of each layer, K/V of the only row's tokens that it holds; None for a layer that has none."""
-    length = live.held
-    found = [layer.columns(0, layer.first, length) for layer in kv_layers(live.layers)]
-    return [None if not piece else (piece[0][None], piece[1][None]) for piece in found]
+    def __init__(self) -> None:
+        self._lock = forks.lock()
+        self._config: weakref.ref[Any] | None = None  # of the call
+        self._thread, self._name = 0, ""  # that the call runs in
+        self._ran = False  # a forward of the call has begun
+        self.inside = 0
 
+    def begin_call(self, call: GenerateCall) -> None:
+        """A generate() call of this thread takes the cache.
 
-def read_states(live: LiveKV) -> list[LayerState | None]:
-    """Of each layer, views of the only row's state; None for a layer that has none."""
-    return [layer.view_state(0) for layer in kv_layers(live.layers)]
+        Raises:
+            CacheInUseError: another call is under way that has computed K/V with it, or that runs in another thread.
+        """
+        config = call.config
+        with self._lock:
+            self._require_free(config)
+            self._config = weakref.ref(config) if config is not None else None
+            self._thread, self._name = threading.get_ident(), threading.current_thread().name
+            self._ran = False
 
+    def begin_forward(self, cache: Any) -> None:
+        """A forward of this thread takes the cache.
 
-def extend_layers(
-    parts: CacheParts,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    kv: Sequence[LayerPair | None],
-    states: Sequence[LayerState | None],
-) -> None:
-    """Append columns that were computed by forwards elsewhere: see `ChunkReuseCache.extend`."""
-    live, model = parts.live, parts.binding.model()
-    held = live.held
-    stop = held + input_ids.shape[1]
-    for layer, pair in zip(kv_layers(live.layers), kv, strict=True):
-        if pair is not None:
-            layer.fill(held, stop, [[(pair[0][0], pair[1][0])]])
-            if live.is_recording:
-                layer.native.crop(0)
-    for layer, state in zip(kv_layers(live.layers), states, strict=bool(states)):
-        if state is not None:
-            layer.load_states([state])
-    if (
-        live.ledger is not None
-        and model is not None
-        and rope_regime(model, stop - int(live.ledger.log.pads.min())) != live.regime
-    ):
-        live.ledger = None
-    live.appended(input_ids, position_ids, None, stop)
+        Raises:
+            CacheInUseError: a call, or a forward, of another thread is under way with it.
+        """
+        thread = threading.get_ident()
+        with self._lock:
+            if self._thread != thread and self._config is not None:
+                self._require_free(None)
+            if self.inside != thread and self.is_in_forward(cache):
+                raise CacheInUseError(
+                    f"This ChunkReuseCache is in use: thread {self.inside} runs a forward with it. {_REMEDY}"
+                )
+            self.inside, self._ran = thread, True
 
+    def is_in_forward(self, cache: Any) -> bool:
+        """Whether a forward with the cache is under way, and not one that has raised."""
+        return self.inside != 0 and is_in_forward(cache, self.inside)
 
-def root_of(parts: CacheParts, tokens: int) -> bytes | None:
-    """The root of a prompt of one row with so many tokens; None if nothing of it can be stored."""
-    live, model = parts.live, parts.binding.model()
-    regime = rope_regime(model, tokens) if model is not None and live.unsupported is None else None
-    return parts.binding.root(regime) if regime is not None else None
+    def require_free(self) -> None:
+        """Before somebody changes what the cache holds.
 
+        Raises:
+            CacheInUseError: a call of another thread is under way with it.
+        """
+        if self._config is not None and self._thread != threading.get_ident():
+            with self._lock:
+                self._require_free(None)
 
-def stored_tokens(parts: CacheParts, ids: torch.Tensor) -> int:
-    """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""
-    binding, live, root = parts.binding, parts.live, root_of(parts, ids.shape[1])
-    model = binding.model()
-    if root is None:
-        return 0
-    ledger = Ledger.empty(np.zeros(1, dtype=np.int64), root)
-    tokens = ids.cpu().numpy().astype(np.int64, copy=False)
-    limit = ids.shape[1] - (least_of_prompt(model) if live.stateful and model is not None else 1)
-    filled = ledger.plan(tokens, 0, limit, binding.store, 0, stateful=live.stateful).filled
-    return whole_pieces(filled) if binding.policy.reproducible else filled
+    @property
+    def call_has_ended(self) -> bool:
+        """Whether a generate() call has had the cache, and has returned."""
+        return self._config is not None and self._config() is None
+
+    def _require_free(self, config: Any) -> None:
+        """`config` is that of the call that is to use the cache, or None for none."""
+        other = self._config() if self._config is not None else None
+        if other is None or other is config:
+            return
+        here = self._thread == threading.get_ident()
+        if here and not self._ran:  # a loop of its own that hands the cache on to another call
+            return
+        if not is_under_way(other, self._thread):  # it has failed, and somebody keeps the exception
+            self._config = None
+            return
+        where = "around this one, in the same thread" if here else f"in thread {self._name!r}"
+        raise CacheInUseError(
+            f"This ChunkReuseCache is in use: a generate() call {where}, holds it and has not returned. {_REMEDY}"
+        )

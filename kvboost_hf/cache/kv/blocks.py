@@ -53,15 +53,21 @@ class ColumnFormat:
     def nbytes(self, layers: Sequence[ReuseLayer], tokens: int, *, at_start: bool) -> int:
         """Bytes of so many columns of one row."""
         total = 0
-        alike: dict[tuple[Any, ...], int] = {}  # most tensors are like others
+        alike: dict[tuple[Any, ...], int] = {}  # most layers, and most tensors, are like others
+        own = self.rotation is not None or self._layers is not None  # layers may be kept in other ways
         for idx, layer in enumerate(layers):
-            for at, spec in enumerate(layer.column_specs):
-                form = self.of(idx, at, spec.dtype, at_start=at_start)
-                key = (form.codec, form.role, spec)
-                if key not in alike:
-                    shape = (1, spec.heads, tokens, spec.dim)
-                    alike[key] = form.codec.nbytes(shape, spec.dtype, form.role)
-                total += alike[key]
+            specs = layer.column_specs
+            of_layer = (specs, idx if own else 0)
+            if of_layer not in alike:
+                alike[of_layer] = 0
+                for at, spec in enumerate(specs):
+                    form = self.of(idx, at, spec.dtype, at_start=at_start)
+                    key = (form.codec, form.role, spec)
+                    if key not in alike:
+                        shape = (1, spec.heads, tokens, spec.dim)
+                        alike[key] = form.codec.nbytes(shape, spec.dtype, form.role)
+                    alike[of_layer] += alike[key]
+            total += alike[of_layer]
         return total
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvboost_hf.cache.layers.base import ColumnSpec, Piece, ReuseLayer, Turn
-from kvboost_hf.cache.layers.growing_tensor import GrowingTensor, append_all, are_intact
+from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 
 
 class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -123,7 +123,10 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
 
     @property
     def intact(self) -> bool:
-        return all(tensor.intact for tensor in self._tensors)
+        for tensor in self._tensors:
+            if not tensor.intact:
+                return False
+        return True
 
     @property
     def length(self) -> int:
@@ -139,10 +142,12 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
         return twin
 
     def truncate(self, length: int) -> None:
-        if length < max([tensor.stop for tensor in self._tensors]):
-            self.version += 1
-            for tensor in self._tensors:
+        cut = False
+        for tensor in self._tensors:
+            if length < tensor.stop:
                 tensor.truncate(length)
+                cut = True
+        self.version += cut
 
     @property
     @abstractmethod
@@ -182,10 +187,12 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         """Append [batch, num_kv_heads, m, head_dim] and return everything that may be attended to, as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        tensors = self._tensors
-        keep_from, start = self._bounds(tensors[0].stop)
+        keys, values = self._tensors[:2]
+        keep_from, start = self._bounds(keys.stop) if self.is_sliding else (0, 0)
         self.version += 2
-        return append_all(tensors, (key_states, value_states), keep_from, start)
+        return keys.append_and_view(key_states, keep_from, start), values.append_and_view(
+            value_states, keep_from, start
+        )
 
     def reset(self) -> None:
         """Drop everything."""
@@ -194,11 +201,6 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         self.is_initialized = False
 
     # What the cache calls
-
-    @property
-    def intact(self) -> bool:
-        """Whether nobody else has changed what the layer holds."""
-        return are_intact(self._tensors)
 
     def seal(self) -> None:
         for tensor in self._tensors:
@@ -266,12 +268,16 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     @property
     def column_specs(self) -> tuple[ColumnSpec, ...]:
         """None for a layer that the model has no use for."""
-        return tuple(ColumnSpec(b.shape[1], b.shape[3], b.dtype) for b in self.buffers)
+        return tuple([ColumnSpec(b.shape[1], b.shape[3], b.dtype) for b in self.buffers])
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         """Those of all tensors, with room to spare."""
-        return [t.buffer for t in self._tensors if t.buffer is not None]
+        found: list[torch.Tensor] = []
+        for tensor in self._tensors:
+            if tensor.buffer is not None:
+                found.append(tensor.buffer)
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -282,7 +288,7 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
 
     def _bounds(self, held: int) -> tuple[int, int]:
         """Of an append behind `held` columns: those before the first bound may go when a buffer is full, and new ones
-        may attend to those from the second bound on.
+        may attend to those from the second bound on. Asked of layers that are sliding.
         """
         return 0, 0
 

@@ -20,43 +20,6 @@ _MIN_SLACK = 128
 _ALIGNED_BYTES = 64
 
 
-def append_all(
-    tensors: Sequence["GrowingTensor"], new: Sequence[torch.Tensor], keep_from: int, start: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append keys and values to two tensors.
-
-    Args:
-        tensors: The keys, the values, and others that are left alone.
-        new: The new keys and values, each [batch, heads, m, dim].
-        keep_from: Columns before this one may go if a buffer is full.
-        start: The first column that new ones may attend to.
-
-    Returns:
-        Views of both from column `start` on.
-    """
-    keys, values = tensors[0], tensors[1]
-    if torch.is_grad_enabled():  # something else may need a gradient through what is returned
-        keys.append_with_graph(new[0])
-        values.append_with_graph(new[1])
-        return keys.view(start), values.view(start)
-    if torch.compiler.is_compiling():
-        keys.append(new[0], keep_from)
-        values.append(new[1], keep_from)
-        return keys.view(start), values.view(start)
-    return keys.append_and_view(new[0], keep_from, start), values.append_and_view(new[1], keep_from, start)
-
-
-def are_intact(tensors: Sequence["GrowingTensor"]) -> bool:
-    """Whether nobody else has written to what these tensors hold, or put something else in its place."""
-    for tensor in tensors:
-        buffer = tensor.buffer
-        if buffer is not None and (tensor._uncounted or tensor._seen or tensor._version != version_of(buffer)):
-            tensor.note_changes()
-        if tensor.tampered:
-            return False
-    return True
-
-
 def capacity(length: int) -> int:
     """Columns that a buffer for `length` of them is given."""
     return length + max(_MIN_SLACK, length // 8)
@@ -78,7 +41,7 @@ class GrowingTensor:
         self.stop = 0
         self.shared = False  # somebody else reads the same buffer: copy before the next write
         self._taken = False  # the buffer's memory has those of other layers, too
-        self._version = 0  # of the buffer after our last write
+        self._version = 0  # of the buffer after our last write; below 0 if it has none
         self.tampered = False  # somebody else has written to it
         self._uncounted = False  # a graph has: its writes are ours, but not counted one by one
         self._seen: tuple[torch.Tensor, bytes] | None = None  # what was handed out, and its checksum
@@ -106,24 +69,32 @@ class GrowingTensor:
         self.seal()
 
     def append_and_view(self, new: torch.Tensor, keep_from: int, start: int) -> torch.Tensor:
-        """As `append`, then `view`; not while compiling. In one step where the buffer is ours alone and has room."""
+        """As `append`, then `view`. In one step where the buffer is ours alone and has room.
+
+        Each layer does this for each token, so that it calls as little as it can.
+        """
+        if torch.is_grad_enabled():  # something else may need a gradient through what is returned
+            self.append_with_graph(new)
+            return self.view(start)
         buffer, first, held = self.buffer, self.first, self.stop
         columns = new.shape[2]
         stop = held + columns
         if (
-            buffer is None
+            torch.compiler.is_compiling()  # first: what is read while compiling is looked at before each call
+            or buffer is None
             or self.shared
             or self._seen is not None
             or self._uncounted
             or stop - first > buffer.shape[2]
+            or self._version < 0
             or type(self) is not GrowingTensor
         ):
             self.append(new, keep_from)
             return self.view(start)
-        if self._version != version_of(buffer):
+        if self._version != buffer._version:
             self.tampered = True
         buffer.narrow(2, held - first, columns).copy_(new)
-        self._version, self.stop = version_of(buffer), stop
+        self._version, self.stop = buffer._version, stop
         begin = min(max(start - first, 0), stop - first)
         return buffer.narrow(2, begin, stop - first - begin)
 
@@ -242,7 +213,11 @@ class GrowingTensor:
     @property
     def intact(self) -> bool:
         """Whether nobody else has written to what is held, or put something else in its place."""
-        self.note_changes()
+        buffer = self.buffer
+        if buffer is not None and (
+            self._uncounted or self._version < 0 or self._version != buffer._version or self._seen is not None
+        ):
+            self.note_changes()
         return not self.tampered
 
     def seal(self) -> None:

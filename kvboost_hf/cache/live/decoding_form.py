@@ -32,13 +32,15 @@ from kvboost_hf.cache.live.binding import Binding, StoreWriter
 from kvboost_hf.cache.live.compiled import StaticDecoding, static_reason
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.prompt.forward_call import Kwargs, has_other_hooks
-from kvboost_hf.cache.prompt.generate_call import GenerateCall, at_end, running_config
 from kvboost_hf.compat import (
+    GenerateCall,
+    at_end,
     autocast,
     bytes_per_token,
     cache_in,
     input_device,
     ranks_of,
+    running_config,
     tolerance,
     weights_come_and_go,
 )
@@ -50,7 +52,6 @@ AUTO: Final = "auto"  # `max_cache_len` of a cache whose calls decide
 NOT_ON_GPU = "the model is not on a GPU"
 GROWS = "`max_cache_len` is None"
 NOT_YET = "no token was decoded in a graph yet"
-_DEVICES = ("cuda",)  # where a compiled step is known to save time
 _LEAST_COLUMNS = 1024
 _STEP = 8192  # sizes are powers of two up to here, and its multiples behind it
 _LEAST_NEW = 64  # a call may decode so many tokens, or it is not worth moving what the cache holds
@@ -72,6 +73,7 @@ class DecodingForm:
 
     Attributes:
         reason: Why the last generate() call decodes without a graph; None if it decodes in one.
+        reason_elsewhere: The same for a call that `GenerateCall.compiles` rules out: it has no use for `choose`.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class DecodingForm:
     ) -> None:
         self.asked, self.costs = asked, CompileCosts.of(model)
         self.reason: str | None = None
+        self.reason_elsewhere = NOT_ON_GPU if asked == AUTO else GROWS if asked is None else NOT_YET
         self._binding, self._live, self._writer = binding, live, writer
         self._chosen: weakref.ref[Any] | None = None  # the configuration of the call that the buffers are for
         if live.static is not None:
@@ -92,7 +95,7 @@ class DecodingForm:
             settle: Ends what is under way in the cache, and takes over what graphs have decoded.
         """
         model = self._binding.model()
-        if model is None or not compiles(model, call):
+        if model is None or not call.compiles(model):
             return NOT_ON_GPU
         settle()
         return reason_for_eager(model, self._binding, self._live, call)
@@ -136,7 +139,7 @@ class DecodingForm:
         if self.asked is not None:
             self.asked = AUTO
             self.leave(settle)
-            self.asked = None
+            self.asked, self.reason_elsewhere = None, GROWS
 
     def serves(self, running: Callable[[], Any]) -> bool:
         """Whether buffers of a fixed size are for the generate() call whose configuration `running` gives."""
@@ -167,14 +170,6 @@ def columns_for(tokens: int) -> int:
     return max(_LEAST_COLUMNS, 1 << (tokens - 1).bit_length())
 
 
-def compiles(model: PreTrainedModel, call: GenerateCall) -> bool:
-    """Whether decoding of a model is compiled at all for a call, given its device."""
-    if getattr(call.compile_config, "_compile_all_devices", False):
-        return True
-    started = [kind for kind in _DEVICES if kind != "cuda" or torch.cuda.is_initialized()]  # type: ignore[no-untyped-call]
-    return bool(started) and input_device(model).type in started
-
-
 def reason_for_eager(model: PreTrainedModel, binding: Binding, live: LiveKV, call: GenerateCall) -> str | None:
     """Why a generate() call decodes eagerly, on layers that grow; None if it may decode in a graph."""
     asked, costs = call.compile_config is not None, CompileCosts.of(model)
@@ -185,8 +180,10 @@ def reason_for_eager(model: PreTrainedModel, binding: Binding, live: LiveKV, cal
     if not call.samples or not call.uses_cache or call.max_length is None or call.num_ids is None or not call.rows:
         return "it is no plain greedy search or sampling that returns tokens alone"
     policy = binding.policy
-    if binding.live_quant is not None or policy.mode != "exact" or policy.keep_logprobs or policy.reproducible:
-        return "`live_quant`, mode 'blend', `keep_logprobs` and `reproducible` need buffers that grow"
+    if binding.live_quant is not None or policy.mode != "exact" or policy.reproducible:
+        return "`live_quant`, mode 'blend' and `reproducible` need buffers that grow"
+    if binding.hidden_layers or policy.keep_hidden_states:
+        return "hidden states are kept, in buffers that grow"
     if live.plain_reason is not None or not live.owns_layers:
         return live.plain_reason or "its layers were replaced by somebody else"
     if call.max_length - call.num_ids < _LEAST_NEW and not asked:

@@ -72,7 +72,7 @@ class EvictionOrder:
         self._nodes: dict[bytes, _Node] = {}
         self._leaves, self._others = Bag(), Bag()  # that are not pinned
         self._remembered: OrderedDict[bytes, _Uses] = OrderedDict()  # by name
-        self._time = self._passed = 0  # uses up to this prompt, and since
+        self._time = self.passed = 0  # uses up to this prompt, and since
         self._random = random.Random(0)
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class EvictionOrder:
 
     def next_prompt(self) -> None:
         """Advance the time to the next prompt."""
-        self._time, self._passed = self._time + self._passed, 0
+        self._time, self.passed = self._time + self.passed, 0
 
     def add(self, key: bytes, parent: bytes | None, *, name: bytes | None = None, pinned: bool = False) -> None:
         """Add a leaf.
@@ -113,7 +113,7 @@ class EvictionOrder:
         uses = self._nodes[key].uses
         uses.count = 1 + uses.count * exp2((uses.last - self._time) / (_HALF_LIFE * len(self._nodes)))
         uses.last = self._time
-        self._passed += 1
+        self.passed += 1
 
     def pin(self, key: bytes) -> None:
         """Never evict `key` from now on."""

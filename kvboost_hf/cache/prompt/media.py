@@ -12,7 +12,6 @@ cut inside one. Where the arguments tell which image each run shows, a run's ids
 a chat can go on to the next image; otherwise they depend on all media of the call.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from secrets import token_bytes
 from typing import Any
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from transformers import GenerationMixin, PreTrainedModel
 
 from kvboost_hf.cache.planning.chunks import Tokens, digest, media_ids, shifted_ids
-from kvboost_hf.cache.prompt.token_log import common_shift, position_shifts
+from kvboost_hf.cache.prompt.token_log import Prompt, common_shift, position_shifts
 from kvboost_hf.compat import remember
 
 try:
@@ -78,27 +77,6 @@ def _given(value: Any) -> bool:
     return value is not None and value is not False and not (isinstance(value, dict) and not value)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The column ids of a prompt, and which columns are media."""
-
-    column_ids: Tokens  # [batch, m]
-    media: NDArray[np.bool_]  # [batch, m], columns of media, by placeholder or type
-    divisible: bool = True  # some of the media can be left out of a forward, not only all
-
-    def cut(self, column: int) -> int:
-        """The last column, at most `column`, before which all columns may be left out of the forward."""
-        shown = self.media.any(axis=0)
-        at = np.flatnonzero(shown)
-        if not len(at) or column <= at[0] or column > at[-1]:
-            return column
-        if not self.divisible:
-            return int(at[0])
-        while column and bool((self.media[:, column] & self.media[:, column - 1]).any()):
-            column -= 1
-        return column
-
-
 def has_types_of_media(kwargs: Arguments, columns: int) -> bool:
     """Whether one of the last `columns` ids has a type other than text."""
     return any(bool(kwargs[name][..., -columns:].any()) for name in TYPES if kwargs.get(name) is not None)
@@ -131,7 +109,7 @@ def read_prompt(
     media = np.zeros(ids.shape, dtype=bool) if types is None else (types != 0).any(axis=0)
     shown = payload(kwargs)
     if types is None and position_ids is None and not shown:  # text, and nothing shifted
-        return Prompt(ids.copy(), media)
+        return Prompt.of_text(ids)
     columns = np.arange(ids.shape[1])
     hashes: dict[bytes, NDArray[np.bool_]] = {}
     if shown:

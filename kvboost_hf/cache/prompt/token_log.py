@@ -1,8 +1,8 @@
-"""Records the token ids of the K/V in a cache, and reads their positions.
+"""Records the token ids of the K/V in a cache, and of a prompt, and reads their positions.
 
 transformers passes keys and values to a cache, but not their token ids, so the hook records these. Reading an id back
 from a GPU stalls its queue; ids therefore stay on their device and are read together when they are needed. In compiled
-decoding steps no hook runs: there, `StepLog` records them by operations of the graph itself.
+decoding steps no hook runs: there, `StepLog` in `live/compiled.py` records them by operations of the graph itself.
 
 Multimodal models take `position_ids` [3 or 4, batch, m]: time, height and width, preceded by the place in the row if
 there are four planes. Outside an image all three are equal and count up from the end of the image before: they differ
@@ -10,22 +10,16 @@ from the place in the row by a *shift* that is constant until the next image.
 """
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvboost_hf.cache.planning.chunks import Tokens, shifted_ids
-from kvboost_hf.compat import CACHE
-from kvboost_hf.visibility import read_reach
 
-# By layer type, the columns that a token can attend to, itself included; 0 for all. Types without a window come first.
-Windows = Mapping[str, int]
-_NOTES = 5  # token id, place in the row, position, first visible column, visible columns
 _PLACE_AND_THREE = 4
 
 
@@ -52,6 +46,32 @@ class _Append:
     position_ids: torch.Tensor | None  # [batch or 1, m] or [planes, batch, m], None where they were left to the model
     mask: MaskShape | None  # None where every column is visible
     start: int  # column of the first id
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The column ids of a prompt, and which columns are media."""
+
+    column_ids: Tokens  # [batch, m]
+    media: NDArray[np.bool_]  # [batch, m], columns of media, by placeholder or type
+    divisible: bool = True  # some of the media can be left out of a forward, not only all
+
+    @classmethod
+    def of_text(cls, ids: Tokens) -> "Prompt":
+        """A prompt of nothing but text, whose positions count up: `ids` [batch, m]."""
+        return cls(ids.copy(), np.zeros(ids.shape, dtype=bool))
+
+    def cut(self, column: int) -> int:
+        """The last column, at most `column`, before which all columns may be left out of the forward."""
+        shown = self.media.any(axis=0)
+        at = np.flatnonzero(shown)
+        if not len(at) or column <= at[0] or column > at[-1]:
+            return column
+        if not self.divisible:
+            return int(at[0])
+        while column and bool((self.media[:, column] & self.media[:, column - 1]).any()):
+            column -= 1
+        return column
 
 
 class TokenLog:
@@ -180,127 +200,6 @@ class TokenLog:
             self._ids = grown
 
 
-class StepLog:
-    """Stores the token id, positions and visible columns of each token that a compiled forward was given.
-
-    Args:
-        columns: As many as the cache can hold.
-        windows: The layer types of the model.
-    """
-
-    def __init__(self, columns: int, windows: Windows) -> None:
-        self._columns, self._windows = columns, windows
-        self._window = next(iter(windows.values()))  # of the mask that is noted
-        self._notes: torch.Tensor | None = None  # [4, batch, columns]
-
-    def reset(self, batch: int, device: torch.device) -> None:
-        """Clear the log, for `batch` rows."""
-        if self._notes is None or self._notes.shape[1] != batch or self._notes.device != device:
-            with torch.inference_mode(False):
-                self._notes = torch.empty((_NOTES, batch, self._columns), dtype=torch.long, device=device)
-            torch._dynamo.mark_static_address(self._notes)
-        self._notes.fill_(-1)
-
-    def record(self, length: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        """Record the arguments of a forward that appends to `length` columns, by tensor operations only."""
-        ids, positions, mask = kwargs.get("input_ids"), kwargs.get("position_ids"), kwargs.get("attention_mask")
-        if self._notes is None or not isinstance(ids, torch.Tensor) or ids.shape[0] != self._notes.shape[1]:
-            return
-        columns = torch.arange(ids.shape[1], device=ids.device) + length.to(ids.device)
-        if positions is None:
-            positions = columns[None, :]
-        seen = seen_columns(mask, self._windows, columns, self._columns)
-        if mask is None:
-            begin = torch.clamp(columns + 1 - self._window, min=0) if self._window else torch.zeros_like(columns)
-            first, count = begin.expand_as(ids), (columns + 1 - begin).expand_as(ids)
-        elif seen is not None:
-            first, count = seen.to(torch.uint8).argmax(-1), seen.sum(-1)
-        else:
-            first, count = -torch.ones_like(ids), -torch.ones_like(ids)  # nothing is known
-        where = text_positions(positions, columns - first)
-        notes = torch.stack([note.expand_as(ids) for note in (ids, *where, first, count)])
-        self._notes.index_copy_(2, columns.to(self._notes.device), notes.to(self._notes))
-
-    def forget(self, start: int) -> None:
-        """Clear the log from a column on."""
-        if self._notes is not None:
-            self._notes[:, :, start:] = -1
-
-    def append_to(self, log: TokenLog, stop: int) -> bool:
-        """Append columns up to `stop` to `log`, if each had the visible history that its column implies."""
-        if self._notes is None or stop <= log.length or self._notes.shape[1] != log.batch_size:
-            return False
-        ids, places, positions, first, count = self._notes[:, :, log.length : stop].clone().cpu().numpy()
-        self._notes[:, :, log.length : stop] = -1  # steps that cannot be recorded may follow a crop()
-        columns, pads = np.arange(log.length, stop)[None, :], log.pads[:, None]
-        begin = np.maximum(pads, columns + 1 - self._window) if self._window else pads
-        own = columns - pads
-        if not ((places == own) & (positions >= 0) & (first == begin) & (count == columns + 1 - begin)).all():
-            return False
-        log.extend(shifted_ids(ids, positions - own))
-        return True
-
-    def copy(self) -> "StepLog":
-        """An independent copy."""
-        twin = StepLog(self._columns, self._windows)
-        if self._notes is not None:
-            twin.reset(self._notes.shape[1], self._notes.device)
-            assert twin._notes is not None
-            twin._notes.copy_(self._notes)
-        return twin
-
-
-def seen_columns(mask: Any, windows: Windows, own: torch.Tensor, total: int) -> torch.Tensor | None:
-    """The columns that queries see by the masks that generate() has made for a step, or None if that is unknown.
-
-    Args:
-        mask: A 4-D mask, or one for each layer type.
-        windows: The layer types of the model.
-        own: [queries], the column of each.
-        total: Columns of a cache of a fixed size.
-
-    Returns:
-        [batch, queries, columns], bool, for layers without a window, if there are any. A query whose masks of other
-        layer types disagree sees nothing.
-    """
-    found = [mask.get(kind) for kind in windows] if isinstance(mask, dict) else [mask]
-    if isinstance(mask, dict) and len(mask) == len(windows) == 1:
-        found = list(mask.values())
-    seen = [_seen(each, own, total) for each in found]
-    if len(seen) != len(windows) or any(each is None for each in seen):
-        return None
-    widest, *others = (each for each in seen if each is not None)
-    if not others:
-        return widest
-    (narrow,) = others
-    widest = widest[:, :, : narrow.shape[2]]  # as stock caches have it before their windows are full
-    column = torch.arange(widest.shape[2], device=own.device)
-    within = widest & (own[:, None] - column < windows["sliding_attention"])
-    return widest & (narrow == within).all(dim=-1, keepdim=True)
-
-
-def _seen(mask: Any, own: torch.Tensor, total: int) -> torch.Tensor | None:
-    """As `seen_columns`, for one mask of sdpa, eager attention or `kvboost_fa2`."""
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
-        return None
-    if mask.dtype == torch.int32:
-        keep, columns, reach = read_reach(mask, len(own))
-        if columns is None:  # queries are the last columns
-            columns, total = own[None], keep.shape[-1] if keep is not None else total
-        behind = columns[:, :, None] - torch.arange(total, device=mask.device)
-        seen = behind >= 0
-        seen = seen if keep is None else seen & keep[:, None]
-        return seen if reach is None else seen & (behind < reach[:, None])
-    if mask.dtype == torch.bool or mask.is_floating_point():
-        return mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
-    return None
-
-
-def is_of_all_columns(mask: torch.Tensor, total: int) -> bool:
-    """Whether a 4-D mask is for a cache of a fixed size, whose columns behind the queries it hides."""
-    return mask.shape[2] == 2 if mask.dtype == torch.int32 else mask.shape[3] == total
-
-
 def position_shifts(
     position_ids: NDArray[np.int64], columns: NDArray[np.int64], pads: NDArray[np.int64]
 ) -> NDArray[np.int64]:
@@ -373,43 +272,3 @@ def computed_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> torch.
 def counts_from_padding_id(model: PreTrainedModel) -> bool:
     """Whether a model that is given no positions counts them from its padding id + 1, not from 0."""
     return hasattr(getattr(model.base_model, "embeddings", None), "create_position_ids_from_input_ids")
-
-
-def positions_from_start(
-    model: PreTrainedModel, ids: torch.Tensor, arguments: dict[str, Any], prepared: dict[str, Any]
-) -> torch.Tensor | None:
-    """The positions that generate() prepares for a whole prompt on an empty cache.
-
-    generate() prepares positions before the cache knows of the call, and a model that keeps shifts on itself takes the
-    contents of the cache for the beginning of this prompt.
-
-    Args:
-        model: The model that generates.
-        ids: The whole prompt, repeated for beams.
-        arguments: What generate() was called with.
-        prepared: The arguments it has prepared so far.
-
-    Returns:
-        The correct positions; None if those prepared are correct.
-    """
-    prepare = getattr(type(model), "_prepare_position_ids_for_generation", None)
-    prepared_ids = prepared.get("position_ids")
-    if (
-        prepare in (None, GenerationMixin._prepare_position_ids_for_generation)
-        or arguments.get("position_ids") is not None
-        or prepared_ids is None
-    ):
-        return None
-    given = arguments.get("input_ids")
-    if not isinstance(given, torch.Tensor) or given.ndim != 2:
-        return None
-    repeats = ids.shape[0] // given.shape[0]
-    mask = arguments.get("attention_mask")
-    if mask is None:
-        found = prepared.get("attention_mask")  # dropped where it is all ones
-        mask = found[::repeats] if found is not None else torch.ones_like(given)
-    # Not those prepared: images are arguments no longer once they are encoded, but positions depend on them.
-    left_out = (CACHE, "past_key_values", "position_ids", "input_ids", "attention_mask")
-    whole = {name: value for name, value in arguments.items() if name not in left_out}
-    positions: torch.Tensor = prepare(model, given, {**whole, "attention_mask": mask})
-    return positions.repeat_interleave(repeats, dim=positions.ndim - 2)

@@ -7,16 +7,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs.base import Codec
-from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import library_versions
-from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.kv.blocks import ColumnFormat
-from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
+from kvboost_hf.cache.kv.layer_kv import LayerKV
+from kvboost_hf.cache.kv.layer_states import LayerStates, StateFormat
 from kvboost_hf.cache.kv.model_form import ChunkForms, ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_key, unloaded
 from kvboost_hf.cache.planning.chunks import root_key
@@ -25,7 +24,7 @@ from kvboost_hf.cache.store.indexes import History, remember
 from kvboost_hf.cache.tiers.base import Entry, Kind, MadeWith
 from kvboost_hf.cache.tiers.below import Found, LowerTiers, MeasuredTier
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
-from kvboost_hf.compat import attn_implementation, cache_layers, key_rotation, known_reason
+from kvboost_hf.compat import LAST, attn_implementation, cache_layers, key_rotation, known_reason
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -40,14 +39,15 @@ class BlobReader:
     Args:
         model: Gives the model.
         codec: The codec of the store.
+        state_format: The format of states.
     """
 
-    def __init__(self, model: Callable[[], PreTrainedModel], codec: Codec) -> None:
-        self._model, self.codec = model, codec
+    def __init__(self, model: Callable[[], PreTrainedModel], codec: Codec, state_format: StateFormat) -> None:
+        self._model, self.codec, self.state_format = model, codec, state_format
         self._format: tuple[Codec, ColumnFormat] | None = None  # of the codec
         self._first_form: ModelForm | None = None
-        self._kinds: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()  # by root, see `note_root`
-        self._forms: OrderedDict[tuple[bytes, bool], ModelForm | None] = OrderedDict()  # by kind
+        self._kinds: OrderedDict[bytes, tuple[bytes, tuple[int, ...]]] = OrderedDict()  # by root, see `note_root`
+        self._forms: OrderedDict[tuple[bytes, tuple[int, ...]], ModelForm | None] = OrderedDict()  # by kind
         self._chunk_forms: ChunkForms | None = None  # of the form that was read last
 
     @property
@@ -66,9 +66,9 @@ class BlobReader:
         model = self._model()
         self._first_form = ModelForm.of(model) if known_reason(model) is None else None
 
-    def note_root(self, root: bytes, fingerprint: bytes, *, keeps_hidden: bool) -> None:
-        """Remember which fingerprint of the model a root is of, and whether hidden states are kept under it."""
-        remember(self._kinds, root, (fingerprint, keeps_hidden))
+    def note_root(self, root: bytes, fingerprint: bytes, *, hidden_layers: tuple[int, ...]) -> None:
+        """Remember which fingerprint of the model a root is of, and which hidden states are kept under it."""
+        remember(self._kinds, root, (fingerprint, hidden_layers))
 
     def read(self, blob: Blob, root: bytes) -> LayerKV | LayerStates | None:
         """The K/V or the states in a blob, or None where the form that they should have is not known.
@@ -83,8 +83,8 @@ class BlobReader:
             return None  # nothing of it is in a lower tier
         damage: DamagedBlobError | None = None
         if kind not in self._forms:
-            _, keeps_hidden = kind
-            if self._first_form is not None and not keeps_hidden:
+            _, hidden_layers = kind
+            if self._first_form is not None and not hidden_layers:
                 try:
                     return self._read_as(self._first_form, blob)
                 except DamagedBlobError as error:
@@ -99,12 +99,12 @@ class BlobReader:
         """The form as the model is now; None where it cannot be told, and for roots that are in no lower tier."""
         kind = self._kinds.get(root)
         if kind is not None and kind not in self._forms:
-            remember(self._forms, kind, ModelForm.of(self._model(), keeps_hidden=kind[1]))
+            remember(self._forms, kind, ModelForm.of(self._model(), hidden_layers=kind[1]))
         return self._forms[kind] if kind is not None else None
 
     def _read_as(self, form: ModelForm, blob: Blob) -> LayerKV | LayerStates:
         if blob.entry.kind is Kind.STATES:
-            return read_states(blob, form)
+            return read_states(blob, form, self.state_format)
         known, columns = self._chunk_forms, self.column_format
         if known is None or known.form is not form or known.columns is not columns:
             known = self._chunk_forms = ChunkForms(columns, form)
@@ -150,9 +150,9 @@ class LowerMemory:
         """From now on, write what is stored under a root, and find what is there, as `note_root` says."""
         self._durable_roots[root] = made_with
 
-    def note_root(self, root: bytes, fingerprint: bytes, *, keeps_hidden: bool = False) -> None:
-        """Remember which fingerprint of the model a root is of, and whether hidden states are kept under it."""
-        self._reader.note_root(root, fingerprint, keeps_hidden=keeps_hidden)
+    def note_root(self, root: bytes, fingerprint: bytes, *, hidden_layers: tuple[int, ...] = ()) -> None:
+        """Remember which fingerprint of the model a root is of, and which hidden states are kept under it."""
+        self._reader.note_root(root, fingerprint, hidden_layers=hidden_layers)
 
     def keeps(self, root: bytes) -> bool:
         """Whether records under a root are written to lower tiers."""
@@ -306,64 +306,66 @@ class Roots:
         history: Remembers the salt of each root.
         lower: Registers roots that other processes derive, too.
         drop: Drops all that is stored under some roots.
+
+    Attributes:
+        last: They are to be the same in every process, where that can be.
     """
 
     def __init__(self, history: History, lower: LowerMemory, drop: Callable[[set[bytes]], None]) -> None:
         self._history, self._lower, self._drop = history, lower, drop
-        self._lasts = bool(lower)  # there are tiers that other processes may read
+        self.last = bool(lower)  # there are tiers that other processes may read
         self._age = -1, -1  # of the model
         self._passing: set[bytes] = set()  # roots that last as long as it stays as it is
         self._warned: set[str] = set()
-        self._last: tuple[tuple[Any, ...], bytes] | None = None  # what the last root was derived from, and it
 
-    def root(
+    def derive(
         self,
         model: PreTrainedModel,
+        fingerprint: bytes,
         salt: bytes,
         regime: bytes,
         codec: str,
         *,
         read_all: bool,
-        keeps_hidden: bool,
-        seen: ModelParts | None = None,
+        hidden_layers: tuple[int, ...],
+        durable: bool,
+        age: tuple[int, int],
     ) -> bytes:
-        """The root of a model as it is now.
+        """The root of a model as it is now, which `ChunkStore.root` asks for where something is new.
 
         Args:
             model: The model.
+            fingerprint: That of the model.
             salt: Whose prompts they are.
             regime: Names the rotary frequencies, and what the live cache computes over.
             codec: Name of the store's codec.
-            read_all: Read every weight to tell whether one has changed.
-            keeps_hidden: Hidden states are kept beside K/V.
-            seen: What was just found in the model, or None to look at it.
+            read_all: Every weight was read to tell whether one has changed.
+            hidden_layers: The layers whose hidden states are kept beside K/V, by their numbers or `LAST`.
+            durable: The fingerprint is the same in other processes.
+            age: That of the model's fingerprint.
         """
-        follower = ModelState.of(model).fingerprint
-        fingerprint = follower.durable(model, full=read_all, found=seen) if self._lasts else None
-        if durable := isinstance(fingerprint, bytes):
-            found = fingerprint
-        else:
-            if isinstance(fingerprint, str) and fingerprint not in self._warned:
-                self._warned.add(fingerprint)
-                _log.warning("K/V of this model is kept in host memory only: %s in other processes.", fingerprint)
-            found = follower.current(model, full=read_all, found=seen)
-        derived_from = found, salt, regime, codec, read_all, keeps_hidden, follower.age
-        if self._last is not None and self._last[0] == derived_from:
-            return self._last[1]
-        root = root_key(found, salt, regime + codec.encode() + (b"hidden states" if keeps_hidden else b""))
+        kept = b"hidden states" if hidden_layers else b""
+        if hidden_layers not in ((), (LAST,)):  # of the last ones alone, releases that knew no others did not say it
+            kept += f" of {hidden_layers}".encode()
+        root = root_key(fingerprint, salt, regime + codec.encode() + kept)
         self._history.note_root(root, salt)
         if not durable and not read_all:
-            if follower.age != self._age:
+            if age != self._age:
                 self._drop(self._passing)
-                self._age, self._passing = follower.age, set()
+                self._age, self._passing = age, set()
             self._passing.add(root)
         if durable:
             if not self._lower.keeps(root):
                 made_with = MadeWith(codec, regime.decode("latin-1"), attn_implementation(model), versions())
                 self._lower.keep(root, made_with)
-            self._lower.note_root(root, found, keeps_hidden=keeps_hidden)
-        self._last = derived_from, root
+            self._lower.note_root(root, fingerprint, hidden_layers=hidden_layers)
         return root
+
+    def note_reason(self, reason: str) -> None:
+        """Say once why K/V of the model stays in host memory, though there are tiers."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            _log.warning("K/V of this model is kept in host memory only: %s in other processes.", reason)
 
 
 @cache

@@ -65,7 +65,7 @@ class HostMemory:
         self.states: dict[bytes, StoredStates] = {}
         self._chunks_by_head: dict[bytes, dict[bytes, None]] = {}  # `head_key` -> keys, oldest first
         self._states_by_head: dict[bytes, dict[bytes, None]] = {}
-        self._order = EvictionOrder()
+        self.order = EvictionOrder()
         self._holders: dict[bytes, set[bytes]] = {}  # of pinned records, by key
         self._state_keys = Bag()
         self._state_bytes = 0
@@ -153,16 +153,16 @@ class HostMemory:
             for sibling in self.siblings(chunk.parent, chunk.tokens[:HEAD_TOKENS])
             if len(sibling.tokens) < len(chunk.tokens)
             and common_length(sibling.tokens, chunk.tokens) == len(sibling.tokens)
-            and self._order.is_leaf(sibling.key)
+            and self.order.is_leaf(sibling.key)
         ]
 
     def use(self, keys: Iterable[bytes], *, by_content: bool) -> None:
         """Count one use of each record by one prompt; tells whether chunks are found by their content, too."""
-        self._order.next_prompt()
-        self._order.by_content |= by_content
+        self.order.next_prompt()
+        self.order.by_content |= by_content
         for key in keys:
             if key in self.chunks or key in self.states:
-                self._order.touch(key)
+                self.order.touch(key)
 
     # Taking in
 
@@ -184,7 +184,7 @@ class HostMemory:
         if nbytes > self.max_bytes:
             return None
         while self.nbytes + nbytes > self.max_bytes:
-            victim = self._order.victim(keep=keep)
+            victim = self.order.victim(keep=keep)
             if victim is None:
                 return None
             self._evict(victim)
@@ -210,7 +210,7 @@ class HostMemory:
             victim = min([key for key in sample if key not in self._holders], key=self._loss, default=None)
             if victim is None:
                 return False
-            self._order.remove(victim)
+            self.order.remove(victim)
             self._evict(victim)
         return True
 
@@ -222,9 +222,9 @@ class HostMemory:
         """
         states = self.states[key]
         within = self.covering(states.parent, states.tokens)
-        goes_on = within is not None and any(child in self.chunks for child in self._order.children(within))
+        goes_on = within is not None and any(child in self.chunks for child in self.order.children(within))
         weight = 1 if goes_on else _WEIGHT_OF_ENDS
-        return weight * self._order.rate(key) * self._tokens_since(states) / states.nbytes
+        return weight * self.order.rate(key) * self._tokens_since(states) / states.nbytes
 
     def _tokens_since(self, states: StoredStates) -> int:
         """Tokens between some states and those before them in the same text."""
@@ -261,12 +261,12 @@ class HostMemory:
             self.states[stored.key] = stored
             self._state_keys.put(stored.key, True)
             self._state_bytes += stored.nbytes
-            self._order.add(stored.key, above, pinned=pinned)
+            self.order.add(stored.key, above, pinned=pinned)
         else:
             self.chunks[stored.key] = stored
             # Computed again behind something else it has another key, and is as popular as before.
             name = content_only_key(stored.root, b"", 0, stored.tokens)
-            self._order.add(stored.key, above if not stored.content_only else None, name=name, pinned=pinned)
+            self.order.add(stored.key, above if not stored.content_only else None, name=name, pinned=pinned)
         if (place := self._place(stored)) is not None:
             by_head, head = place
             by_head.setdefault(head, {})[stored.key] = None
@@ -278,13 +278,13 @@ class HostMemory:
 
     def pin(self, key: bytes, holder: bytes = b"") -> None:
         """Never evict a record until each of its holders has let go of it."""
-        self._order.pin(key)
+        self.order.pin(key)
         self._holders.setdefault(key, set()).add(holder)
 
     def unpin(self, key: bytes) -> None:
         """Let a record be evicted again, if it is still there, whoever holds it."""
         if self._holders.pop(key, None) is not None:
-            self._order.unpin(key)
+            self.order.unpin(key)
 
     def let_go(self, holder: bytes) -> None:
         """Unpin what nobody but this holder has pinned."""
@@ -313,13 +313,13 @@ class HostMemory:
         """Remove a leaf in favor of a chunk that serves better and takes over its pin."""
         for holder in self._holders.get(old.key, ()):
             self.pin(new.key, holder)
-        self._order.remove(old.key)
+        self.order.remove(old.key)
         self._unlink(old.key)
 
     def remove_tree(self, key: bytes) -> None:
         """Remove a record, if it is here, and all that continues it, pinned or not."""
-        if key in self._order:
-            for inner in self._order.remove_tree(key):
+        if key in self.order:
+            for inner in self.order.remove_tree(key):
                 self._unlink(inner)
 
     def release(self, reservation: "Reservation") -> None:
@@ -371,16 +371,16 @@ class HostMemory:
         for each in records:
             assert each.loaded is not None, "records must be loaded"
             assert each.nbytes == each.loaded.nbytes + each.tokens.nbytes, "a record must have the size it claims"
-        order = dict(self._order.parents())
+        order = dict(self.order.parents())
         assert set(order) == {each.key for each in records}, "the order of eviction must hold all records"
-        pinned = {key for key in order if self._order.is_pinned(key)}
+        pinned = {key for key in order if self.order.is_pinned(key)}
         assert set(self._holders) == pinned, "just the pinned records must have holders"
         assert all(self._holders.values()), "a pinned record must have a holder"
         for each in records:
             assert order[each.key] in (None, each.parent), "the order of eviction must know parents"
         keys = [*self.chunks, *self.states]
         assert keys == [each.key for each in records], "a record must be under its own key"
-        if complete and not self._order.by_content:  # else an ancestor may be evicted first
+        if complete and not self.order.by_content:  # else an ancestor may be evicted first
             reached = {key for key, chunk in self.chunks.items() if not chunk.content_only}
             parents = [each for each in records if self._place(each) is not None]
             assert all(each.parent in reached or each.parent == each.root for each in parents), "parents must be here"

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from kvboost_hf import forks
-from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
+from kvboost_hf.cache.kv.layer_kv import LayerKV
+from kvboost_hf.cache.kv.layer_states import LayerStates
 from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk, StoredStates, with_descendants
 from kvboost_hf.cache.planning.chunks import (
     KEY_BYTES,
@@ -226,7 +227,8 @@ class TieredRecords:
         """Count what served a prompt, whether any of it was moved, and whether a look-up failed after it."""
         used: list[Stored] = [*chunks, *([states] if states is not None else [])]
         with self.lock:
-            self.memory.use([each.key for each in used], by_content=moved)
+            if used or self.memory.order.passed:  # else a prompt changes nothing
+                self.memory.use([each.key for each in used], by_content=moved)
             self.counts["hits"] += len(chunks)
             self.counts["misses"] += missed
             if chunks:

@@ -1,0 +1,119 @@
+"""Layers of a cache that are lent to forwards of somebody else, and what is asked of them outside of any forward.
+
+Drafts that branch run forwards over tokens of which not all will stay: side by side in the layers, they are no text
+that the cache could keep track of. It takes over those that do. A server reads the row of a cache, decodes it together
+with others, and hands over what that has computed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvboost_hf.cache.forward.running import CacheParts, Forward, least_of_prompt
+from kvboost_hf.cache.layers.base import LayerState, kv_layers
+from kvboost_hf.cache.live.ledger import Ledger
+from kvboost_hf.cache.live.live_kv import LiveKV
+from kvboost_hf.cache.planning.chunks import whole_pieces
+from kvboost_hf.compat import attn_implementation, rope_regime
+from kvboost_hf.handles import ATTENTION
+
+LayerPair = tuple[torch.Tensor, torch.Tensor]  # keys and values [1, num_kv_heads, tokens, head_dim]
+
+
+class Lent(Forward):
+    """Layers that run forwards of somebody else, who forgets what these append, or hands over a part of it."""
+
+    def record(self, output: Any) -> Any:
+        """Nothing: such a forward is not told to the cache."""
+
+    def settle(self) -> None:
+        """Nothing, as with `record`."""
+
+
+def lending_reason(live: LiveKV) -> str | None:
+    """Why the layers cannot be lent, nor read and extended; None if they can."""
+    if live.plain_reason is not None:
+        return live.plain_reason
+    return _of_kinds({type(layer).__name__ for layer in live.layers if layer.is_stateful or not layer.can_branch})
+
+
+def _of_kinds(rigid: set[str]) -> str | None:
+    return f"its cache has layers of the kind {', '.join(sorted(rigid))}" if rigid else None
+
+
+def reading_reason(live: LiveKV) -> str | None:
+    """Why what the layers hold of a row cannot be read, and put back with more tokens; None if it can."""
+    if live.plain_reason is not None:
+        return live.plain_reason
+    return _of_kinds(
+        {type(each).__name__ for each in live.layers if each.single_row or not (each.can_branch or each.is_stateful)}
+    )
+
+
+def lend_layers(parts: CacheParts) -> list[Any]:
+    """The layers, as transformers knows them, for forwards that are not told to the cache."""
+    model = parts.binding.model()
+    parts.live.hand_out(model is not None and attn_implementation(model) == ATTENTION)
+    return [layer.lend() for layer in kv_layers(parts.live.layers)]
+
+
+def read_layers(live: LiveKV) -> list[LayerPair | None]:
+    """Of each layer, K/V of the only row's tokens that it holds; None for a layer that has none."""
+    length = live.held
+    found = [layer.columns(0, layer.first, length) for layer in kv_layers(live.layers)]
+    return [None if not piece else (piece[0][None], piece[1][None]) for piece in found]
+
+
+def read_states(live: LiveKV) -> list[LayerState | None]:
+    """Of each layer, views of the only row's state; None for a layer that has none."""
+    return [layer.view_state(0) for layer in kv_layers(live.layers)]
+
+
+def extend_layers(
+    parts: CacheParts,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    kv: Sequence[LayerPair | None],
+    states: Sequence[LayerState | None],
+) -> None:
+    """Append columns that were computed by forwards elsewhere: see `ChunkReuseCache.extend`."""
+    live, model = parts.live, parts.binding.model()
+    held = live.held
+    stop = held + input_ids.shape[1]
+    for layer, pair in zip(kv_layers(live.layers), kv, strict=True):
+        if pair is not None:
+            layer.fill(held, stop, [[(pair[0][0], pair[1][0])]])
+            if live.is_recording:
+                layer.native.crop(0)
+    for layer, state in zip(kv_layers(live.layers), states, strict=bool(states)):
+        if state is not None:
+            layer.load_states([state])
+    if (
+        live.ledger is not None
+        and model is not None
+        and rope_regime(model, stop - int(live.ledger.log.pads.min())) != live.regime
+    ):
+        live.ledger = None
+    live.appended(input_ids, position_ids, None, stop)
+
+
+def root_of(parts: CacheParts, tokens: int) -> bytes | None:
+    """The root of a prompt of one row with so many tokens; None if nothing of it can be stored."""
+    live, model = parts.live, parts.binding.model()
+    regime = rope_regime(model, tokens) if model is not None and live.unsupported is None else None
+    return parts.binding.root(regime) if regime is not None else None
+
+
+def stored_tokens(parts: CacheParts, ids: torch.Tensor) -> int:
+    """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""
+    binding, live, root = parts.binding, parts.live, root_of(parts, ids.shape[1])
+    model = binding.model()
+    if root is None:
+        return 0
+    ledger = Ledger.empty(np.zeros(1, dtype=np.int64), root)
+    tokens = ids.cpu().numpy().astype(np.int64, copy=False)
+    limit = ids.shape[1] - (least_of_prompt(model) if live.stateful and model is not None else 1)
+    filled = ledger.plan(tokens, 0, limit, binding.store, 0, stateful=live.stateful).filled
+    return whole_pieces(filled) if binding.policy.reproducible else filled
