@@ -10,8 +10,8 @@ linear attention runs in transformers' reference code.
 tokens than were generated. `rules`: tokens forwarded by agents' sessions over one store, by its size and by where
 states are saved: this library's rule; the last border of each prompt, alone or with the columns where prompts part;
 borders of messages, and where prompts part; each border of a chunk; every 2,048 tokens. They are counted on a small
-model whose states are as large as the K/V of 228 tokens. `bytes`: the states of default configurations of transformers,
-from models without weights.
+model whose states are as large as the K/V of 228 tokens. `bytes`: the states of default configurations of
+transformers, from models without weights.
 """
 
 import argparse
@@ -224,7 +224,8 @@ def _in_tokens(sizes: Result) -> str:
 
 
 def markdown(result: Result) -> str:
-    lines = [f"{result['model']}; {measured_on(result['provenance'])}", ""]
+    runs = result.get("provenances", [result["provenance"]])
+    lines = [f"{result['model']}; {measured_on(runs[0])}", *map(measured_on, runs[1:]), ""]
     if edited := result.get("edits"):
         lines += [
             f"One token changed in a prompt of {TOKENS:,} that the cache has seen:",

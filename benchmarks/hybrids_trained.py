@@ -8,7 +8,8 @@ documents. The right answer is fed token by token behind each prompt. A question
 answer is the model's first choice. KL divergences are those from plain generate(), mean over the tokens of an answer.
 
 `codes`: a store with each codec of states takes in one document after the other, each on top of what comes out of the
-codec. Then questions are asked behind all of them; K/V is kept as it is.
+codec. Then questions are asked behind all of them; K/V is kept as it is. The package has no codec to float8: this one is
+written here.
 
 `moved`: documents have been seen in another order, or each of them alone. Over a document, a layer of gated delta rule
 maps its state S to A S + B, where A and B depend on what the layer was given there, and so on the other layers only.
@@ -23,7 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,6 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCach
 from benchmarks.leaderboard.facts import Facts, draw_facts
 from benchmarks.leaderboard.measure import FreezableStore
 from kvboost_hf import ChunkReuseCache, check_model_compatibility
+from kvboost_hf.cache.kv.layer_states import StateFormat
 
 CODECS = ("raw", "int8", "int4", "int2", "turboquant:4", "turboquant:2")
 DOCUMENTS = 6
@@ -133,6 +136,25 @@ def summary(reader: Reader, arm: str, rows: Sequence[Row], **more: Any) -> Resul
 # States in fewer bits
 
 
+class Float8:
+    """Rows of a state as float8_e4m3fn, with a float32 scale each."""
+
+    name, lossless, sink_tokens = "float8", False, 0
+    largest = torch.finfo(torch.float8_e4m3fn).max
+
+    def encode(self, x: torch.Tensor, role: str, rotations: object) -> dict[str, torch.Tensor]:
+        scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / self.largest
+        return {"codes": (x.float() / scale).to(torch.float8_e4m3fn), "scale": scale.squeeze(-1)}
+
+    def decode(
+        self, planes: dict[str, torch.Tensor], shape: object, dtype: torch.dtype, role: str, rotation: object
+    ) -> torch.Tensor:
+        return (planes["codes"].float() * planes["scale"].unsqueeze(-1)).to(dtype)
+
+    def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, role: str) -> int:
+        return prod(shape) + 4 * prod(shape[:-1])
+
+
 def _zeroed(store: FreezableStore) -> None:
     for saved in store.inspect().states.values():
         for layer in saved.states.layers:
@@ -148,10 +170,11 @@ def codes(reader: Reader, cases: int, asked: int) -> list[Result]:
     for number in range(cases):
         case = draw_facts(f"codes {number}", DOCUMENTS, asked)
         given = list(questions(reader, case))
-        for arm in (*CODECS, "zeroed"):
-            store = FreezableStore(
-                reader.model, chunk_size=64, max_bytes="1GB", state_codec=arm if arm != "zeroed" else "raw"
-            )
+        for arm in (*CODECS, "float8", "zeroed"):
+            codec = arm if arm in CODECS else "raw"
+            store = FreezableStore(reader.model, chunk_size=64, max_bytes="1GB", state_codec=codec)
+            if arm == "float8":
+                store._reader.state_format = StateFormat(Float8())  # type: ignore[arg-type]
             for _, end in given[0].spans:
                 store.warm(given[0].ids[:end])
             store.frozen = True
@@ -276,8 +299,8 @@ JOINS: dict[str, Callable[[torch.Tensor, int, Seen], torch.Tensor]] = {
     "zeroed": lambda state, layer, seen: torch.zeros_like(state),
 }
 ARMS = (
-    *(("composed", first) for first in FIRST),
-    *((join, first) for join in ("as stored", "left out", "zeroed") for first in (0, 16)),
+    *product(("composed", "as stored"), FIRST),
+    *product(("left out", "zeroed"), (0, 16)),
 )
 
 
