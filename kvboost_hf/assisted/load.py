@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from kvboost_hf.assisted.draft import Drafting
 from kvboost_hf.assisted.heads import Heads, is_dflash, load_own_heads, prepare_blocks
 from kvboost_hf.assisted.limits import fitted
-from kvboost_hf.assisted.lookup import TextStore, lookup_assistant
+from kvboost_hf.assisted.lookup import LOOKED_UP, TextStore, lookup_assistant
 from kvboost_hf.assisted.rounds import SpeculationStats
 from kvboost_hf.assisted.schedule import Adaptive, Constant, DraftLength, Heuristic, most_tokens
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
@@ -172,17 +172,7 @@ def _found_for(target: Any, store: TextStore | None, tokens: int | None) -> PreT
         _log.info("Drafts of a %s: %d multi-token-prediction layers.", type(target).__name__, heads.num_mtp_layers)
         return heads
     _log.info("Drafts of a %s: text that repeats, since %s.", type(target).__name__, heads)
-    found = lookup_assistant(target, store if store is not None else _NoText())
-    if tokens is not None:
-        found.generation_config.num_assistant_tokens = tokens
-    return found
-
-
-class _NoText:
-    """Finds no text."""
-
-    def continuation(self, ids: Any, length: int, **_: Any) -> list[int]:
-        return []
+    return lookup_assistant(target, store, num_assistant_tokens=tokens or LOOKED_UP)
 
 
 def _schedule(schedule: Schedule | DraftLength, tokens: int) -> DraftLength:

@@ -23,6 +23,7 @@ from transformers.modeling_layers import MtpModel
 from kvboost_hf import (
     ChunkReuseCache,
     ChunkStore,
+    KVBoost,
     ReusePolicy,
     ReuseReport,
     TreeDecoding,
@@ -328,6 +329,20 @@ def test_one_call_finds_the_heads_of_a_checkpoint(tmp_path: Any) -> None:
     stats = speculation_stats(heads)
     assert stats.committed + stats.plain == 6 * NEW
     assert stats.plain == 6  # the first token of each answer
+
+
+def test_the_facade_finds_them(tmp_path: Any) -> None:
+    model = probed(save_with_layers("glm4_moe", tmp_path))
+    text = " ".join(f"w{n}" for n in PROMPT[0].tolist())
+    plain = KVBoost(model, words(), chat_template=False).generate(text, max_new_tokens=NEW)
+    engine = KVBoost(model, words(), assistant="auto", chat_template=False)
+    for reused in (False, True):
+        found = engine.generate(text, max_new_tokens=NEW)
+        assert found.output_text == plain.output_text
+        assert (found.kv_reuse_ratio > 0.9) == reused
+    stats = engine.speculative_stats()
+    assert stats is not None
+    assert stats.rounds > NEW // 3
 
 
 def test_stock_drafts_go_on_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
