@@ -127,8 +127,7 @@ class KVBoost:
             strict: Raise an error for a model that cannot reuse K/V; False only warns.
             streaming_config: Stream the layers that do not stay on the device.
             device: Where the model computes; None for the accelerator, or the CPU where there is none.
-            assistant: Drafts tokens for single prompts: a model, its name, a `TreeDecoding`, or `"auto"` for what the
-            checkpoint carries, and else text that repeats, see `load_assistant`.
+            assistant: Drafts tokens for single prompts: a model, its name, a `TreeDecoding`, or `"auto"`.
             policy: How stored K/V may be used, in place of `recompute_strategy` and the settings that go with it.
             options: The fields of `EngineSettings`, and arguments for transformers' `from_pretrained()`.
 
