@@ -32,7 +32,7 @@ from kvboost_hf.compat.forwards import (
     take_newest_name,
     with_cache_by,
 )
-from kvboost_hf.compat.hooks import OwnHooks, hook_hidden_states, hook_layers, own_hook
+from kvboost_hf.compat.hooks import LAST, OwnHooks, Shown, hook_hidden_states, hook_layers, own_hook
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
@@ -63,9 +63,11 @@ from kvboost_hf.compat.models import (
 )
 from kvboost_hf.compat.private import LayerMasks, PrivateCache, run_model
 from kvboost_hf.compat.probes import (
+    HiddenForm,
     as_steps,
     checkpointing_reason,
     difference,
+    hidden_form,
     hidden_states_reason,
     known_hidden_states_reason,
     known_reason,
@@ -85,10 +87,12 @@ from kvboost_hf.migration import old_name
 
 __all__ = [
     "CACHE",
+    "LAST",
     "SERVED_LAYERS",
     "STATEFUL_LAYERS",
     "AssistedCall",
     "GenerateCall",
+    "HiddenForm",
     "KeptOnModel",
     "KeyRotation",
     "LayerMasks",
@@ -96,6 +100,7 @@ __all__ = [
     "OwnHooks",
     "PrivateCache",
     "Shifts",
+    "Shown",
     "as_steps",
     "assisted_call",
     "at_end",
@@ -120,6 +125,7 @@ __all__ = [
     "give_back_tokenizer",
     "has_own_cache",
     "head_widths",
+    "hidden_form",
     "hidden_states_reason",
     "hook_hidden_states",
     "hook_layers",

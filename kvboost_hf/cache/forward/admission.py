@@ -83,6 +83,8 @@ PADDED_WITHOUT = "the attention mask or position_ids of a padded batch are missi
 MASK_LENGTH = "the attention mask is not as long as what the cache holds and the ids that follow it"
 CHANGED_ON_THE_WAY = "position_ids or the attention mask changed on the way"
 ALL_LOGITS_OF_MEDIA = "the logits of all tokens of images, sound or video are wanted"
+HIDDEN_OF_MEDIA = "the hidden states of images, sound or video are wanted"
+MOVED_HIDDEN = "the call asks for hidden states, which moved chunks have had behind another text"
 REUSE_COSTS_MORE = (
     "on this CPU it takes less time to compute its few known tokens again than to reuse them "
     "(ReusePolicy(min_prefill_saving=0) reuses them all the same)"

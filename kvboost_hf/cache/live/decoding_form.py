@@ -179,8 +179,10 @@ def reason_for_eager(model: PreTrainedModel, binding: Binding, live: LiveKV, cal
     if not call.samples or not call.uses_cache or call.max_length is None or call.num_ids is None or not call.rows:
         return "it is no plain greedy search or sampling that returns tokens alone"
     policy = binding.policy
-    if binding.live_quant is not None or policy.mode != "exact" or policy.keep_logprobs or policy.reproducible:
-        return "`live_quant`, mode 'blend', `keep_logprobs` and `reproducible` need buffers that grow"
+    if binding.live_quant is not None or policy.mode != "exact" or policy.reproducible:
+        return "`live_quant`, mode 'blend' and `reproducible` need buffers that grow"
+    if binding.hidden_layers or policy.keep_hidden_states:
+        return "hidden states are kept, in buffers that grow"
     if live.plain_reason is not None or not live.owns_layers:
         return live.plain_reason or "its layers were replaced by somebody else"
     if call.max_length - call.num_ids < _LEAST_NEW and not asked:

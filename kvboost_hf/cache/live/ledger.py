@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvboost_hf.cache.kv.blocks import ColumnFormat
-from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, copy_columns, copy_states
+from kvboost_hf.cache.kv.layer_kv import LayerKV, copy_columns
+from kvboost_hf.cache.kv.layer_states import LayerStates, copy_states
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.planning.chunks import Tokens, content_only_key, prefix_key, whole_pieces
 from kvboost_hf.cache.planning.moved import MovedColumns
@@ -312,12 +313,13 @@ class Ledger:
             self.store_row(row, layers, store, pinned=pinned, again=True)
             self.store_tail(row, layers, store, pinned=pinned)
 
-        def copy() -> LayerStates:
-            return copy_states(layers, row)
+        form = store.state_format
 
-        nbytes = sum(layer.state_bytes() for layer in layers)
+        def copy() -> LayerStates:
+            return form.encode(copy_states(layers, row))
+
         with torch.inference_mode(False), torch.no_grad():
-            return store.put_states(self.root, border.key, tail, nbytes, copy, pinned=pinned)
+            return store.put_states(self.root, border.key, tail, form.nbytes(layers, row), copy, pinned=pinned)
 
     def store_earlier_states(
         self,
@@ -333,6 +335,7 @@ class Ledger:
             layers: The layers, which hold the K/V.
             store: The store.
         """
+        form = store.state_format
         for column, spare, rows in saved:
             for row, states in enumerate(rows):
                 at, borders = column - int(self.log.pads[row]), self.borders[row]
@@ -349,13 +352,9 @@ class Ledger:
                 else:
                     found = self.store_tail(row, layers, store) in (Put.STORED, Put.PRESENT)
                 if found:
-                    copied = partial(_as_they_are, states)
+                    nbytes, encode = form.nbytes_of(states), partial(form.encode, states)
                     with torch.inference_mode(False), torch.no_grad():
-                        store.put_states(self.root, borders[number].key, tail, states.nbytes, copied, spare=spare)
-
-
-def _as_they_are(states: LayerStates) -> LayerStates:
-    return states
+                        store.put_states(self.root, borders[number].key, tail, nbytes, encode, spare=spare)
 
 
 def _is_tainted(blended: MovedColumns | None, row: int) -> bool:

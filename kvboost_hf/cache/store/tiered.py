@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from kvboost_hf import forks
-from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
+from kvboost_hf.cache.kv.layer_kv import LayerKV
+from kvboost_hf.cache.kv.layer_states import LayerStates
 from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk, StoredStates, with_descendants
 from kvboost_hf.cache.planning.chunks import (
     KEY_BYTES,
