@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.compat.forwards import cache_argument, forward_arguments
 from kvboost_hf.compat.hooks import Shown
-from kvboost_hf.compat.models import attn_implementation, needs_positions, mask_form
+from kvboost_hf.compat.models import attn_implementation, mask_form, needs_positions
 from kvboost_hf.handles import ATTENTION
 from kvboost_hf.visibility import Visibility
 
