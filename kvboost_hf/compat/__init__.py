@@ -81,6 +81,7 @@ from kvboost_hf.compat.probes import (
     tolerance,
     training_reason,
 )
+from kvboost_hf.compat.ranks import Ranks, ranks_of, require_one_process
 from kvboost_hf.compat.rotary import frequencies_vary, key_rotation, original_length, rope_regime
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Shifts
 from kvboost_hf.migration import old_name
@@ -99,6 +100,7 @@ __all__ = [
     "LayerRotation",
     "OwnHooks",
     "PrivateCache",
+    "Ranks",
     "Shifts",
     "Shown",
     "as_steps",
@@ -153,12 +155,14 @@ __all__ = [
     "probe_ids",
     "probe_logits",
     "probe_reason",
+    "ranks_of",
     "reads_last_logits",
     "recall",
     "remember",
     "require_cache",
     "require_generates",
     "require_model",
+    "require_one_process",
     "require_reusable_model",
     "rope_regime",
     "run_model",
