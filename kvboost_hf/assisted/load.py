@@ -23,6 +23,7 @@ from kvboost_hf.compat import (
     loader_of,
     loader_of_pair,
     require_generates,
+    require_one_process,
     unwrapped,
 )
 
@@ -109,6 +110,7 @@ def load_assistant(
     draft = _load(name_or_model, target, kwargs)
     if is_dflash(draft.config):
         return prepare_blocks(draft, target)
+    require_one_process(target, "Drafts whose length is chosen")
     _require_kind(draft, target)
     other = ", or pass `tokenizer` and `assistant_tokenizer` to generate() with the draft as it is"
     draft = fitted(draft, target, or_else=other)
