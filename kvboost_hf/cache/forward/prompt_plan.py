@@ -53,7 +53,7 @@ class Planned:
 def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns) -> Planned:
     """Decide how a prompt runs, and then load what serves it; anew, if some of that turns out to be lost."""
     live, store, ids = parts.live, parts.binding.store, prompt.ids
-    ledger = live.ledger
+    ledger, ranks = live.ledger, store.ranks
     assert ledger is not None
     min_saving = min_saving_of(parts, prompt)
     stems_to = _stems_to(parts, ledger, prompt)
@@ -70,6 +70,7 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
             stems_to=stems_to,
             first=prompt.first,
             without=lost,
+            ranks=ranks,
         )
         if ledger.in_pieces is not None:
             plan = replace(plan, filled=whole_pieces(plan.filled))
@@ -80,7 +81,8 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
         if not wanted:
             return planned
         fetched = store.fetch(wanted.values(), check=not planned.overlaps)
-        if fetched.keys() == wanted.keys():
+        complete = fetched.keys() == wanted.keys()
+        if complete if ranks is None else ranks.all(complete):
             if all([fetched[key] is each for key, each in wanted.items()]):  # nothing had to be loaded
                 return planned
             loaded = _with_loaded(planned.plan, fetched)
@@ -171,7 +173,7 @@ def _decide(
     elif live.stateful:
         cuts, stops, spaced = _state_cuts(parts, model, plan, ledger, prompt)
     else:
-        if not prompt.first:
+        if not prompt.first and parts.binding.store.ranks is None:  # who may not decide alone, by times of its own
             reason = reason_against_short_hits(parts, model, plan, prompt.inputs, ledger)
             if reason is not None:
                 prompt, plan = _without_reuse(parts, prompt, plan, ledger, reason)
@@ -254,6 +256,7 @@ def _may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, pro
         and not parts.binding.policy.reproducible  # which would have to be computed in pieces
         and not prompt.new.media.any()
         and parts.live.static is None
+        and parts.binding.store.ranks is None  # damage must be found before
         and is_worth_overlapping(parts.live.layers, plan)
         and can_overlap(parts.live.layers, plan)
         and "forward" not in model.__dict__

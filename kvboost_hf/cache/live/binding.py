@@ -255,6 +255,12 @@ def require_policy(policy: object) -> None:
 
 
 def _require_fit(store: ChunkStore, policy: ReusePolicy, live_quant: KVQuantConfig | None) -> None:
+    if store.ranks is not None and (policy.mode != "exact" or policy.audit_rate):
+        name, given = ("mode", policy.mode) if policy.mode != "exact" else ("audit_rate", policy.audit_rate)
+        raise ValueError(
+            f"`{name}` must be {'exact' if name == 'mode' else 0!r} with a model that {store.ranks.size} ranks "
+            f"compute (tp_plan), got {given!r}: each rank would choose for itself what to compute again."
+        )
     if policy.reproducible and store.lossy is not None:
         raise ValueError(
             f"`reproducible` must be False with a store with codec {store.lossy!r}, got True: what comes out "

@@ -39,6 +39,7 @@ from kvboost_hf.compat import (
     bytes_per_token,
     cache_in,
     input_device,
+    ranks_of,
     running_config,
     tolerance,
     weights_come_and_go,
@@ -232,6 +233,8 @@ def _held(live: LiveKV, call: GenerateCall) -> int:
 
 def _reason_of_model(model: PreTrainedModel) -> str | None:
     """Why a model is better not compiled without being asked for, or None."""
+    if ranks_of(model) is not None:
+        return "several ranks compute it (tp_plan), each of which would compile it at a time of its own"
     if model.training or len(autocast()) > 1:  # type: ignore[arg-type]
         return "the model is in training mode, or under autocast"
     if weights_come_and_go(model):

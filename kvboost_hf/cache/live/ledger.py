@@ -14,9 +14,19 @@ from kvboost_hf.cache.kv.layer_states import LayerStates, copy_states
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.planning.chunks import Tokens, content_only_key, prefix_key, whole_pieces
 from kvboost_hf.cache.planning.moved import MovedColumns
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row, plan_shared
+from kvboost_hf.cache.planning.plan import (
+    HEAD_TOKENS,
+    Border,
+    ReusePlan,
+    RowPlan,
+    cut_off,
+    plan_batch,
+    plan_row,
+    plan_shared,
+)
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
+from kvboost_hf.compat import Ranks
 
 
 @dataclass(slots=True)
@@ -101,10 +111,11 @@ class Ledger:
         stems_to: int = 0,
         first: int = 0,
         without: frozenset[bytes] = frozenset(),
+        ranks: Ranks | None = None,
     ) -> ReusePlan:
         """Plan the columns [held, limit) of `ids` [batch, columns], without what is under some keys.
 
-        See `plan_shared` for `stems_to` and `first`.
+        See `plan_shared` for `stems_to` and `first`. What one of `ranks` cannot serve, none does.
         """
         pads = self.log.pads.tolist()
         plans: list[RowPlan] = []
@@ -119,6 +130,9 @@ class Ledger:
                     plan_row(tokens, max(held - pad, 0), border, limit - pad, store.chunker, index, stateful=stateful)
                 )
             plans.append(same[key])
+        if ranks is not None:
+            hits = ranks.least([plan.hit for plan in plans])
+            plans = [cut_off(plan, hit) for plan, hit in zip(plans, hits, strict=True)]
         alone = plan_batch(plans, pads, held, limit, min_saving)
         if len(plans) == 1 or stems_to <= held:
             return alone

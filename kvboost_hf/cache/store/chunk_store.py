@@ -40,7 +40,7 @@ from kvboost_hf.cache.store.settings import (
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
-from kvboost_hf.compat import KeptOnModel, require_cache, rope_regime, unwrapped
+from kvboost_hf.compat import KeptOnModel, ranks_of, require_cache, require_one_process, rope_regime, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.ngrams import MAX_NGRAM
@@ -108,6 +108,8 @@ class ChunkStore:
     ) -> None:
         model = unwrapped(model)
         require_cache(model)
+        self.ranks = ranks_of(model)
+        self._mark = b"rank %d of %d" % (self.ranks.rank, self.ranks.size) if self.ranks is not None else b""
         self.chunker = checked_chunker(chunker, chunk_size)
         self.salt = salt_bytes(salt)
         codec = make_codec(codec)
@@ -118,6 +120,8 @@ class ChunkStore:
         require_model = partial(_require_model, self._model)
         self.audits = Audits()
         self._reader = BlobReader(require_model, codec, StateFormat(make_codec(state_codec)))
+        if self.ranks is not None:
+            self._reader.column_format  # noqa: B018  # it may run the model, as all ranks do now
         # What other processes may ask for is always stored; nobody else asks for the name of the model.
         lower = LowerTiers(opened.lower, opened.opened)
         name, pays_for = (model_name(model), None) if lower else (b"", stored_per_computed(model))
@@ -182,6 +186,7 @@ class ChunkStore:
             self.hidden_kinds = (*self.hidden_kinds[1 - _MOST_KINDS :], hidden_layers)
         model, codec = self._require_model(), self._reader.codec.name + self._reader.state_format.mark
         follower = self._follower() or ModelState.of(model).fingerprint
+        regime += self._mark
         with self._lock:
             found = follower.durable(model, full=read_all, found=seen) if self._roots.last else None
             if isinstance(found, str):
@@ -294,7 +299,7 @@ class ChunkStore:
             What was checked, and what was wrong.
 
         Raises:
-            ValueError: for a bad `sample`.
+            ValueError: for a bad `sample`, or a model that several ranks compute.
             StoreClosedError: after `close()`.
 
         Example:
@@ -308,6 +313,7 @@ class ChunkStore:
         if not 0 < sample <= 1:
             raise ValueError(f"`sample` must be above 0 and at most 1, got {sample!r}. Pass 1.0 to check all of it.")
         self.require_open()
+        require_one_process(self._require_model(), "check_integrity()")
         return check_integrity(self._require_model(), self._records, self._is_current, self._reader, sample)
 
     def warm(

@@ -23,6 +23,7 @@ from kvboost_hf.compat import (
     padding_reason,
     probe_ids,
     probe_reason,
+    require_one_process,
     rope_regime,
     run_model,
     steps_reason,
@@ -69,6 +70,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.store, self.policy, self.device = model, store, policy, input_device(model)
         self._live_quant = live_quant
+        require_one_process(model, "A server")
         self._caches: WeakSet[ChunkReuseCache] = WeakSet()  # those of tasks
         cache = ChunkReuseCache(model, store, live_quant=live_quant)
         self.lending_reason = cache.lending_reason
@@ -175,7 +177,8 @@ class ModelRunner:
         policy = self.policy
         if job.reuse == "exact" or not job.options.max_tokens:
             return replace(policy, mode="exact")
-        if job.reuse is None or policy.keep_logprobs or policy.reproducible or self._live_quant is not None:
+        kept = policy.keep_logprobs or policy.keep_hidden_states or policy.reproducible
+        if job.reuse is None or kept or self._live_quant is not None:
             return policy
         # A repair that goes on takes long steps, in which others wait: only the operator can ask for it.
         progressive = policy.progressive if policy.mode == "blend" else False
