@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
-from kvboost_hf.cli.arguments import Commands, add_model, load_model, needs_extra
+from kvboost_hf.cli.arguments import add_model, load_model, needs_extra
 from kvboost_hf.cli.server_flags import add_options
 from kvboost_hf.cli.server_settings import (
     add_config,
     add_secrets,
+    draft_kind,
     draft_trees,
     engine_settings,
     server_settings,
@@ -19,9 +20,8 @@ from kvboost_hf.cli.server_settings import (
 )
 
 
-def add_serve(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser("serve", help="answer requests as the APIs of OpenAI, Anthropic and Ollama do")
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     add_config(parser)
     add_model(parser)
     add_options(parser)
@@ -74,9 +74,14 @@ def load_draft(options: argparse.Namespace, model: Any) -> Any:
     """The model that drafts for `model`; None for no drafts."""
     if draft_trees(options) is None:
         return None
+    kind, name = draft_kind(options)
+    if kind == "lookup":
+        from kvboost_hf.assisted.lookup import lookup_assistant
+
+        return lookup_assistant(model)
     from transformers import AutoModelForCausalLM
 
-    draft = AutoModelForCausalLM.from_pretrained(options.speculative_draft_model, dtype=model.dtype)
+    draft = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype)
     return draft.to(options.device).eval()
 
 

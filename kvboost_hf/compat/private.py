@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.compat.forwards import cache_argument, forward_arguments
 from kvboost_hf.compat.hooks import Shown
-from kvboost_hf.compat.models import attn_implementation, keeps_positions, mask_form
+from kvboost_hf.compat.models import attn_implementation, mask_form, needs_positions
 from kvboost_hf.handles import ATTENTION
 from kvboost_hf.visibility import Visibility
 
@@ -57,7 +57,7 @@ def run_model(
         given["logits_to_keep"] = logits
     if attention_mask is not None:
         given["attention_mask"] = attention_mask
-    if position_ids is None and attention_mask is None and keeps_positions(model):
+    if position_ids is None and attention_mask is None and needs_positions(model):
         held = cache.get_seq_length() if cache is not None else 0
         position_ids = torch.arange(held, held + input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     if position_ids is not None and "position_ids" in accepted:

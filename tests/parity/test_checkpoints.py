@@ -17,7 +17,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
 from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, random_ids
 
-FAMILIES = ["qwen3_next", "falcon_h1", "mamba2", "lfm2", "kimi_linear", "nemotron_h", "olmo_hybrid"]
+FAMILIES = ["qwen3_next", "falcon_h1", "mamba2", "lfm2", "kimi_linear", "nemotron_h", "olmo_hybrid", "bamba"]
 NEW = 4
 
 

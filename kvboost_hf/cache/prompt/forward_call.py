@@ -31,8 +31,8 @@ from kvboost_hf.compat import (
     checkpointing_reason,
     forward_arguments,
     in_generate,
-    keeps_positions,
     key_rotation,
+    needs_positions,
     outputs_read,
     own_hook,
     reads_last_logits,
@@ -336,7 +336,7 @@ def with_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, 
     ids = kwargs.get("input_ids")
     if kwargs.get("position_ids") is not None or not isinstance(ids, torch.Tensor):
         return kwargs
-    if not keeps_positions(model):
+    if not needs_positions(model):
         hidden = _hidden_positions(model, ids, kwargs.get("attention_mask"))
         return kwargs if hidden is None else {**kwargs, "position_ids": hidden}
     positions = computed_positions(model, kwargs)
