@@ -1,4 +1,4 @@
-"""Plans of host memory that know of other servers on this machine: what one has promised itself, no other one takes."""
+"""Plans of host memory that know of other servers here: what one has promised itself, no other one takes."""
 
 import json
 import os
