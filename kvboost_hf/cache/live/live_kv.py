@@ -22,7 +22,7 @@ from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import is_own
 from kvboost_hf.cache.identity.weights import are_held_by_more, references
 from kvboost_hf.cache.kv.model_form import make_layers
-from kvboost_hf.cache.layers.base import ReuseLayer, kv_layers
+from kvboost_hf.cache.layers.base import ReuseLayer, kv_layers, natives_of
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.layers.windows import HiddenStates
@@ -157,12 +157,16 @@ class LiveKV:
         self._find_counting()
 
     def _find_counting(self) -> None:
-        self.counting = next((layer for layer in kv_layers(self.layers) if layer.length is not None), None)
+        self.counting: ReuseLayer | None = None
+        for layer in self.layers:
+            if layer.length is not None and layer.native is not None:
+                self.counting = layer
+                return
 
     def _native_layers(self, model: PreTrainedModel) -> list[Any]:
         if self.plain_reason is not None:
             return cache_layers(model)
-        return [layer.native for layer in kv_layers(self.layers)]
+        return natives_of(self.layers)
 
     @property
     def hidden(self) -> HiddenStates | None:
@@ -235,7 +239,7 @@ class LiveKV:
     def owns_layers(self) -> bool:
         """Whether the layers that transformers sees are those that were made for it, as they were made."""
         if self._classes_of is not self.layers:
-            kinds = [type(layer.native) for layer in kv_layers(self.layers)]
+            kinds = list(map(type, natives_of(self.layers)))
             self._classes_of, self._classes = self.layers, [kind if _is_own(kind) else None for kind in kinds]
         if len(self.visible) != len(self._classes):
             return False
@@ -566,7 +570,7 @@ class LiveKV:
         twin.layers = [layer.share() for layer in self.layers]
         twin.hands_out = self.hands_out
         twin._find_counting()
-        twin.visible[:] = [layer.native for layer in kv_layers(twin.layers)] if layers is None else layers
+        twin.visible[:] = natives_of(twin.layers) if layers is None else layers
         twin.regime, twin._columns, twin._bumps = self.regime, self._columns, self._bumps
         twin._records_for_call, twin.behind = self._records_for_call, self.behind
         twin.ledger = self.ledger.copy() if self.ledger is not None else None

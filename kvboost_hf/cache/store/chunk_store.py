@@ -133,7 +133,7 @@ class ChunkStore:
         self.put, self.put_content, self.put_states = records.put, records.put_content, records.put_states
         self.settles_first, self.quarantine, self.remove = records.settles_first, records.quarantine, records.remove
         self.announce, self.hear, self.discard = records.announce, records.hear, records.discard
-        self.holds = records.holds
+        self.holds, self.is_in_memory = records.holds, records.memory.__contains__
         self.beginning, self.pin, self.let_go = records.beginning, records.pin, records.let_go
         self.pinned_bytes, self.has_pinned = records.pinned_bytes, records.has_pinned
         self._follower = weakref.ref(ModelState.of(model).fingerprint)  # it may hold hooks that hold the model
