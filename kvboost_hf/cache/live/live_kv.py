@@ -31,7 +31,7 @@ from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import Tokens, is_text
 from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import cache_layers, known_reason, original_length
+from kvboost_hf.compat import cache_layers, known_reason
 from kvboost_hf.config import KVQuantConfig
 
 _is_own: Callable[[type], bool] = cache(is_own)  # asked of the classes of layers for each text
@@ -95,7 +95,6 @@ class LiveKV:
         visible: The list of layers that transformers sees, as the cache's `layers`. Anybody may change it.
         ledger: The tokens behind the layers; None where nothing is known of what they hold.
         regime: Names the rotary frequencies that the K/V was computed with.
-        length_matters: The rotary frequencies of the model depend on how long a text is.
         plain_reason: Why transformers' own layers are used, for this text or for good; None if ours are.
         changed: Somebody else has changed what the layers held; the next prompt reports it.
         untracked: The model goes on from a prompt in a way that must not be stored.
@@ -138,7 +137,6 @@ class LiveKV:
         self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())  # they hold no tokens
         self._make_layers(model)
         self.stateful = any([layer.is_stateful for layer in self.layers])
-        self.length_matters = original_length(model) is not None
         self._shown = self._native_layers(model)  # what `visible` is, unless somebody else has set it
         self.visible: list[Any] = self._shown
 
