@@ -58,11 +58,11 @@ clients: .venv-clients/installed
 	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest -q -n $(JOBS) --dist loadfile \
 		tests/server/test_clients.py tests/server/test_ray.py
 
-test: $(VENV)/installed server browser npm clients
+test: $(VENV)/installed server browser npm
 	PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not nightly"
 
-# Slow tests, and the cases that every commit is not tested with: an hour on two cores.
-nightly: $(VENV)/installed
+# Slow tests, the cases that every commit is not tested with, and real clients and libraries: an hour on two cores.
+nightly: $(VENV)/installed clients libraries-quick
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu and nightly"
 
 # Checkpoints in 4 bits by their own tools, streamed beside these tools' own forward: some minutes, and 300 MB of packages.
@@ -75,7 +75,7 @@ LIBRARIES := .venv-libraries/bin/python
 libraries: .venv-libraries/installed
 	OMP_NUM_THREADS=1 $(LIBRARIES) -m tests.libraries --page docs/libraries.md
 
-# Those of six libraries: three minutes. CI names three of them.
+# Those of six libraries: three minutes.
 QUICK ?= peft or outlines or langchain or llama or lm_eval or trl
 libraries-quick: .venv-libraries/installed
 	OMP_NUM_THREADS=1 $(LIBRARIES) -m pytest -q -n $(JOBS) --dist loadfile tests/libraries \

@@ -9,7 +9,8 @@ no row may be left over, and the budget must hold.
 
 Then the same with whole stores: each process generates from prompts through a `ChunkStore` on the folder, and flushes
 it now and then. Whatever a store finds afterwards must be the K/V that the model computes plainly, and give the plain
-tokens; what was flushed must be found while there is room.
+tokens; what was flushed must be found while there is room. And the same with a model with states (Qwen3-Next): the
+states must be those that a forward leaves, too.
 """
 
 import argparse
@@ -34,7 +35,7 @@ import numpy as np
 import torch
 from record import write
 from reuse import Result, measured_on, provenance
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
 from kvboost_hf.cache.costs import ComputePace
@@ -90,7 +91,8 @@ class StoreTally:
     generated: int = 0  # prompts that a process began with
     flushed: int = 0  # prompts that a process was told are written
     compared: int = 0  # chunks
-    wrong: int = 0  # chunks that are not what is computed plainly
+    checked: int = 0  # chunks and states, by computing them again
+    wrong: int = 0  # chunks and states that are not what is computed plainly
     wrong_tokens: int = 0  # prompts with other tokens than plain ones
     lost: int = 0  # prompts that were flushed, and are not found whole
     failures: int = 0
@@ -229,22 +231,48 @@ def soak(work: Work, rounds: int, seed: int) -> Tally:
     return tally
 
 
+def dense() -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.2,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+def hybrid() -> PreTrainedModel:
+    config = Qwen3NextConfig(
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_only_layers=[0, 1],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        initializer_range=0.2,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return Qwen3NextForCausalLM(config).eval()
+
+
 class Stores:
     """Prompts, a model, and what it says and computes without a store."""
 
-    def __init__(self) -> None:
-        config = LlamaConfig(
-            vocab_size=200,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            initializer_range=0.2,
-            eos_token_id=None,
-        )
-        torch.manual_seed(0)
-        self.model = LlamaForCausalLM(config).eval()
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
         self._words = torch.randint(2, 200, (WORDS, CHUNK))
         self._plain: dict[int, tuple[list[int], Any]] = {}
         self._seen: set[int] = set()
@@ -306,6 +334,7 @@ class Stores:
         for n in draw.sample(begun, min(COMPARED, len(begun))):
             found = self.compare(store, n, tally)
             tally.lost += max_bytes == ROOMY and n in kept and found < LENGTH
+        self.check_integrity(store, tally)
         tally.failures += int(store.stats()["tiers"]["disk"]["errors"])
         store.close()
 
@@ -314,7 +343,14 @@ class Stores:
         store = self.open(folder, ROOMY)
         for n in sorted(self._seen):
             self.compare(store, n, tally)
+        self.check_integrity(store, tally)
         store.close()
+
+    def check_integrity(self, store: ChunkStore, tally: StoreTally) -> None:
+        """Compute all that host memory holds again, and the states among it."""
+        report = store.check_integrity()
+        tally.checked += report.checked
+        tally.wrong += report.wrong
 
     def compare(self, store: ChunkStore, n: int, tally: StoreTally) -> int:
         """Compare the chunks of a prompt, and its tokens; returns how many of its words are found."""
@@ -326,7 +362,10 @@ class Stores:
         for chunk, start, shared in found:
             reader = chunk.kv.reader()
             for idx, layer in enumerate(layers):
-                for ours, plain in zip(reader.layer(idx) or (), (layer.keys, layer.values), strict=True):
+                kept = reader.layer(idx)
+                if kept is None:  # states, which `check_integrity` compares
+                    continue
+                for ours, plain in zip(kept, (layer.keys, layer.values), strict=True):
                     difference = (ours[:, :shared] - plain[0, :, start : start + shared]).abs().max()
                     tally.wrong += not difference <= 1e-4
             tally.compared += 1
@@ -334,8 +373,8 @@ class Stores:
         return len({start for _, start, shared in found if shared == CHUNK})
 
 
-def soak_stores(rounds: int, seed: int) -> StoreTally:
-    draw, tally, stores = random.Random(seed), StoreTally(), Stores()
+def soak_stores(model: PreTrainedModel, rounds: int, seed: int) -> StoreTally:
+    draw, tally, stores = random.Random(seed), StoreTally(), Stores(model)
     for n in range(WORDS**LENGTH):
         stores.plain(n)  # once, and not in every child
     folder = Path(tempfile.mkdtemp())
@@ -370,23 +409,25 @@ def markdown(result: Result) -> str:
         f"| rounds over the budget | {tally['over_budget']} |",
         f"| seconds | {result['seconds']:.0f} |",
     ]
-    stores = result["stores"]
-    lines += [
-        "",
-        f"{WRITERS} processes that generate through a `ChunkStore` each, on one folder, killed at random instants",
-        "",
-        "| | |",
-        "| --- | ---: |",
-        f"| rounds of kills | {stores['rounds']} |",
-        f"| prompts begun | {stores['generated']} |",
-        f"| prompts flushed | {stores['flushed']} |",
-        f"| chunks compared with plain K/V | {stores['compared']} |",
-        f"| of these wrong | {stores['wrong']} |",
-        f"| prompts with other tokens than plain ones | {stores['wrong_tokens']} |",
-        f"| flushed, not given up, and lost | {stores['lost']} |",
-        f"| failures to open, to read or to write | {stores['failures']} |",
-        f"| seconds | {result['seconds_of_stores']:.0f} |",
-    ]
+    for name, kind in (("stores", "a model with K/V alone"), ("stores_with_states", "a model with states, too")):
+        stores = result[name]
+        lines += [
+            "",
+            f"{WRITERS} processes with a `ChunkStore` each, on one folder, killed at random instants: {kind}",
+            "",
+            "| | |",
+            "| --- | ---: |",
+            f"| rounds of kills | {stores['rounds']} |",
+            f"| prompts begun | {stores['generated']} |",
+            f"| prompts flushed | {stores['flushed']} |",
+            f"| chunks compared with plain K/V | {stores['compared']} |",
+            f"| chunks and states computed again | {stores['checked']} |",
+            f"| of these wrong | {stores['wrong']} |",
+            f"| prompts with other tokens than plain ones | {stores['wrong_tokens']} |",
+            f"| flushed, not given up, and lost | {stores['lost']} |",
+            f"| failures to open, to read or to write | {stores['failures']} |",
+            f"| seconds | {result['seconds_of_' + name]:.0f} |",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -399,18 +440,20 @@ def main() -> None:
     torch.set_num_threads(1)  # before forks
     begin = time.perf_counter()
     tally = soak(write_blobs, options.rounds, options.seed)
-    half = time.perf_counter()
-    stores = soak_stores(options.rounds, options.seed)
     result: Result = {
         "provenance": provenance(sys.argv[1:], "soak.py"),
         "tally": asdict(tally),
-        "seconds": half - begin,
-        "stores": asdict(stores),
-        "seconds_of_stores": time.perf_counter() - half,
+        "seconds": time.perf_counter() - begin,
     }
+    clean = tally.is_clean()
+    for name, make in (("stores", dense), ("stores_with_states", hybrid)):
+        begin = time.perf_counter()
+        stores = soak_stores(make(), options.rounds, options.seed)
+        result[name], result["seconds_of_" + name] = asdict(stores), time.perf_counter() - begin
+        clean &= stores.is_clean()
     write(options.out, "soak-cpu", result, markdown(result))
     print(markdown(result))
-    sys.exit(0 if tally.is_clean() and stores.is_clean() else 1)
+    sys.exit(0 if clean else 1)
 
 
 if __name__ == "__main__":

@@ -1,102 +1,15 @@
 """kvboost_hf: plain `model.generate()` that does not compute again what it has computed before."""
 
 import sys
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import kvboost_hf.cache.warm  # noqa: F401  # registers itself with ChunkStore
-from kvboost_hf import attention
-from kvboost_hf.assisted.load import load_assistant, speculation_stats
-from kvboost_hf.assisted.lookup import lookup_assistant
-from kvboost_hf.assisted.rounds import SpeculationStats
-from kvboost_hf.assisted.tree_decoding import TreeDecoding
-from kvboost_hf.cache.attach import attach, detach, last_cache
-from kvboost_hf.cache.layers.quantized import live_bytes
-from kvboost_hf.cache.planning.chunks import ContentChunker
-from kvboost_hf.cache.planning.report import ReuseReport
-from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.store.integrity import IntegrityReport
-from kvboost_hf.compatibility import CompatibilityReport, check_model_compatibility
-from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy, StreamingConfig
-from kvboost_hf.engine import (
-    GenerationMode,
-    GenerationResult,
-    InferenceEngine,
-    KVBoost,
-    RecomputeStrategy,
-    WarmResult,
-)
-from kvboost_hf.errors import (
-    CacheInUseError,
-    CacheModelMismatchError,
-    InterruptedForwardError,
-    KVBoostError,
-    NonFiniteLogitsError,
-    StoreClosedError,
-    StoreFullError,
-    StreamingError,
-)
 from kvboost_hf.migration import OldModules, old_name
-from kvboost_hf.offload.build import stop_streaming, stream_layers, streaming_plan, streaming_stats
-from kvboost_hf.offload.load import load_streamed, with_streaming
-from kvboost_hf.offload.plan import ResidencyPlan
-from kvboost_hf.offload.sizes import what_fits
-from kvboost_hf.offload.stream import LayerStreamingHook, StreamingStats
-from kvboost_hf.scoring import Score, score, score_ids
-from kvboost_hf.verify import CorrectnessReport, verify_correctness
 
-__all__ = [
-    "CacheInUseError",
-    "CacheModelMismatchError",
-    "ChunkReuseCache",
-    "ChunkStore",
-    "CompatibilityReport",
-    "ContentChunker",
-    "CorrectnessReport",
-    "DraftTreeConfig",
-    "GenerationMode",
-    "GenerationResult",
-    "InferenceEngine",
-    "IntegrityReport",
-    "InterruptedForwardError",
-    "KVBoost",
-    "KVBoostError",
-    "KVQuantConfig",
-    "LayerStreamingHook",
-    "NonFiniteLogitsError",
-    "RecomputeStrategy",
-    "ResidencyPlan",
-    "ReusePolicy",
-    "ReuseReport",
-    "Score",
-    "SpeculationStats",
-    "StoreClosedError",
-    "StoreFullError",
-    "StreamingConfig",
-    "StreamingError",
-    "StreamingStats",
-    "TreeDecoding",
-    "WarmResult",
-    "attach",
-    "attention",
-    "check_model_compatibility",
-    "detach",
-    "last_cache",
-    "live_bytes",
-    "load_assistant",
-    "load_streamed",
-    "lookup_assistant",
-    "score",
-    "score_ids",
-    "speculation_stats",
-    "stop_streaming",
-    "stream_layers",
-    "streaming_plan",
-    "streaming_stats",
-    "verify_correctness",
-    "what_fits",
-    "with_streaming",
-]
+if TYPE_CHECKING:
+    from kvboost_hf.public import *  # noqa: F403
+    from kvboost_hf.public import __all__ as __all__
 
 __version__ = "0.2.0"
 
@@ -104,7 +17,23 @@ if OldModules not in sys.meta_path:
     sys.meta_path.append(OldModules)
 
 if not TYPE_CHECKING:
+    try:
+        from wrapt import when_imported
+    except ImportError:  # wrapt only keeps this import short
+        import_module("kvboost_hf.attention")
+    else:
+        when_imported("transformers.modeling_utils")(lambda _: import_module("kvboost_hf.attention"))
 
     def __getattr__(name: str) -> Any:
-        """Say what a name of the kvboost package is here."""
-        return old_name(__name__, name)
+        """A public name, all of which are loaded now; or why there is none."""
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"{__name__} has no `{name}`.", name=name)
+        if (Path(__file__).parent / name).is_dir() or Path(__file__).with_name(f"{name}.py").is_file():
+            return import_module(f"{__name__}.{name}")
+        public = import_module("kvboost_hf.public")
+        loaded = {each: getattr(public, each) for each in public.__all__} | {"__all__": public.__all__}
+        globals().update(loaded)
+        return loaded[name] if name in loaded else old_name(__name__, name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

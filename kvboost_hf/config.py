@@ -83,6 +83,12 @@ class ReusePolicy:
             that calls which want the logits of all tokens, or a loss, reuse as others do: the head of the model
             computes the logits of reused tokens from them. K/V stored with it is not found without it. Not with mode
             `"blend"`, `live_quant` or `max_cache_len`.
+        keep_hidden_states: The layers whose hidden states are kept beside K/V, by their numbers in what
+            `output_hidden_states` returns: `hidden_size` numbers a token for each. None keeps, of each text, those
+            that a call asks for (`output_hidden_states`, `use_mtp=True`, `speculation_type="dflash"`), so that later
+            calls with its prompt reuse it. -1 (the last ones), a tuple of numbers, or True (all) keeps them of all
+            texts. False keeps none: a prompt whose hidden states are asked for is computed whole. -1, a tuple and True
+            not with mode `"blend"`, `live_quant` or `max_cache_len`.
         reproducible: Compute every prompt in pieces of 256 tokens, counted from its first token, and reuse whole
             pieces only. Then the logits of a prompt of one row are the same bit by bit, in any dtype, whether none,
             some or all of it is reused. Tokens of an answer are computed again when they come back in a prompt.
@@ -91,8 +97,8 @@ class ReusePolicy:
 
     Raises:
         ValueError: for an unknown mode, repair or check, a negative count, a ratio or rate outside 0 to 1, a maximum
-            below its ratio, or audits, `keep_logprobs` or `reproducible` with mode `"blend"`, whose answers differ by
-            design.
+            below its ratio, layers that are no numbers, or audits, `keep_logprobs`, `keep_hidden_states` or
+            `reproducible` with mode `"blend"`, whose answers differ by design.
     """
 
     mode: ReuseMode = "exact"
@@ -108,6 +114,7 @@ class ReusePolicy:
     audit_rate: float = 0.0
     progressive: bool | None = None
     keep_logprobs: bool = False
+    keep_hidden_states: bool | int | tuple[int, ...] | None = None
     reproducible: bool = False
 
     def __post_init__(self) -> None:
@@ -133,13 +140,15 @@ class ReusePolicy:
         for name in ("keep_logprobs", "reproducible"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
+        _require_layers(self.keep_hidden_states)
         if self.progressive is not None and not isinstance(self.progressive, bool):
             raise ValueError(f"`progressive` must be True, False or None, got {self.progressive!r}.")
-        if self.mode == "blend" and self.keep_logprobs:
-            raise ValueError(
-                "`keep_logprobs` must be False with mode 'blend', got True: hidden states of moved tokens are not "
-                "those of the prompt. Use mode 'exact'."
-            )
+        for name in ("keep_logprobs", "keep_hidden_states"):
+            if self.mode == "blend" and getattr(self, name):
+                raise ValueError(
+                    f"`{name}` must be False with mode 'blend', got {getattr(self, name)!r}: hidden states of moved "
+                    "tokens are not those of the prompt. Use mode 'exact'."
+                )
         if self.mode == "blend" and self.reproducible:
             raise ValueError(
                 "`reproducible` must be False with mode 'blend', got True: answers depend on what is stored. Use mode "
@@ -368,6 +377,19 @@ class DraftTreeConfig:
         _require_choice("policy", self.policy, get_args(DraftPolicy))
         for name in ("branching", "width", "depth", "max_nodes"):
             _require_count(name, getattr(self, name), least=1)
+
+
+def _require_layers(layers: object) -> None:
+    numbers = layers if isinstance(layers, tuple) else () if layers is None else (layers,)
+    if (
+        layers == ()
+        or not all(isinstance(number, int) for number in numbers)
+        or (isinstance(layers, tuple) and any(isinstance(number, bool) for number in layers))
+    ):
+        raise ValueError(
+            f"`keep_hidden_states` must be None, True, False, the number of a layer, or a tuple of numbers, got "
+            f"{layers!r}. Pass -1 for the last hidden states."
+        )
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -7,6 +7,7 @@ Exception
     ├── CacheModelMismatchError    a cache was passed to a model that it was not made for
     ├── InterruptedForwardError    a cache cannot continue, since an interrupted forward has spoilt its states
     ├── NonFiniteLogitsError       score() was given NaN by the model
+    ├── RankError                  another of the processes that compute a model together has failed, or is gone
     ├── StreamingError             an operation needs all weights of a model whose layers are streamed
     ├── StoreClosedError           a store was used after close()
     └── StoreFullError             warm() was given more text than the byte budget can pin
@@ -31,6 +32,10 @@ class InterruptedForwardError(KVBoostError):
 
 class NonFiniteLogitsError(KVBoostError):
     """`score` and `score_ids` cannot go on, since the model's logits are NaN or infinite."""
+
+
+class RankError(KVBoostError):
+    """Another of the processes that compute a model together (`tp_plan`) has failed, or is gone."""
 
 
 class StreamingError(KVBoostError):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kvboost_hf.assets import world
 
@@ -91,10 +91,15 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def padded_vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The size of a model's vocabulary: that of the tokenizer, rounded up to a multiple of 64."""
+    return math.ceil(len(tokenizer) / 64) * 64
+
+
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Makes the untrained reader, in float32."""
     config = LlamaConfig(
-        vocab_size=math.ceil(len(tokenizer) / 64) * 64,
+        vocab_size=padded_vocabulary(tokenizer),
         hidden_size=HIDDEN_SIZE,
         intermediate_size=256,
         num_hidden_layers=4,
@@ -335,21 +340,23 @@ def _make_positions(rng: random.Random, ids: Sequence[int], newline: int, length
 
 def train(
     tokenizer: PreTrainedTokenizerFast,
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     *,
     minutes: float,
     seed: int = 0,
     peak_lr: float = 2e-3,
+    curriculum: Sequence[Stage] = CURRICULUM,
     on_stage_end: Callable[[Stage], None] = lambda stage: None,
 ) -> float:
     """Trains the model in place.
 
     Args:
         tokenizer: From :func:`build_tokenizer`.
-        model: From :func:`build_model`.
+        model: From :func:`build_model`, or another model that keeps its layers in `model` and its head in `lm_head`.
         minutes: Wall-clock time for all of it.
         seed: Seed of the data; the weights' first values are the caller's.
         peak_lr: Learning rate after the warm-up and until it decays, see `DECAY_SHARE`.
+        curriculum: The stages, in order.
         on_stage_end: Called after each stage.
 
     Returns:
@@ -361,7 +368,7 @@ def train(
     step = 0
     accuracy = 0.0
     model.train()
-    for stage in CURRICULUM:
+    for stage in curriculum:
         recent: deque[float] = deque(maxlen=50)
         stage_start = time.monotonic()
         for batch in _batches(rng, stage, tokenizer):
@@ -400,7 +407,7 @@ def _batches(rng: random.Random, stage: Stage, tokenizer: PreTrainedTokenizerFas
             yield make_reading_batch(rng, stage, tokenizer)
 
 
-def _step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[float, float]:
+def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[float, float]:
     """Makes one update; returns the loss and the share of the answers (or copied tokens) that were right."""
     targets = batch.labels[:, 1:]
     wanted = targets != IGNORED_LABEL
@@ -437,7 +444,7 @@ def _share_right(token_right: torch.Tensor, wanted: torch.Tensor) -> float:
     return (wrong == 0).float().mean().item()
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Saves the reader; its weights are float32, so that a default ``from_pretrained`` gives float32."""
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -28,9 +28,10 @@ class FreezableStore(ChunkStore):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        put, put_content = self.put, self.put_content
+        put, put_content, put_states = self.put, self.put_content, self.put_states
         self.put = lambda *args, **kwargs: Put.NO_ROOM if self.frozen else put(*args, **kwargs)
         self.put_content = lambda *args, **kwargs: Put.NO_ROOM if self.frozen else put_content(*args, **kwargs)
+        self.put_states = lambda *args, **kwargs: Put.NO_ROOM if self.frozen else put_states(*args, **kwargs)
 
 
 class Way(NamedTuple):

@@ -13,7 +13,14 @@ from kvboost_hf.assisted.limits import fitted
 from kvboost_hf.assisted.rounds import SpeculationStats
 from kvboost_hf.assisted.schedule import Adaptive, Constant, DraftLength, Heuristic, most_tokens
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
-from kvboost_hf.compat import cache_argument, forward_arguments, loader_of, loader_of_pair, require_generates
+from kvboost_hf.compat import (
+    cache_argument,
+    forward_arguments,
+    loader_of,
+    loader_of_pair,
+    require_generates,
+    require_one_process,
+)
 
 Schedule = Literal["adaptive", "constant", "heuristic"]
 
@@ -82,6 +89,7 @@ def load_assistant(
         raise ValueError(f"`num_assistant_tokens` must be 1 or more, or None, got {num_assistant_tokens!r}.")
     if not 0 <= confidence_threshold < 1:
         raise ValueError(f"`confidence_threshold` must be from 0 to less than 1, got {confidence_threshold}.")
+    require_one_process(target, "Drafts whose length is chosen")
     draft = _load(name_or_model, target, kwargs)
     _require_kind(draft, target)
     other = ", or pass `tokenizer` and `assistant_tokenizer` to generate() with the draft as it is"

@@ -17,7 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from kvboost_hf.assisted.limits import Pauses, before_end, end_tokens, harmless_token
 from kvboost_hf.assisted.schedule import most_tokens
 from kvboost_hf.assisted.tree import ROOT, Growth, Tree
-from kvboost_hf.compat import require_generates
+from kvboost_hf.compat import require_generates, require_one_process
 from kvboost_hf.ngrams import MAX_NGRAM, check_ngrams, longest_match
 
 _SURE = 0.7  # the probability that a looked-up token is taken to have, until its rate is known
@@ -78,6 +78,7 @@ def lookup_assistant(
         raise ValueError(f"`num_assistant_tokens` must be positive, got {num_assistant_tokens}.")
     check_ngrams(max_ngram)
     require_generates(target)
+    require_one_process(target, "Text that a store looks up")
     return LookupAssistant(target, store, num_assistant_tokens, max_ngram, salt)
 
 

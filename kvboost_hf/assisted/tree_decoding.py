@@ -23,6 +23,7 @@ from kvboost_hf.compat import (
     give_back_tokenizer,
     input_device,
     require_generates,
+    require_one_process,
     running_streamer,
     waits_for_peers,
 )
@@ -319,6 +320,7 @@ def _without_state(processors: LogitsProcessorList) -> LogitsProcessorList:
 
 def _require_checks(model: PreTrainedModel, role: str) -> None:
     require_generates(model)
+    require_one_process(model, "Trees of drafts")
     if (reason := drafting_reason(model)) is None:
         return
     if keeps_states(model):

@@ -76,6 +76,9 @@ class _Attachment:
     ) -> None:
         self._store, self._policy, self._salt, self._live_quant = store, policy, salt, live_quant
         self._max_cache_len = max_cache_len
+        kept = policy.keep_hidden_states if policy is not None else None
+        self._keeps = policy is not None and (policy.keep_logprobs or bool(kept))  # hidden states of all texts
+        self._may_keep = kept is not False
         self._of_thread = _OfThread()
         self._latest: ChunkReuseCache | None = None
         self._storing = forks.lock()  # tails are on their way to the store
@@ -121,7 +124,7 @@ class _Attachment:
         if pages is not None and not isinstance(pages, Cache):
             self._refuse_batch(model, kwargs)
             return None
-        keeps = self._policy is not None and self._policy.keep_logprobs
+        keeps = self._keeps or (self._may_keep and bool(kwargs.get("output_hidden_states")))
         if not _begins_text(model, theirs, kwargs, keeps_logprobs=keeps):
             if (why := _unreadable(model, theirs, kwargs, keeps_logprobs=keeps)) is not None:
                 self._refuse_again(model, *why)
@@ -130,8 +133,8 @@ class _Attachment:
         reason = _refusal(model, theirs, kwargs)
         if reason is None and isinstance(theirs, StaticCache) and self._live_quant is not None:
             reason = "`live_quant` has buffers that grow, and generate() was told to make a StaticCache"
-        if reason is None and isinstance(theirs, StaticCache) and keeps:
-            reason = "`keep_logprobs` has buffers that grow, and generate() was told to make a StaticCache"
+        if reason is None and isinstance(theirs, StaticCache) and self._keeps:
+            reason = "hidden states are kept in buffers that grow, and generate() was told to make a StaticCache"
         if reason is not None:
             self._refuse(model, reason, kwargs["input_ids"].numel())
             return None

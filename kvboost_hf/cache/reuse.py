@@ -54,6 +54,7 @@ from kvboost_hf.cache.prompt.forward_call import Kwargs, install, read_pads
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
 from kvboost_hf.compat import (
     GenerateCall,
+    Shown,
     calling,
     generate_frame,
     hook_hidden_states,
@@ -136,12 +137,12 @@ class ChunkReuseCache(DynamicCache):
         if named is not None:
             self.max_cache_len = named
         live = LiveKV(
-            model, static, live_quant, keeps_hidden=binding.keeps_hidden, reproducible=binding.policy.reproducible
+            model, static, live_quant, hidden_layers=binding.hidden_layers, reproducible=binding.policy.reproducible
         )
         writer = StoreWriter(binding, live)
         self._take(CacheParts(binding, live, writer, DecodingForm(model, max_cache_len, binding, live, writer)))
         install(model)
-        if binding.keeps_hidden:
+        if binding.hidden_layers:
             hook_hidden_states(model)
 
     @classmethod
@@ -487,8 +488,13 @@ class ChunkReuseCache(DynamicCache):
         return changed
 
     @property
-    def take_hidden_states(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Called with the last hidden states of a forward, if they are kept; see `Forward.take_hidden_states`."""
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The layers whose hidden states the forward under way is to show: those that are kept."""
+        return self._live.hidden_layers if self._forward is not None and self._live.hidden is not None else ()
+
+    @property
+    def take_hidden_states(self) -> Callable[[Shown], Shown] | None:
+        """Called with the hidden states of a forward, if they are kept; see `Forward.take_hidden_states`."""
         if self._forward is None or self._live.hidden is None:
             return None
         return self._forward.take_hidden_states
@@ -542,7 +548,7 @@ class ChunkReuseCache(DynamicCache):
     @policy.setter
     def policy(self, policy: ReusePolicy) -> None:
         require_policy(policy)
-        for name in ("keep_logprobs", "reproducible"):
+        for name in ("keep_logprobs", "keep_hidden_states", "reproducible"):
             before, new = getattr(self.policy, name), getattr(policy, name)
             if new != before:
                 raise ValueError(f"`{name}` of a cache must stay {before}, got {new}. Make a new ChunkReuseCache.")
@@ -680,6 +686,7 @@ class ChunkReuseCache(DynamicCache):
             live_quant=binding.live_quant,
         )
         live.share_into(twin._live, None if live.plain_reason is None else copy.deepcopy(self.layers))
+        twin._binding.hidden_layers = binding.hidden_layers
         twin._user_defined, twin._call, twin._of_call = self._user_defined, self._call, self._of_call
         return twin
 

@@ -1,22 +1,33 @@
-"""The commands `kvboost-hf` and `kvboost-server`: one file for each subcommand, with `add` for its flags."""
+"""The commands `kvboost-hf` and `kvboost-server`: each subcommand has `add_…` for its flags, in one of the files here.
+
+Only the file of the subcommand that is asked for is imported, so that help and mistyped commands need no torch.
+"""
 
 import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from importlib import import_module
 
 from kvboost_hf import __version__
-from kvboost_hf.cli.arguments import refuse_unknown, require_device
-from kvboost_hf.cli.doctor import add_check, add_doctor, add_fits
-from kvboost_hf.cli.inspect import add_inspect, add_prune
-from kvboost_hf.cli.measure import add_bench, add_demo, add_verify
-from kvboost_hf.cli.server_settings import apply_config
-from kvboost_hf.cli.serving import add_serve
-from kvboost_hf.cli.warm import add_warm
 from kvboost_hf.errors import KVBoostError
 
 __all__ = ["command_line", "main", "serve"]
+
+_COMMANDS = {  # the file of each, and what it is for
+    "demo": ("measure", "plain generate() beside generate() with a ChunkReuseCache"),
+    "bench": ("measure", "measure ways of serving the same prompts, and others' ways beside them"),
+    "doctor": ("doctor", "say what of this machine and a model works, and what to do"),
+    "check": ("doctor", "say whether a model can reuse K/V, and why not"),
+    "verify": ("measure", "measure what reuse does to the answers, on your own prompts"),
+    "fits": ("doctor", "say what of a model stays on a device, and how fast the rest can come"),
+    "warm": ("warm", "compute K/V of files ahead of the first request, and keep it"),
+    "serve": ("serving", "answer requests as the APIs of OpenAI, Anthropic and Ollama do"),
+    "inspect": ("inspect", "show what is stored: tokens, text, bytes, hits, tier"),
+    "prune": ("inspect", "remove files of streamed layers that no process uses"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,12 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 2 for what is refused, 130 after Ctrl-C, 141 if nobody reads the output any longer.
     """
     given = sys.argv[1:] if arguments is None else arguments
-    parser = command_line()
-    options, unknown = parser.parse_known_args(given)
-    if unknown:
-        refuse_unknown(options.parser, unknown)
     try:
+        named = next((each for each in given if not each.startswith("-")), None)
+        if named is not None and named not in _COMMANDS:
+            close = get_close_matches(named, _COMMANDS, n=1)
+            sys.stderr.write(f"kvboost-hf: there is no command {named!r}. ")
+            sys.stderr.write(f"Did you mean {close[0]}?\n" if close else f"There are {', '.join(_COMMANDS)}.\n")
+            return 2
+        parser = command_line([] if named is None else [named])
+        options, unknown = parser.parse_known_args(given)
+        from kvboost_hf.cli.arguments import refuse_unknown, require_device
+
+        if unknown:
+            refuse_unknown(options.parser, unknown)
         if getattr(options, "config", None) is not None:
+            from kvboost_hf.cli.server_settings import apply_config
+
             apply_config(options, parser)
             options = parser.parse_args(given)
         options.given = given
@@ -59,15 +80,18 @@ def serve() -> int:
     return main(["serve", *sys.argv[1:]])
 
 
-def command_line() -> argparse.ArgumentParser:
-    """The parser of all subcommands; `docs/flags.py` writes `docs/flags.md` from it."""
+def command_line(with_flags: Iterable[str] = _COMMANDS) -> argparse.ArgumentParser:
+    """The parser of all subcommands; `docs/flags.py` writes `docs/flags.md` from it.
+
+    Args:
+        with_flags: The subcommands that get their flags; for these torch is imported.
+    """
     parser = argparse.ArgumentParser(prog="kvboost-hf", description="K/V reuse for Hugging Face transformers.")
     parser.add_argument("--version", action="version", version=f"kvboost_hf {__version__}")
-    commands = parser.add_subparsers(required=True)
-    for add in (
-        add_demo, add_bench, add_doctor, add_check, add_verify, add_fits, add_warm, add_serve, add_inspect, add_prune,
-    ):  # fmt: skip
-        add(commands)
-    for one in commands.choices.values():
-        one.set_defaults(parser=one)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (file, text) in _COMMANDS.items():
+        one = commands.add_parser(name, help=text)
+        if name in with_flags:
+            getattr(import_module(f"kvboost_hf.cli.{file}"), f"add_{name}")(one)
+            one.set_defaults(parser=one)
     return parser

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,7 +19,6 @@ from kvboost_hf.offload.checkpoint import without_bars
 from kvboost_hf.outputs import Progress, output_path
 
 # Of `ArgumentParser.add_subparsers`, as argparse calls it.
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 # Commands, the flags to add, and what each is for.
 _STEPS: dict[str, tuple[tuple[str, ...], str]] = {
     "demo": ((), "what reuse saves on real text"),

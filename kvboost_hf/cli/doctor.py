@@ -14,7 +14,7 @@ import transformers
 from packaging.requirements import Requirement
 
 from kvboost_hf.attention import active_tier
-from kvboost_hf.cli.arguments import Commands, add_model, load_shown, next_steps, positive, typed
+from kvboost_hf.cli.arguments import add_model, load_shown, next_steps, positive, typed
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.engine.load import naming
@@ -41,9 +41,8 @@ class Checked(NamedTuple):
     optional: bool = False  # whether the remedy is for something that few need
 
 
-def add_doctor(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser("doctor", help="say what of this machine and a model works, and what to do")
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     add_model(parser)
     parser.set_defaults(run=run_doctor)
 
@@ -155,9 +154,8 @@ def _model(options: argparse.Namespace, shown: Progress) -> Iterator[Checked]:
     yield Checked("chat template", told, None if tokenizer.chat_template else remedy, optional=True)
 
 
-def add_check(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser("check", help="say whether a model can reuse K/V, and why not")
+def add_check(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     add_model(parser)
     parser.set_defaults(run=run_check)
 
@@ -179,9 +177,8 @@ def run_check(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_fits(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser("fits", help="say what of a model stays on a device, and how fast the rest can come")
+def add_fits(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     parser.add_argument("--model", required=True, help="a hub name or a folder; only its configuration is read")
     parser.add_argument("--vram-budget", required=True, metavar="SIZE", help="of the device, such as 8GB or 7.5GiB")
     parser.add_argument("--bits", type=int, choices=(4, 16), help="of weights (default: those of the checkpoint)")

@@ -16,7 +16,6 @@ from kvboost_hf.cache.codecs import live_config
 from kvboost_hf.cache.planning.chunks import ContentChunker
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cli.arguments import (
-    Commands,
     add_json,
     add_model,
     figure,
@@ -40,9 +39,8 @@ from kvboost_hf.verify import figure as draw_report
 _MADE_UP_PROMPTS = 16
 
 
-def add_demo(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser("demo", help="plain generate() beside generate() with a ChunkReuseCache")
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     add_model(parser)
     text = "repetitions to take medians over (default: 1 for a model that is named, else 3)"
     parser.add_argument("--repeats", type=positive, help=text)
@@ -110,11 +108,8 @@ def _last_lines(options: argparse.Namespace, console: Any) -> None:
     say(console, "In Python: model.generate(..., cache=ChunkReuseCache(model))")
 
 
-def add_bench(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "bench", help="measure ways of serving the same prompts, and others' ways beside them"
-    )
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     add_model(parser)
     parser.add_argument(
         "--random", type=_sizes, metavar="LxW", help="a random model of L layers, W wide, such as 8x512"
@@ -158,9 +153,8 @@ def _sizes(text: str) -> tuple[int, int]:
     return int(layers), int(width)
 
 
-def add_verify(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser("verify", help="measure what reuse does to the answers, on your own prompts")
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     add_model(parser)
     parser.add_argument(
         "--prompts",

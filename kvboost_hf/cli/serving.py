@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
-from kvboost_hf.cli.arguments import Commands, add_model, load_model, needs_extra
+from kvboost_hf.cli.arguments import add_model, load_model, needs_extra
 from kvboost_hf.cli.server_flags import add_options
 from kvboost_hf.cli.server_settings import (
     add_config,
@@ -19,9 +19,8 @@ from kvboost_hf.cli.server_settings import (
 )
 
 
-def add_serve(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser("serve", help="answer requests as the APIs of OpenAI, Anthropic and Ollama do")
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     add_config(parser)
     add_model(parser)
     add_options(parser)

@@ -11,7 +11,6 @@ from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.tiers.base import without_secrets
 from kvboost_hf.cli.arguments import (
-    Commands,
     add_model,
     load_shown,
     needs_extra,
@@ -30,9 +29,8 @@ _OWN = ("help", "config", "documents", "system", "chat", "prefix")  # flags that
 _Warmed = list[tuple[str, ReuseReport]]  # each with a name to show
 
 
-def add_warm(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser("warm", help="compute K/V of files ahead of the first request, and keep it")
+def add_warm(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     add_config(parser)
     add_model(parser)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="texts; each is the start of prompts")

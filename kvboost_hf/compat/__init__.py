@@ -32,7 +32,7 @@ from kvboost_hf.compat.forwards import (
     take_newest_name,
     with_cache_by,
 )
-from kvboost_hf.compat.hooks import OwnHooks, hook_hidden_states, hook_layers, own_hook
+from kvboost_hf.compat.hooks import LAST, OwnHooks, Shown, hook_hidden_states, hook_layers, own_hook
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
@@ -46,13 +46,13 @@ from kvboost_hf.compat.models import (
     has_own_cache,
     head_widths,
     input_device,
-    keeps_positions,
     kv_bytes_per_token,
     kv_sources,
     layer_configs,
     loader_of,
     loader_of_pair,
     mask_form,
+    needs_positions,
     require_cache,
     require_generates,
     require_model,
@@ -63,9 +63,11 @@ from kvboost_hf.compat.models import (
 )
 from kvboost_hf.compat.private import LayerMasks, PrivateCache, run_model
 from kvboost_hf.compat.probes import (
+    HiddenForm,
     as_steps,
     checkpointing_reason,
     difference,
+    hidden_form,
     hidden_states_reason,
     known_hidden_states_reason,
     known_reason,
@@ -79,23 +81,28 @@ from kvboost_hf.compat.probes import (
     tolerance,
     training_reason,
 )
+from kvboost_hf.compat.ranks import Ranks, ranks_of, require_one_process
 from kvboost_hf.compat.rotary import frequencies_vary, key_rotation, original_length, rope_regime
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Shifts
 from kvboost_hf.migration import old_name
 
 __all__ = [
     "CACHE",
+    "LAST",
     "SERVED_LAYERS",
     "STATEFUL_LAYERS",
     "AssistedCall",
     "GenerateCall",
+    "HiddenForm",
     "KeptOnModel",
     "KeyRotation",
     "LayerMasks",
     "LayerRotation",
     "OwnHooks",
     "PrivateCache",
+    "Ranks",
     "Shifts",
+    "Shown",
     "as_steps",
     "assisted_call",
     "at_end",
@@ -120,6 +127,7 @@ __all__ = [
     "give_back_tokenizer",
     "has_own_cache",
     "head_widths",
+    "hidden_form",
     "hidden_states_reason",
     "hook_hidden_states",
     "hook_layers",
@@ -128,7 +136,6 @@ __all__ = [
     "input_device",
     "is_in_forward",
     "is_under_way",
-    "keeps_positions",
     "key_rotation",
     "known_hidden_states_reason",
     "known_reason",
@@ -138,6 +145,7 @@ __all__ = [
     "loader_of",
     "loader_of_pair",
     "mask_form",
+    "needs_positions",
     "note_changes",
     "original_length",
     "outputs_read",
@@ -147,12 +155,14 @@ __all__ = [
     "probe_ids",
     "probe_logits",
     "probe_reason",
+    "ranks_of",
     "reads_last_logits",
     "recall",
     "remember",
     "require_cache",
     "require_generates",
     "require_model",
+    "require_one_process",
     "require_reusable_model",
     "rope_regime",
     "run_model",

@@ -2,8 +2,8 @@
 
 import itertools
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -39,17 +39,53 @@ def hook_layers(model: PreTrainedModel, called: BeforeLayers) -> list[RemovableH
     ]
 
 
-def hook_hidden_states(model: PreTrainedModel) -> None:
-    """Pass the last hidden states of each forward to its cache, if the cache has `take_hidden_states`.
+LAST = -1  # in place of a layer's number: the last hidden states, which the head of a model takes
+_ASKED = "output_hidden_states"
 
-    What that returns goes to the head of the model. The hook stays on the model; a model whose head cannot be told
-    from the rest gets none.
+
+class Shown(NamedTuple):
+    """What a forward shows of hidden states, or what is to be shown in their place.
+
+    Args:
+        last: The last ones, which go to the head of the model, [batch, m, hidden_size].
+        layers: Those that transformers returns as `hidden_states`, by their numbers there; None for others.
+    """
+
+    last: torch.Tensor
+    layers: tuple[torch.Tensor | None, ...] = ()
+
+    def of(self, layer: int) -> torch.Tensor | None:
+        """Those of a layer, or `LAST`; None if they are not shown."""
+        if layer == LAST:
+            return self.last
+        return self.layers[layer] if layer < len(self.layers) else None
+
+
+class ShowsHidden(Protocol):
+    """A cache that takes the hidden states of its forwards.
+
+    Attributes:
+        hidden_layers: The layers whose hidden states it wants, besides `LAST`, by their numbers.
+        take_hidden_states: Takes what a forward has computed, and returns what is to be shown; None to leave it.
+    """
+
+    hidden_layers: Sequence[int]
+    take_hidden_states: Any
+
+
+def hook_hidden_states(model: PreTrainedModel) -> None:
+    """Pass the hidden states of each forward to its cache, if that is one that `ShowsHidden`.
+
+    What that returns goes to the head of the model, and to the caller that has asked for it. The hooks stay on the
+    model; a model whose head cannot be told from the rest gets none.
     """
     if (inner := text_model(model)) is None:
         return
     with _hooking:
         if not any(isinstance(getattr(hook, "__self__", None), _HiddenHook) for hook in inner._forward_hooks.values()):
-            own_hook(inner.register_forward_hook(_HiddenHook().after, with_kwargs=True))
+            hook = _HiddenHook()
+            own_hook(inner.register_forward_pre_hook(hook.before, with_kwargs=True))
+            own_hook(inner.register_forward_hook(hook.after, with_kwargs=True))
 
 
 _hooking = forks.lock()
@@ -94,24 +130,63 @@ class _HiddenHook:
     leaves_kv_alone = True  # read by the fingerprint
     stands_behind_others = True  # who are watched for changes of the output
 
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        layers: Sequence[int] = getattr(cache_in(kwargs), "hidden_layers", ())
+        return (args, _asking_for(module, kwargs, layers)) if any(layer != LAST for layer in layers) else None
+
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         cache = cache_in(kwargs)
         take = getattr(cache, "take_hidden_states", None)
-        return _with_hidden_states(output, take) if take is not None else None
+        return _with_hidden_states(output, take, kwargs.get(_ASKED)) if take is not None else None
+
+
+class _Also(list[int]):
+    """The layers whose hidden states a forward is to show.
+
+    Args:
+        layers: Their numbers.
+        asked: The value that the caller has passed.
+    """
+
+    def __init__(self, layers: Sequence[int], asked: Any) -> None:
+        super().__init__(layers)
+        self.asked = asked
 
 
 # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _with_hidden_states(output: Any, take: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _asking_for(module: Any, kwargs: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+    """The arguments by which a forward shows these layers, and those that its caller has asked for."""
+    asked = kwargs.get(_ASKED)
+    asked = getattr(module.config, _ASKED, None) if asked is None else asked
+    if asked is True:
+        return kwargs
+    theirs = [] if not asked else [asked] if isinstance(asked, int) else list(asked)
+    return {**kwargs, _ASKED: _Also([*(layer for layer in layers if layer != LAST), *theirs], asked)}
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _with_hidden_states(output: Any, take: Any, asked: Any) -> Any:
     """The output to give in place of `output`, or None."""
     in_tuple = isinstance(output, tuple)
-    states = output[0] if in_tuple else getattr(output, "last_hidden_state", None)
-    if not isinstance(states, torch.Tensor) or states.ndim != 3:
+    last = output[0] if in_tuple else getattr(output, "last_hidden_state", None)
+    if not isinstance(last, torch.Tensor) or last.ndim != 3:
         return None
-    wanted = take(states)
-    if wanted is states:
-        return None
+    layers = getattr(output, "hidden_states", None) or ()
+    shown = Shown(last, tuple(layers))
+    wanted: Shown = take(shown)
     if in_tuple:
-        return (wanted, *output[1:])
-    output["last_hidden_state"] = wanted
+        return (wanted.last, *output[1:]) if wanted.last is not last else None
+    if isinstance(asked, _Also):
+        found = wanted.layers
+        if not asked.asked:
+            rest = {name: value for name, value in output.items() if name != "hidden_states"}
+            return type(output)(**{**rest, "last_hidden_state": wanted.last})
+        theirs = {n % len(found) for n in ([asked.asked] if isinstance(asked.asked, int) else asked.asked)}
+        wanted = wanted._replace(layers=tuple(each if n in theirs else None for n, each in enumerate(found)))
+    if wanted is shown:
+        return None
+    output["last_hidden_state"] = wanted.last
+    if layers:
+        output["hidden_states"] = wanted.layers
     return output

@@ -147,9 +147,12 @@ def has_own_cache(model: PreTrainedModel) -> bool:
     return not supports()
 
 
-def keeps_positions(model: PreTrainedModel) -> bool:
-    """Whether the model keeps the shift of its last prompt on itself, for forwards that are given no positions."""
-    return hasattr(model.base_model, "rope_deltas")
+def needs_positions(model: PreTrainedModel) -> bool:
+    """Whether a forward over a later part of a text must be given positions, as generate() gives them.
+
+    Without, some models count on from their last prompt, whose shift they keep, and Bamba counts from 0 again.
+    """
+    return hasattr(model.base_model, "rope_deltas") or model.config.model_type == "bamba"
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

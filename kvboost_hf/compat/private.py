@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.compat.forwards import cache_argument, forward_arguments
-from kvboost_hf.compat.models import attn_implementation, keeps_positions, mask_form
+from kvboost_hf.compat.hooks import Shown
+from kvboost_hf.compat.models import attn_implementation, mask_form, needs_positions
 from kvboost_hf.handles import ATTENTION
 from kvboost_hf.visibility import Visibility
 
@@ -56,7 +57,7 @@ def run_model(
         given["logits_to_keep"] = logits
     if attention_mask is not None:
         given["attention_mask"] = attention_mask
-    if position_ids is None and attention_mask is None and keeps_positions(model):
+    if position_ids is None and attention_mask is None and needs_positions(model):
         held = cache.get_seq_length() if cache is not None else 0
         position_ids = torch.arange(held, held + input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     if position_ids is not None and "position_ids" in accepted:
@@ -80,14 +81,16 @@ class PrivateCache(Cache):
 
     Attributes:
         take: Takes the new K/V of a layer, and returns the K/V to attend to; None appends to the layer.
-        take_hidden_states: Takes the last hidden states of the new columns, [batch, m, hidden_size], and returns those
-            to compute logits of; None leaves them alone. It needs `hook_hidden_states`.
+        hidden_layers: The layers whose hidden states it takes; see `ShowsHidden`.
+        take_hidden_states: Takes the hidden states of the new columns, and returns those to show, and to compute
+            logits of; None leaves them alone. It needs `hook_hidden_states`.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__(layers=list(layers))
         self.take: Callable[[int, torch.Tensor, torch.Tensor], KV] | None = None
-        self.take_hidden_states: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.hidden_layers: Sequence[int] = ()
+        self.take_hidden_states: Callable[[Shown], Shown] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

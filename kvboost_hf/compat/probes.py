@@ -9,8 +9,9 @@ import math
 import pickle
 import random
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvboost_hf.compat.forwards import forward_arguments
-from kvboost_hf.compat.hooks import hook_hidden_states
+from kvboost_hf.compat.hooks import LAST, Shown, hook_hidden_states
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
@@ -130,7 +131,46 @@ def hidden_states_reason(model: PreTrainedModel) -> str | None:
     return known_hidden_states_reason(model) or _once(model, hidden_states_reason, _probe_hidden_states)
 
 
-_Reason = Callable[[PreTrainedModel], str | None]
+@dataclass(frozen=True, slots=True)
+class HiddenForm:
+    """The hidden states that a model returns with `output_hidden_states`.
+
+    Args:
+        count: How many there are: as a rule one for each layer, and the embeddings in front.
+        tied: The last of them are those that the head takes.
+        selects: Numbers choose among them; else any number gives all.
+    """
+
+    count: int
+    tied: bool
+    selects: bool
+
+    def layers(self, asked: Any) -> tuple[int, ...]:
+        """The layers, by their numbers or `LAST`, that a value of `output_hidden_states` asks for.
+
+        As transformers does it, numbers of no layer choose none.
+        """
+        numbers: Iterable[int] = range(self.count)
+        if self.selects and asked is not True:
+            numbers = [asked] if isinstance(asked, int) else asked
+        found = {int(n) % self.count for n in numbers if -self.count <= n < self.count}
+        return tuple(LAST if self.tied and n == self.count - 1 else n for n in sorted(found))
+
+
+def hidden_form(model: PreTrainedModel) -> HiddenForm | str:
+    """The hidden states that a model returns; or why those of reused tokens cannot be returned from kept ones.
+
+    Run once per dtype and attention: four short forwards.
+    """
+    known = known_hidden_states_reason(model)
+    return known if known is not None else remember(model, _key(hidden_form, model), lambda: _find_hidden_form(model))
+
+
+def _find_hidden_form(model: PreTrainedModel) -> HiddenForm | str:
+    return attempt(model, lambda: _probe_hidden_form(model), "it fails to return hidden states of a prompt in parts")
+
+
+_Reason = Callable[[PreTrainedModel], Any]
 
 
 def _once(model: PreTrainedModel, name: _Reason, probe: _Reason) -> str | None:
@@ -229,9 +269,9 @@ def _probe_hidden_states(model: PreTrainedModel) -> str | None:
     ids, cut = probe_ids(model), _PROBE_TOKENS // 2
     kept: list[torch.Tensor] = []
 
-    def keep(states: torch.Tensor) -> torch.Tensor:
-        kept.append(states)
-        return torch.cat(kept, dim=1)
+    def keep(shown: Shown) -> Shown:
+        kept.append(shown.last)
+        return shown._replace(last=torch.cat(kept, dim=1))
 
     hook_hidden_states(model)
     parts = PrivateCache(cache_layers(model))
@@ -242,6 +282,40 @@ def _probe_hidden_states(model: PreTrainedModel) -> str | None:
     if not off <= tolerance(model.dtype):
         return f"its head gives other logits for kept hidden states (by {off:.2g} standard deviations)"
     return None
+
+
+@torch.no_grad()
+def _probe_hidden_form(model: PreTrainedModel) -> HiddenForm | str:
+    """Compare the hidden states of a prompt in two parts, the first from kept ones, with those of the whole."""
+    ids, cut = probe_ids(model), _PROBE_TOKENS // 2
+    whole = _hidden_states(model, ids, PrivateCache(cache_layers(model)), True)
+    hook_hidden_states(model)
+    parts, kept = PrivateCache(cache_layers(model)), []
+
+    def keep(shown: Shown) -> Shown:
+        kept.append(shown)
+        of_layers = zip(*[each.layers for each in kept], strict=True)
+        return Shown(shown.last, tuple([torch.cat([part for part in of if part is not None], 1) for of in of_layers]))
+
+    parts.hidden_layers, parts.take_hidden_states = range(len(whole)), keep
+    selected = _hidden_states(model, ids[:, :cut], parts, len(whole) - 1)
+    found = _hidden_states(model, ids[:, cut:], parts, True)
+    for theirs, ours in zip(whole, found, strict=True):
+        if theirs.ndim != 3 or theirs.shape[:2] != ids.shape:
+            return f"its hidden states have the shape {list(theirs.shape)} for {list(ids.shape)} tokens"
+        off = difference(ours.float(), theirs.float()) if ours.shape == theirs.shape else float("inf")
+        if not off <= tolerance(model.dtype):
+            return f"a prompt in two parts has other hidden states than in one (by {off:.2g} standard deviations)"
+    last, top = kept[0].last, kept[0].layers[-1]
+    return HiddenForm(len(whole), top is not None and torch.equal(last, top), selected[0] is None)
+
+
+def _hidden_states(model: PreTrainedModel, ids: torch.Tensor, cache: PrivateCache, asked: Any) -> Sequence[Any]:
+    given = {"output_hidden_states": asked}
+    if model.config.get_text_config(decoder=True) is not model.config:
+        given = {**_multimodal_arguments(model, ids, cache), **given}
+    states: Sequence[Any] = run_model(model, ids, cache, **given).hidden_states
+    return states
 
 
 @torch.no_grad()

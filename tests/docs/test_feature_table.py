@@ -25,6 +25,7 @@ SHOWN = {
     "Pipelines": "parity/test_attach.py",
     "Whatever others do": "parity/test_never_poisoned.py property/test_foreign_edits.py",
     "Bare `model(...)`": "parity/test_forward.py",
+    "`output_hidden_states`": "parity/test_hidden_states.py",
     "Weights changed": "parity/test_changed_weights.py::test_between_calls property/test_store.py::TestStore "
     "parity/test_tier_faults.py::test_tenants_cannot_tell_what_others_have_asked",
     "Dropout in training mode": "unit/test_bad_input.py parity/test_forward.py",
@@ -47,6 +48,7 @@ SHOWN = {
     "Models larger than the GPU's memory": "parity/test_streaming.py parity/test_streaming_awq.py "
     "parity/test_streaming_formats.py",
     "Drafts for": "parity/test_assistants.py parity/test_lookup_assistant.py parity/test_speculation_combinations.py",
+    "Drafts by the model's own heads": "parity/test_own_heads.py::test_warm_is_as_cold",
     "Trees of drafts": "parity/test_tree_decoding.py property/test_draft_trees.py",
     "An [OpenAI-compatible server]": "server/test_clients.py server/test_worker.py server/test_storm.py",
     "Many replicas": "unit/test_routing.py::test_a_prompt_goes_where_most_of_it_went "

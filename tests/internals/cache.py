@@ -20,7 +20,7 @@ from kvboost_hf.cache.forward.admission import blend_reason
 from kvboost_hf.cache.forward.fill import StemReader
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
-from kvboost_hf.cache.identity import fingerprint
+from kvboost_hf.cache.identity import fingerprint, foreign
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, ModelWalk, model_name
 from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache, only_looks
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
@@ -38,11 +38,12 @@ from kvboost_hf.cache.identity.weights import (
 from kvboost_hf.cache.kv import blocks, transfer
 from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV
+from kvboost_hf.cache.kv.layer_states import LayerStates, StateCodes, StateFormat
 from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ModelForm, make_layers, read_kv, read_states
 from kvboost_hf.cache.kv.records import StoredStates
 from kvboost_hf.cache.kv.transfer import Staging
 from kvboost_hf.cache.layers import base as layers
-from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.cache.layers.pieced import PiecedLayer

@@ -15,6 +15,7 @@ from kvboost_hf.compat import (
     decoder_layers,
     forward_arguments,
     generate_frame,
+    hidden_form,
     hidden_states_reason,
     key_rotation,
     known_reason,

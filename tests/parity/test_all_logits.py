@@ -123,7 +123,7 @@ def test_zeroed_hidden_states_are_noticed(attached: PreTrainedModel, monkeypatch
     """Negative control: the logits of reused tokens come from what was kept."""
     expected = attached(BASE).logits
     view = HiddenStates.view
-    monkeypatch.setattr(HiddenStates, "view", lambda self, start: torch.zeros_like(view(self, start)))
+    monkeypatch.setattr(HiddenStates, "view", lambda self, layer, start: torch.zeros_like(view(self, layer, start)))
     found = attached(BASE).logits
     assert float((found - expected)[:, :-1].abs().max()) > 0.1
 
@@ -329,7 +329,6 @@ def test_what_rules_it_out(attached: PreTrainedModel) -> None:
     plain = make_model("llama")
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "gradients are enabled"),
-        ({"output_hidden_states": True}, "`output_hidden_states=True` returns something of each token"),
         ({"output_router_logits": True}, "`output_router_logits=True` returns something of each token"),
         ({"use_cache": False}, "use_cache is False"),
     ]

@@ -1,8 +1,10 @@
 """States that are saved in the middle of a forward, and what else runs the same modules meanwhile."""
 
 import gc
+import os
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
 from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, random_ids
 
-FAMILIES = ["qwen3_next", "falcon_h1", "mamba2", "lfm2", "kimi_linear", "nemotron_h", "olmo_hybrid"]
+FAMILIES = ["qwen3_next", "falcon_h1", "mamba2", "lfm2", "kimi_linear", "nemotron_h", "olmo_hybrid", "bamba"]
 NEW = 4
 
 
@@ -167,3 +169,52 @@ def test_an_error_within_a_segment_leaves_no_hook(
         gc.collect()
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in mixer.modules())
     check(model, ids, ChunkReuseCache(model, ChunkStore(model)))
+
+
+def rss() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_memory_over_a_thousand_sessions() -> None:
+    """Sessions of two turns behind a shared head: the budgets hold, the head stays, and nothing else grows."""
+    model = make("qwen3_next")
+    probe = ChunkStore(model)
+    answer(model, random_ids(300, seed=1), ChunkReuseCache(model, probe))
+    size = next(iter(probe.inspect().states.values())).nbytes
+    store = ChunkStore(model, max_bytes=60 * size, state_share=0.5)
+    head, early = random_ids(200, seed=1), 0
+    for number in range(1000):
+        cache = ChunkReuseCache(model, store)
+        first = torch.cat([head, random_ids(40, seed=100 + number)], dim=1)
+        found = answer(model, first, cache).sequences
+        assert number == 0 or cache.report.prompt_tokens - cache.report.reused_tokens <= 40 + 64
+        answer(model, torch.cat([found, random_ids(9, seed=2)], dim=1), cache)
+        assert cache.report.reused_tokens >= first.shape[1]
+        kept = store.inspect()
+        assert store.stats()["bytes"] <= store.max_bytes
+        assert sum(each.nbytes for each in kept.states.values()) <= store.max_bytes // 2
+        if number == 300:
+            gc.collect()
+            early = rss()
+    gc.collect()
+    assert rss() - early < 8 * 2**20
+    store.check_consistency()
+    assert store.check_integrity(0.3).wrong == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("own", [12, 130])
+def test_a_second_sharer_wherever_the_head_ends(name: str, own: int) -> None:
+    """The tail of the first prompt, which fills no chunk, holds states, too."""
+    model = make(name)
+    for head in range(70, 400, 37):
+        store = ChunkStore(model)
+        first, second = (
+            torch.cat([random_ids(head, seed=3), random_ids(own, seed=seed)], dim=1) for seed in (head, head + 1)
+        )
+        answer(model, first, ChunkReuseCache(model, store))
+        cache = ChunkReuseCache(model, store)
+        check(model, second, cache)
+        assert cache.report.forwarded_tokens <= own + 64, f"a head of {head} tokens"

@@ -373,7 +373,7 @@ def test_who_decodes_eagerly(llama: PreTrainedModel, compiler: Compiler) -> None
         assert reason(disable_compile=True) == "`disable_compile` was passed to generate()"
         assert reason(max_new_tokens=4) == "it may decode fewer than 8 tokens"
         assert reason(ChunkReuseCache(llama, store, max_cache_len=None)) == "`max_cache_len` is None"
-        grows = "`live_quant`, mode 'blend', `keep_logprobs` and `reproducible` need buffers that grow"
+        grows = "`live_quant`, mode 'blend' and `reproducible` need buffers that grow"
         for policy in (ReusePolicy(mode="blend"), ReusePolicy(reproducible=True)):
             assert reason(ChunkReuseCache(llama, store, policy)) == grows
         quantized = ChunkReuseCache(llama, store, live_quant=KVQuantConfig())
@@ -399,7 +399,8 @@ def test_who_decodes_eagerly(llama: PreTrainedModel, compiler: Compiler) -> None
             generate(llama, inputs, cache=cache, max_new_tokens=4)
             assert reason(cache) == "there was no memory for buffers of 128 tokens (out of memory)"
             assert cache.report.forwarded_tokens == 1  # it has kept what it held
-        assert reason(ChunkReuseCache(llama, store, ReusePolicy(keep_logprobs=True))) == grows
+        for policy in (ReusePolicy(keep_logprobs=True), ReusePolicy(keep_hidden_states=-1)):
+            assert reason(ChunkReuseCache(llama, store, policy)) == "hidden states are kept, in buffers that grow"
     for name in ("falcon_h1", "bloom"):
         model = make_model(name)
         cache = ChunkReuseCache(model)

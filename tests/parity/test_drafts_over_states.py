@@ -40,6 +40,7 @@ FAMILIES = (
     "zamba2",
     "olmo_hybrid",
     "granitemoehybrid",
+    "bamba",
     "deepseek_v4",
 )
 

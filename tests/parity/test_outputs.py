@@ -20,19 +20,24 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatib
 from tests.architectures import make_architecture
 from tests.architectures.outcome import text_ids
 from tests.conftest import VOCAB, as_inputs, counted, left_pad, make_model, random_ids
+from tests.internals.compat import hidden_form
 
 KNOWN = random_ids(96, seed=1)
 PROMPT = torch.cat([KNOWN, random_ids(20, seed=2)], dim=1)
 EVERYTHING, REST = PROMPT.shape[1], 20
 STEPS = 2  # tokens that are decoded behind the prompt, one by one
 
-ASKED: dict[str, dict[str, Any]] = {
+HIDDEN: dict[str, dict[str, Any]] = {
     "hidden": {"output_hidden_states": True},
     "last hidden": {"output_hidden_states": -1},
     "some hidden": {"output_hidden_states": [0, 2]},
+}
+WEIGHTS: dict[str, dict[str, Any]] = {
     "attention": {"output_attentions": True},
     "both": {"output_hidden_states": (1,), "output_attentions": True},
 }
+ASKED = HIDDEN | WEIGHTS
+STORED_WITHOUT = "96 more tokens are stored without the hidden states that the call asks for"
 NOT_ASKED: dict[str, dict[str, Any]] = {
     "off": {"output_hidden_states": False, "output_attentions": False, "output_router_logits": False},
     "no layer": {"output_hidden_states": []},
@@ -66,8 +71,9 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def warm(model: PreTrainedModel) -> ChunkStore:
-    """A store that holds `KNOWN`."""
+    """A store that holds `KNOWN`, without hidden states."""
     check_model_compatibility(model)
+    assert not isinstance(hidden_form(model), str)
     store = ChunkStore(model, chunk_size=32)
     store.warm(KNOWN)
     return store
@@ -106,10 +112,17 @@ def moe() -> Any:
     return mixtral()
 
 
-def generated(model: Any, *, attached: bool = False, ids: torch.Tensor = PROMPT, **options: Any) -> tuple[int, Any]:
+def generated(
+    model: Any,
+    *,
+    attached: bool = False,
+    ids: torch.Tensor = PROMPT,
+    store: ChunkStore | None = None,
+    **options: Any,
+) -> tuple[int, Any]:
     """Assert that generate() gives what it gives without reuse; returns the tokens forwarded, and the report."""
     options = {**as_inputs(ids), "max_new_tokens": STEPS + 1, "do_sample": False, **options}
-    expected, store = model.generate(**options), warm(model)
+    expected, store = model.generate(**options), warm(model) if store is None else store
     if attached:
         attach(model, store)
         with counted(model) as work:
@@ -126,7 +139,20 @@ def generated(model: Any, *, attached: bool = False, ids: torch.Tensor = PROMPT,
 
 
 @pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("asked", HIDDEN)
+def test_hidden_states_that_generate_returns_are_kept(plain: Any, asked: str, attached: bool) -> None:
+    """What is stored without them is computed once more, and then both kinds of calls reuse it."""
+    store = warm(plain)
+    for ids, computed, reason in ((PROMPT, EVERYTHING, STORED_WITHOUT), (PROMPT, REST, ""), (KNOWN, 32, "")):
+        given: dict[str, Any] = {"attached": attached, "store": store, "ids": ids}
+        tokens, report = generated(plain, **given, return_dict_in_generate=True, **ASKED[asked])
+        assert tokens in (computed + STEPS, 1 + STEPS)  # once the last tokens are stored, too
+        assert (report.bypass_reason or "").startswith(reason)
+        assert generated(plain, **given)[0] <= computed + STEPS
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("asked", WEIGHTS)
 def test_what_generate_returns_of_each_token_is_computed(plain: Any, asked: str, attached: bool) -> None:
     tokens, report = generated(plain, attached=attached, return_dict_in_generate=True, **ASKED[asked])
     assert tokens == EVERYTHING + STEPS
@@ -196,7 +222,7 @@ def test_what_the_model_returns_by_its_configuration_does_not_reach_who_calls_ge
     with torch.no_grad():
         found = model(PROMPT, past_key_values=cache, logits_to_keep=1)
         assert_same(found, model(PROMPT, logits_to_keep=1))
-    assert cache.report.bypass_reason == "`config.output_hidden_states=True` returns something of each token"
+    assert (cache.report.bypass_reason or "").startswith(STORED_WITHOUT)
 
 
 @pytest.mark.parametrize(("pieces", "last"), [(48, EVERYTHING - 2 * 48), (80, EVERYTHING - 80)])
@@ -218,13 +244,15 @@ def test_with_beams_and_padding(plain: Any) -> None:
     asked: dict[str, Any] = {"output_hidden_states": True, "output_attentions": True, "num_beams": 2}
     assert generated(plain, **asked)[0] == 2 * (REST + STEPS)
     assert generated(plain, return_dict_in_generate=True, **asked)[0] == 2 * (EVERYTHING + STEPS)
-    batch = left_pad(PROMPT, KNOWN[:, :70])
-    for returned in (False, True):
-        tokens, report = generated(
-            plain, ids=batch["input_ids"], attention_mask=batch["attention_mask"], return_dict_in_generate=returned,
-            output_hidden_states=True,
-        )  # fmt: skip
-        assert (tokens == batch["input_ids"].numel() + 2 * STEPS) == returned == (report.bypass_reason is not None)
+    batch, store = left_pad(PROMPT, KNOWN[:, :70]), warm(plain)
+    asked = {"output_hidden_states": True, "return_dict_in_generate": True, "max_new_tokens": 1, "do_sample": False}
+    expected, real = plain.generate(**batch, **asked), batch["attention_mask"].bool()
+    for least, most in ((EVERYTHING, 2 * EVERYTHING), (REST, 2 * REST), (REST, 2 * REST)):
+        with counted(plain) as work:
+            found = plain.generate(**batch, **asked, past_key_values=ChunkReuseCache(plain, store))
+        assert least <= work.tokens <= most
+        for ours, theirs in zip(found.hidden_states[0], expected.hidden_states[0], strict=True):
+            torch.testing.assert_close(ours[real], theirs[real], atol=5e-4, rtol=5e-4)  # those of padding are 0
 
 
 def test_with_drafts(plain: Any) -> None:
@@ -253,8 +281,9 @@ class ReadsHidden(PromptLookupCandidateGenerator):
 
 def test_drafts_that_read_hidden_states_get_those_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model = eager()
-    seen = []
-    for cache in (DynamicCache(config=model.config), ChunkReuseCache(model, warm(model))):
+    seen, store = [], warm(model)
+    caches = [ChunkReuseCache(model, store) for _ in range(2)]
+    for cache in (DynamicCache(config=model.config), *caches):
         drafting = ReadsHidden()
         monkeypatch.setattr(GenerationMixin, "_get_candidate_generator", lambda *_, drafting=drafting, **__: drafting)
         options: dict[str, Any] = {"max_new_tokens": 3, "prompt_lookup_num_tokens": 2, "past_key_values": cache}
@@ -262,8 +291,9 @@ def test_drafts_that_read_hidden_states_get_those_of_all_tokens(monkeypatch: pyt
         seen.append(tuple(drafting.seen))
     assert seen[0][0].shape[1] == EVERYTHING
     assert_same(seen[1], seen[0])
-    assert isinstance(cache, ChunkReuseCache)
-    assert "output_hidden_states=-1" in (cache.report.bypass_reason or "")
+    assert_same(seen[2], seen[0])
+    assert (caches[0].report.bypass_reason or "").startswith(STORED_WITHOUT)
+    assert (caches[1].report.bypass_reason, caches[1].report.forwarded_tokens) == (None, REST)
 
 
 def test_attention_that_is_computed_in_another_way_for_its_weights_is_not_stored() -> None:

@@ -520,7 +520,7 @@ def test_states_are_kept_on_the_host() -> None:
     assert all(t.device.type == "cpu" and not t.requires_grad for s in kept for t in s.tensors if t is not None)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "mamba2", "lfm2", "kimi_linear", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "mamba2", "lfm2", "kimi_linear", "nemotron_h", "bamba"])
 def test_prompts_go_on_close_to_where_they_part(name: str) -> None:
     """A second prompt with the same head, and one with a token edited, go on from less than 64 tokens before that."""
     model = make_architecture(name)

@@ -28,6 +28,7 @@ from tests.internals.cache import (
     Kind,
     MeasuredTier,
     ModelForm,
+    StateFormat,
     below,
     loading,
     pack_entry,
@@ -353,7 +354,7 @@ def filled(folders: dict[str, tuple[Path, ModelForm]], tmp_path: Path) -> Callab
 def read(blob: Blob, form: ModelForm) -> None:
     """All of a blob, as a store reads it."""
     if blob.entry.kind is Kind.STATES:
-        read_states(blob, form)
+        read_states(blob, form, StateFormat())
     else:
         read_kv(blob, ChunkForms(ColumnFormat(), form)).check()
     blob.check_all()

@@ -27,6 +27,7 @@ FAMILIES = [
     "olmo_hybrid",
     "bailing_hybrid",
     "lara_mini",
+    "bamba",
 ]
 COUNT = 24  # tokens of an answer
 

@@ -12,7 +12,7 @@ The first reason that holds is in the report. Reasons that a model or its argume
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ from kvboost_hf.cache.store.chunk_store import StoredChunk
 from kvboost_hf.compat import (
     KeyRotation,
     PrivateCache,
+    Ranks,
     attempt,
     attn_implementation,
     decoder_layers,
@@ -84,6 +85,10 @@ PADDED_WITHOUT = "the attention mask or position_ids of a padded batch are missi
 MASK_LENGTH = "the attention mask is not as long as what the cache holds and the ids that follow it"
 CHANGED_ON_THE_WAY = "position_ids or the attention mask changed on the way"
 ALL_LOGITS_OF_MEDIA = "the logits of all tokens of images, sound or video are wanted"
+OTHER_RANK = "another of the ranks that compute the model cannot reuse it"
+STATES_OF_RANKS = "its cache has states, and several ranks compute the model (tp_plan)"
+HIDDEN_OF_MEDIA = "the hidden states of images, sound or video are wanted"
+MOVED_HIDDEN = "the call asks for hidden states, which moved chunks have had behind another text"
 REUSE_COSTS_MORE = (
     "on this CPU it takes less time to compute its few known tokens again than to reuse them "
     "(ReusePolicy(min_prefill_saving=0) reuses them all the same)"
@@ -222,6 +227,16 @@ def admit_piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) 
     if isinstance(prompt, str) or prompt.media.any():
         return CHANGED_ON_THE_WAY
     return Admitted(inputs, prompt, pads, ledger.root, live.regime)
+
+
+A = TypeVar("A")
+
+
+def agreed(ranks: Ranks, found: A | str, parts: CacheParts) -> A | str:
+    """What was found, or why it is not used: a reason at one rank is a reason at all."""
+    if parts.live.stateful:
+        found = STATES_OF_RANKS
+    return found if ranks.all(not isinstance(found, str)) or isinstance(found, str) else OTHER_RANK
 
 
 def _reason_against_pieces(

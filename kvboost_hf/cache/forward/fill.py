@@ -270,7 +270,7 @@ class Rows:
                 return span.reader.state(layer_idx)
         saved = states[token]
         assert isinstance(saved, StoredStates)
-        return saved.states.layers[layer_idx]
+        return saved.states.layer(layer_idx)
 
     def known(self, part: Part, layer_idx: int, start: int, stop: int) -> list[Piece]:
         """Tokens [start, stop) of a row, as far as it has them, those that the layers hold included."""

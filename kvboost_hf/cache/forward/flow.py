@@ -16,6 +16,7 @@ A forward over the columns [held, n) of a batch, as the hook sees it:
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +24,17 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.forward.admission import (
     ALL_LOGITS_OF_MEDIA,
+    HIDDEN_OF_MEDIA,
     Admitted,
     admit_more,
     admit_piece,
     admit_prompt,
+    agreed,
     length_matters,
     reason_for_stock_layers,
 )
 from kvboost_hf.cache.forward.moved import Moved, columns_per_token, may_repair, repair_more
-from kvboost_hf.cache.forward.prompt_plan import min_saving_of, plan_prompt
+from kvboost_hf.cache.forward.prompt_plan import choose_hidden, min_saving_of, plan_prompt
 from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.forward.running import (
     CacheParts,
@@ -59,6 +62,7 @@ from kvboost_hf.cache.prompt.forward_call import (
 )
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import (
+    Ranks,
     attn_implementation,
     cache_argument,
     has_own_cache,
@@ -142,12 +146,22 @@ def next_forward(parts: CacheParts, request: Request) -> Forward:
     all_logits = parts.binding.all_logits_reason
     # Where text goes on, nobody has looked at the model yet.
     settings = partial(parts.binding.fact, find=returns_of_each_token) if not held else returns_of_each_token
-    request.kwargs, request.inputs = read_forward(model, request.kwargs, all_logits, read_mask, settings)
+    hidden_of = partial(_hidden_layers, parts, held) if live.static is None else None
+    request.kwargs, request.inputs = read_forward(model, request.kwargs, all_logits, read_mask, settings, hidden_of)
     if not held:
-        return _prompt(parts, request)
+        if (ranks := parts.binding.store.ranks) is None:
+            return _prompt(parts, request)
+        with ranks.together():
+            return _prompt(parts, request)
     single = isinstance(request.inputs, ForwardInputs) and request.inputs.input_ids.shape[1] == 1
     request.is_step = single and (live.static is None or not in_prefill())
     return _more(parts, request, held)
+
+
+def _hidden_layers(parts: CacheParts, held: int, asked: Any) -> tuple[int, ...] | str:
+    """The layers that a value of `output_hidden_states` asks for; or why those of reused tokens cannot be had."""
+    found, kept = parts.binding.hidden_layers_of(asked), parts.live.hidden_layers
+    return "the text has begun without them" if held and not set(found) <= set(kept) else found
 
 
 def _read_mask(live: LiveKV, static: StaticDecoding, held: int, kwargs: Kwargs) -> tuple[Kwargs, Kwargs]:
@@ -212,14 +226,21 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
     live = parts.live
     tally = live.tally = Tally()
     found = admit_prompt(parts, request)
+    if (ranks := parts.binding.store.ranks) is not None:
+        found = agreed(ranks, found, parts)
     if isinstance(found, str):
         return _bypass(parts, request, found)
-    inputs, pads = found.inputs, found.pads
+    inputs, pads, policy = found.inputs, found.pads, parts.binding.policy
     batch, columns = inputs.input_ids.shape
-    if inputs.logits_of_all and found.prompt.media.any():  # not every head has been seen to take them in parts
-        inputs = replace(inputs, logits=columns, computes_all=ALL_LOGITS_OF_MEDIA, logits_of_all=False)
+    if (inputs.logits_of_all or inputs.hidden) and found.prompt.media.any():  # not every model has been seen to
+        reason = HIDDEN_OF_MEDIA if inputs.hidden else ALL_LOGITS_OF_MEDIA  # take them in parts
+        inputs = replace(inputs, logits=columns, computes_all=reason, logits_of_all=False, hidden=())
+    if inputs.hidden or live.hidden_layers or policy.keep_hidden_states or parts.binding.store.hidden_kinds:
+        found = choose_hidden(parts, request, found, inputs.hidden)
     least = least_of_prompt(request.model) if live.stateful else 1
     held = _keep_common(parts, found, columns - max(inputs.logits, least))
+    if ranks is not None:
+        held = _agreed_columns(ranks, parts, found, held)
     if live.changed:
         tally.dropped = CHANGED
     live.changed = False
@@ -230,7 +251,7 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
     tally.live = sum(tally.rows)
     tally.moved = ledger.blended.tainted_columns(held) if ledger.blended is not None else 0
     tally.forwarded = -candidates * batch
-    tally.bypass = inputs.computes_all
+    tally.bypass = inputs.computes_all or tally.bypass
     return _reuse(parts, request, PromptColumns(inputs, found.prompt, found.prompt.column_ids, held, least))
 
 
@@ -244,14 +265,26 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     known = inputs if isinstance(inputs, ForwardInputs) else None
     if live.untracked and (request.is_step or request.carries or (known is not None and known.verifies)):
         return Unrecorded(parts, held, held + _new_columns(request.kwargs), known)
-    if (reason := admit_more(parts, request, ledger, held)) is not None:
+    reason = admit_more(parts, request, ledger, held)
+    is_piece = (
+        known is not None
+        and not request.carries
+        and (known.input_ids.shape[1] > known.logits or (known.computes_all is not None and in_prefill()))
+    )
+    if is_piece and (ranks := parts.binding.store.ranks) is not None:
+        with ranks.together():
+            reason = agreed(ranks, reason, parts)
+            if reason is None:
+                assert ledger is not None
+                return _piece(parts, request, ledger, held)
+    if reason is not None:
         return _lose_track(parts, request, held, reason)
     assert ledger is not None
     assert isinstance(inputs, ForwardInputs)
     if ledger.unconfirmed:
         parts.writer.confirm(ledger)
     new = inputs.input_ids.shape[1]
-    if not request.carries and (new > inputs.logits or (inputs.computes_all is not None and in_prefill())):
+    if is_piece:
         return _piece(parts, request, ledger, held)
     if (live.stateful or live.static is not None) and leave_prompts(parts, model):
         return Unrecorded(parts, held, held + new, inputs)
@@ -275,6 +308,8 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
 def _piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Forward:
     """More of a prompt, as with `prefill_chunk_size`."""
     found = admit_piece(parts, request, ledger, held)
+    if (ranks := parts.binding.store.ranks) is not None:
+        found = agreed(ranks, found, parts)
     if isinstance(found, str):
         return _lose_track(parts, request, held, found)
     ledger.log.pads = found.pads
@@ -307,6 +342,15 @@ def _reuse(parts: CacheParts, request: Request, prompt: PromptColumns) -> Forwar
         share_from=min_saving_of(parts, prompt) if not prompt.new.media.any() else None,
         stores_whole=request.stores_whole,
     )
+
+
+def _agreed_columns(ranks: Ranks, parts: CacheParts, found: Admitted, held: int) -> int:
+    """Rewind the layers to what the live caches of all ranks hold of a prompt."""
+    while True:
+        low, alike = ranks.agree(held)
+        if alike:
+            return held
+        held = _keep_common(parts, found, low)
 
 
 def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:

@@ -7,18 +7,19 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs import PIECE, pieces
-from kvboost_hf.cache.forward.admission import adds_mask, reason_against_short_hits
+from kvboost_hf.cache.forward.admission import MOVED_HIDDEN, Admitted, adds_mask, reason_against_short_hits
 from kvboost_hf.cache.forward.loading import can_overlap, is_worth_overlapping
 from kvboost_hf.cache.forward.moved import Moving, plan_moved
-from kvboost_hf.cache.forward.running import CacheParts, PromptColumns
+from kvboost_hf.cache.forward.running import CacheParts, PromptColumns, Request
 from kvboost_hf.cache.kv.checkpoints import can_segment, mixers_of, spacing_of
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
+from kvboost_hf.cache.live.binding import in_order
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment, plan_batch
-from kvboost_hf.cache.prompt.forward_call import ForwardInputs
+from kvboost_hf.cache.prompt.forward_call import ForwardInputs, common_columns
 from kvboost_hf.cache.prompt.token_log import Prompt
-from kvboost_hf.compat import attn_implementation, hidden_states_reason, weights_come_and_go
+from kvboost_hf.compat import attn_implementation, hidden_states_reason, hook_hidden_states, weights_come_and_go
 from kvboost_hf.handles import ATTENTION
 
 _NEVER = 2**62  # tokens that an extra forward must save
@@ -52,7 +53,7 @@ class Planned:
 def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns) -> Planned:
     """Decide how a prompt runs, and then load what serves it; anew, if some of that turns out to be lost."""
     live, store, ids = parts.live, parts.binding.store, prompt.ids
-    ledger = live.ledger
+    ledger, ranks = live.ledger, store.ranks
     assert ledger is not None
     min_saving = min_saving_of(parts, prompt)
     stems_to = _stems_to(parts, ledger, prompt)
@@ -69,6 +70,7 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
             stems_to=stems_to,
             first=prompt.first,
             without=lost,
+            ranks=ranks,
         )
         if ledger.in_pieces is not None:
             plan = replace(plan, filled=whole_pieces(plan.filled))
@@ -79,7 +81,8 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
         if not wanted:
             return planned
         fetched = store.fetch(wanted.values(), check=not planned.overlaps)
-        if fetched.keys() == wanted.keys():
+        complete = fetched.keys() == wanted.keys()
+        if complete if ranks is None else ranks.all(complete):
             if all([fetched[key] is each for key, each in wanted.items()]):  # nothing had to be loaded
                 return planned
             loaded = _with_loaded(planned.plan, fetched)
@@ -88,12 +91,75 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
         lost |= wanted.keys() - fetched.keys()
 
 
+def choose_hidden(parts: CacheParts, request: Request, found: Admitted, asked: tuple[int, ...]) -> Admitted:
+    """Choose the layers whose hidden states are kept of a prompt, and with them the root that it is found under.
+
+    Those that the policy names are kept, and those that the call asks for. Others besides these are kept where the
+    store has more of the prompt with them.
+
+    Args:
+        parts: The cache.
+        request: The forward.
+        found: The prompt.
+        asked: The layers that the call asks for.
+
+    Returns:
+        The prompt, with its root.
+    """
+    binding, live, model = parts.binding, parts.live, request.model
+    if live.static is not None or binding.live_quant is not None:
+        return found
+    wanted = in_order([*binding.always_hidden(model), *asked])
+    others = {(), live.hidden_layers, *binding.store.hidden_kinds} - {wanted}
+    if binding.policy.mode == "blend" and not asked:  # moved chunks have none
+        others = set()
+    tokens = {kind: _known_tokens(parts, request, found, kind) for kind in (wanted, *others)} if others else {}
+    best = max([wanted, *(kind for kind in others if set(kind) >= set(wanted))], key=lambda kind: tokens.get(kind, 0))
+    most = max(tokens.values(), default=0)
+    if asked and tokens and tokens[best] < most:
+        live.tally.bypass = (
+            f"{most - tokens[best]} more tokens are stored without the hidden states that the call asks for: they are "
+            "computed once more, and kept with these"
+        )
+    if best != live.hidden_layers:
+        parts.writer.offer_tails()
+        binding.hidden_layers = best
+        live.keep_hidden_of(model, best)
+        if best:
+            hook_hidden_states(model)
+    root = binding.root(found.regime, request.seen)
+    return replace(found, root=root) if root is not None else found
+
+
+def _known_tokens(parts: CacheParts, request: Request, found: Admitted, kind: tuple[int, ...]) -> int:
+    """How many tokens of a prompt are known, in the layers or in the store, with the hidden states of some layers."""
+    binding, live, ids = parts.binding, parts.live, found.prompt.column_ids
+    root, ledger = binding.root(found.regime, request.seen, kind), live.ledger
+    if root is None:
+        return 0
+    held = 0
+    if (
+        ledger is not None
+        and ledger.root == root
+        and ledger.log.trusted
+        and np.array_equal(ledger.log.pads, found.pads)
+    ):
+        held = common_columns(ledger.log.columns(), ids) * len(ids)
+    limit = ids.shape[1] - 1
+    if held >= limit * len(ids):
+        return held
+    plan = Ledger.empty(found.pads, root).plan(ids, 0, limit, binding.store, 0, stateful=live.stateful)
+    return max(held, sum(row.hit for row in plan.rows))
+
+
 def _decide(
     parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns, plan: ReusePlan, ledger: Ledger
 ) -> Planned:
     """How a prompt runs, given what the store can serve of it as it stands."""
     live = parts.live
-    moves = parts.binding.policy.mode == "blend"
+    moves = parts.binding.policy.mode == "blend" and not live.hidden_layers
+    if live.hidden_layers and parts.binding.policy.mode == "blend":
+        live.tally.moved_reason = MOVED_HIDDEN
     if moves and (moving := plan_moved(parts, model, prompt, plan)) is not None:
         return Planned(prompt, moving.plan.reuse, moving=moving)
     cuts: list[int] = []
@@ -107,7 +173,7 @@ def _decide(
     elif live.stateful:
         cuts, stops, spaced = _state_cuts(parts, model, plan, ledger, prompt)
     else:
-        if not prompt.first:
+        if not prompt.first and parts.binding.store.ranks is None:  # who may not decide alone, by times of its own
             reason = reason_against_short_hits(parts, model, plan, prompt.inputs, ledger)
             if reason is not None:
                 prompt, plan = _without_reuse(parts, prompt, plan, ledger, reason)
@@ -190,6 +256,7 @@ def _may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, pro
         and not parts.binding.policy.reproducible  # which would have to be computed in pieces
         and not prompt.new.media.any()
         and parts.live.static is None
+        and parts.binding.store.ranks is None  # damage must be found before
         and is_worth_overlapping(parts.live.layers, plan)
         and can_overlap(parts.live.layers, plan)
         and "forward" not in model.__dict__
@@ -221,7 +288,7 @@ def _state_cuts(
     spacing = spacing_of(prompt.inputs.input_ids.device)
     spaced = {
         column
-        for column in range(plan.filled + spacing, border, spacing)
+        for column in range(plan.filled + spacing, limit, spacing)
         if all(abs(column - other) >= spacing // 2 for other in wanted)
     }
     earliest = max(

@@ -25,6 +25,7 @@ from kvboost_hf.cache.kv.checkpoints import Checkpoints, mixers_of
 from kvboost_hf.cache.kv.model_form import private_cache
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
+from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import PIECE, Tokens
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ReusePlan, RowPlan, plan_shared
@@ -32,9 +33,13 @@ from kvboost_hf.cache.planning.report import BATCH, Tally, miss_report
 from kvboost_hf.cache.prompt.forward_call import OF_MEDIA, Kwargs, returns_of_each_token, without_router_logits
 from kvboost_hf.cache.prompt.media import narrow_media
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.compat import cache_argument, difference, run_model, tolerance
+from kvboost_hf.compat import LAST, Shown, cache_argument, difference, run_model, tolerance
 
 _log = logging.getLogger("kvboost_hf")
+NOT_SHOWN = (
+    "`output_hidden_states` was passed, and the model has run its decoder past the hooks by which the cache adds "
+    "those of reused tokens. Pass ReusePolicy(keep_hidden_states=False), so that such prompts are computed whole."
+)
 
 
 class Reused(Forward):
@@ -78,6 +83,7 @@ class Reused(Forward):
         self._confirmed = not prompt.inputs.verifies or stores_whole  # no crop() will follow
         self._audited: Kwargs | None = None  # the caller's arguments, if the prompt may be computed a second time
         self._only_if_altered = self._changed = False
+        self._shows = False  # the hidden states of reused tokens were put in front of those of the others
         self._began = 0.0
 
     @property
@@ -116,24 +122,29 @@ class Reused(Forward):
             self._loading.wait(layer_idx)
         return None
 
-    def take_hidden_states(self, states: torch.Tensor) -> torch.Tensor:
+    def take_hidden_states(self, shown: Shown) -> Shown:
         hidden, prompt = self.parts.live.hidden, self._prompt
         if hidden is None:
-            return states
+            return shown
         if self._loading is not None:
             self._loading.wait(len(self.parts.live.layers) - 1)
-        super().take_hidden_states(states)
-        if not prompt.inputs.logits_of_all or self.length == prompt.first:
-            return states
-        return _own(hidden.view(prompt.first))  # a head may write to it
+        super().take_hidden_states(shown)
+        if self.length == prompt.first:
+            return shown
+        self._shows = hidden.length == prompt.columns
+        last = _own(hidden.view(LAST, prompt.first)) if prompt.inputs.logits_of_all else shown.last
+        layers = _whole(hidden, shown, prompt.first) if prompt.inputs.hidden and self._shows else shown.layers
+        return Shown(last, layers)  # copies: a head may write to them
 
     def record(self, output: Any) -> Any:
         if self._loading is not None:
             self._loading.finish()
+        live, prompt = self.parts.live, self._prompt
+        if prompt.inputs.hidden and self.length > prompt.first and not self._shows:
+            raise RuntimeError(NOT_SHOWN)
         self._note_pace()
         if self._checkpoints is not None:
             self._checkpoints.stop()
-        live, prompt = self.parts.live, self._prompt
         live.filled(prompt.ids[:, self.length :], prompt.columns)
         if prompt.columns - self.length == PIECE:
             self._note_pieces(prompt.columns)
@@ -280,6 +291,10 @@ class Reused(Forward):
             output["logits"] = found.logits
             if at:
                 output["loss"] = found.loss
+            if self._prompt.inputs.hidden and (hidden := live.hidden) is not None:
+                output["hidden_states"] = _whole(
+                    hidden, Shown(found.logits, output["hidden_states"]), self._prompt.first
+                )
             return output
         return (*(found.loss,) * at, found.logits, *output[at + 1 :])
 
@@ -353,6 +368,15 @@ def _narrow(model: PreTrainedModel, settings: Kwargs, kwargs: Kwargs, prompt: Pr
     if kwargs.get("cache_position") is not None:
         narrowed["cache_position"] = kwargs["cache_position"][served:]
     return narrowed
+
+
+def _whole(hidden: HiddenStates, shown: Shown, first: int) -> tuple[torch.Tensor | None, ...]:
+    """The hidden states that a forward shows of new columns, with those of reused ones, from `first` on, in front."""
+    found: list[torch.Tensor | None] = []
+    for number, states in enumerate(shown.layers):
+        layer = number if number in hidden.which else LAST
+        found.append(_own(hidden.view(layer, first)).to(states.device) if states is not None else None)
+    return tuple(found)
 
 
 def _own(part: torch.Tensor) -> torch.Tensor:

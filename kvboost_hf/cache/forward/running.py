@@ -30,6 +30,7 @@ from kvboost_hf.cache.prompt.forward_call import ForwardInputs, Kwargs
 from kvboost_hf.cache.prompt.token_log import MaskShape, Prompt
 from kvboost_hf.compat import (
     GenerateCall,
+    Shown,
     at_end,
     is_in_forward,
     is_under_way,
@@ -175,10 +176,10 @@ class Forward(ABC):
         """
         return None
 
-    def take_hidden_states(self, states: torch.Tensor) -> torch.Tensor:
-        """Keep the last hidden states [batch, m, hidden_size] of new columns; returns those to compute logits of."""
-        self.parts.live.keep_hidden(states)
-        return states
+    def take_hidden_states(self, shown: Shown) -> Shown:
+        """Keep the hidden states of new columns; returns those to compute logits of, and to return."""
+        self.parts.live.keep_hidden(shown)
+        return shown
 
     @abstractmethod
     def record(self, output: Any) -> Any:

@@ -34,7 +34,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost_hf import forks
-from kvboost_hf.cache.identity.foreign import durable_name, library_versions
+from kvboost_hf.cache.identity.foreign import durable_name, kernels_of_states, library_versions
 from kvboost_hf.cache.identity.hooks import ForwardWatch, HookWatch
 from kvboost_hf.cache.identity.values import FileWeight, config_scalars, written_config
 from kvboost_hf.cache.identity.versions import Still
@@ -156,7 +156,8 @@ class ModelFingerprint:
             state = (switches, full, weights, in_files, frozenset(found.files), self.bumps)
             if self._durable is None or self._durable[0] != state:
                 read = self._checksum(found)
-                self._durable = state, self._digest(model, (switches, full, library_versions()), read)
+                versions = (*library_versions(), *kernels_of_states(model))
+                self._durable = state, self._digest(model, (switches, full, versions), read)
             return self._durable[1]
 
     def reason_in_training(self, model: PreTrainedModel) -> str | None:

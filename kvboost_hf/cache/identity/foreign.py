@@ -7,6 +7,7 @@ whole prompts on transformers' own cache layers, as it would without this librar
 the values that it can reach (`values.py`).
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -40,12 +41,37 @@ _LOOKING_FUNCTIONS = frozenset(("PreTrainedModel.enable_input_require_grads.<loc
 _CACHE_ARGUMENTS = frozenset((CACHE, "past_key_values", "past_key_value", "cache_params", "layer_past"))
 _ANYTHING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_KERNELS_OF_STATES = (
+    "causal-conv1d",
+    "fla-core",
+    "flash-linear-attention",
+    "mamba-ssm",
+)  # transformers runs them if there
 _IMPORTED = frozenset(("causal_conv1d", "einops", "kernels", "numpy"))  # packages that modules of transformers import
 
 
 def library_versions() -> tuple[str, ...]:
     """The versions of the libraries that K/V may depend on."""
     return torch.__version__, transformers.__version__
+
+
+def kernels_of_states(model: nn.Module) -> tuple[str, ...]:
+    """The packages, with versions, that compute states where transformers finds them; none for models without states.
+
+    Which of them a layer runs is decided when transformers is imported, and shows in no function of the model.
+    """
+    if not any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return ()
+    return _installed_kernels()
+
+
+@functools.cache
+def _installed_kernels() -> tuple[str, ...]:
+    found = []
+    for name in _KERNELS_OF_STATES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return tuple(found)
 
 
 def durable_name(code: Any) -> str | None:

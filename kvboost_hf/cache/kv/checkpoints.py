@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf.cache.kv.layer_kv import LayerStates
+from kvboost_hf.cache.kv.layer_states import LayerStates
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.compat import own_hook, weights_come_and_go
 

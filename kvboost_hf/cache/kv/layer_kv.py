@@ -1,4 +1,4 @@
-"""K/V of a chunk, and states after a token, of all layers: copied from them, read for them, and as parts of blobs.
+"""K/V of a chunk, of all layers: copied from them, read for them, and as parts of blobs.
 
 A kernel reads the columns of many chunks by one table, which is made here.
 """
@@ -13,7 +13,7 @@ from kvboost_hf import device_link
 from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat, Groups
 from kvboost_hf.cache.kv.transfer import on_host
 from kvboost_hf.cache.layers import base
-from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
+from kvboost_hf.cache.layers.base import Piece, ReuseLayer
 from kvboost_hf.compat import LayerRotation
 
 Place = tuple[int, int]  # block, and index in it
@@ -261,53 +261,6 @@ def copy_columns(
         planes, ready = on_host(codec.encode(torch.stack(parts[number]).detach(), role, rotations[number]))
         blocks.append(Block(planes, tuple(shape), dtype, role, codec, tuple(rotations[number]), device, ready=ready))
     return LayerKV(tuple(blocks), tuple(places))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerStates:
-    """The states of all layers of one row after some token; None for a layer without one."""
-
-    layers: tuple[LayerState | None, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(state.nbytes for state in self.layers if state is not None)
-
-    @property
-    def can_be_written(self) -> bool:
-        """Whether all of them have a form outside of this process."""
-        return all(state is None or state.extra_as_json is not None for state in self.layers)
-
-    def parts(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """All tensors by name, and how they belong together, as JSON."""
-        tensors: dict[str, torch.Tensor] = {}
-        layout: list[dict[str, Any] | None] = []
-        for idx, state in enumerate(self.layers):
-            if state is not None:
-                tensors |= {f"{idx}.{at}": t[None].contiguous() for at, t in enumerate(state.tensors) if t is not None}
-                layout.append(
-                    {"present": [tensor is not None for tensor in state.tensors], "extra": state.extra_as_json}
-                )
-            else:
-                layout.append(None)
-        return tensors, {"layers": layout}
-
-    def owned(self) -> "LayerStates":
-        """The same in memory of its own."""
-        return LayerStates(
-            tuple(
-                LayerState([t.clone() if t is not None else None for t in state.tensors], state.extra)
-                if state is not None
-                else None
-                for state in self.layers
-            )
-        )
-
-
-def copy_states(layers: Sequence[ReuseLayer], row: int) -> LayerStates:
-    """Copy a row's states of every layer to host memory."""
-    return LayerStates(tuple(layer.save_state(row) for layer in layers))
 
 
 _ALIGNED_BYTES = 16

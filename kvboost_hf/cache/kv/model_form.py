@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.codecs.base import Codec, Planes, Role
 from kvboost_hf.cache.kv.blocks import Block, ColumnFormat
-from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, Place
-from kvboost_hf.cache.layers.base import LayerState, ReuseLayer, kv_layers
+from kvboost_hf.cache.kv.layer_kv import LayerKV, Place
+from kvboost_hf.cache.kv.layer_states import CodedState, LayerStates, StateCodes, StateFormat, as_columns
+from kvboost_hf.cache.layers.base import LayerState, ReuseLayer, extra_as_json, kv_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import QuantizedLayer, exact_layers
@@ -30,6 +31,7 @@ from kvboost_hf.compat import (
     KeyRotation,
     LayerRotation,
     PrivateCache,
+    Shown,
     attn_implementation,
     cache_layers,
     input_device,
@@ -72,7 +74,7 @@ class StateForm:
     def of(cls, state: LayerState) -> "StateForm":
         """That of a state."""
         tensors = tuple((tuple(t.shape), t.dtype) if t is not None else None for t in state.tensors)
-        return cls(tensors, state.extra, state.extra_as_json)
+        return cls(tensors, state.extra, extra_as_json(state.extra))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +90,15 @@ class ModelForm:
     states: tuple[StateForm | None, ...]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, *, keeps_hidden: bool = False) -> "ModelForm | None":
+    def of(cls, model: PreTrainedModel, *, hidden_layers: tuple[int, ...] = ()) -> "ModelForm | None":
         """That of a model as it is now, by a forward over a few tokens; None where that fails, as no reuse is safe.
 
         Args:
             model: The model.
-            keeps_hidden: Hidden states are kept beside K/V, which are a layer of their own.
+            hidden_layers: The layers whose hidden states are kept beside K/V, as a layer of their own.
         """
         try:
-            layers, ids = make_layers(model, keeps_hidden=keeps_hidden), probe_ids(model)
+            layers, ids = make_layers(model, hidden_layers=hidden_layers), probe_ids(model)
             with torch.no_grad():
                 probe_logits(model, ids, private_cache(layers))
                 columns = tuple(_column_forms(layer, ids.shape[1]) for layer in layers)
@@ -191,24 +193,22 @@ def read_kv(blob: Blob, forms: ChunkForms) -> LayerKV:
     return LayerKV(tuple(blocks), form.places)
 
 
-def read_states(blob: Blob, form: ModelForm) -> LayerStates:
+def read_states(blob: Blob, form: ModelForm, kept_as: StateFormat) -> LayerStates:
     """States of all layers, as views of a blob.
 
     Args:
         blob: The blob of the states, compared with its checksums.
         form: The form of the model's chunks.
+        kept_as: The format of the store.
 
     Raises:
-        DamagedBlobError: if it holds anything but states of this model.
+        DamagedBlobError: if it holds anything but states of this model in this format.
     """
     with _as_damage():
-        layers = blob.layout["layers"]
-        states = tuple(_state(blob, *each) for each in enumerate(zip(layers, form.states, strict=True)))
-    kept = {
-        f"{idx}.{at}" for idx, own in enumerate(states) if own for at, t in enumerate(own.tensors) if t is not None
-    }
-    _require(blob.names == kept, "has more tensors")
-    return LayerStates(states)
+        pairs = zip(blob.layout["layers"], form.states, strict=True)
+        states = LayerStates(tuple(_state(blob, idx, pair, kept_as) for idx, pair in enumerate(pairs)))
+    _require(blob.names == states.parts()[0].keys(), "has more tensors")
+    return states
 
 
 @contextmanager
@@ -298,7 +298,9 @@ def _plane_forms(
     return {name: (tuple(plane.shape[1:]), plane.dtype) for name, plane in planes.items()}
 
 
-def _state(blob: Blob, idx: int, pair: tuple[Any, StateForm | None]) -> LayerState | None:
+def _state(
+    blob: Blob, idx: int, pair: tuple[Any, StateForm | None], kept_as: StateFormat
+) -> LayerState | CodedState | None:
     layout, form = pair
     if layout is None or form is None:
         _require(layout is form, "has states of other layers")
@@ -307,10 +309,22 @@ def _state(blob: Blob, idx: int, pair: tuple[Any, StateForm | None]) -> LayerSta
     expected = {"present": present, "extra": form.extra_json}
     _require(form.extra_json is not None and layout == expected, "has other states")
     tensors = [
-        blob.require(f"{idx}.{at}", each[1], (1, *each[0]))[0] if each is not None else None
+        _state_tensor(blob, f"{idx}.{at}", *each, kept_as) if each is not None else None
         for at, each in enumerate(form.tensors)
     ]
-    return LayerState(tensors, form.extra)
+    if kept_as.codec.lossless:
+        return LayerState(tensors, form.extra)  # type: ignore[arg-type]
+    return CodedState(tuple(tensors), form.extra)
+
+
+def _state_tensor(
+    blob: Blob, name: str, shape: tuple[int, ...], dtype: torch.dtype, kept_as: StateFormat
+) -> torch.Tensor | StateCodes:
+    if not kept_as.codes(shape, dtype):
+        return blob.require(name, dtype, (1, *shape))[0]
+    expected = _plane_forms(kept_as.codec, "values", as_columns(shape), dtype)  # type: ignore[arg-type]
+    planes = {plane: blob.require(f"{name}.{plane}", kind, (1, *rest)) for plane, (rest, kind) in expected.items()}
+    return StateCodes(planes, shape, dtype, kept_as.codec)
 
 
 # By name: some of them come and go between releases, and some live with their model. Exactly these, no subclasses: a
@@ -336,21 +350,21 @@ def make_layers(
     model: PreTrainedModel,
     live_quant: KVQuantConfig | None = None,
     *,
-    keeps_hidden: bool = False,
+    hidden_layers: tuple[int, ...] = (),
     contiguous: bool = False,
 ) -> list[ReuseLayer]:
     """Our layers for a model that `compat` has found to be served.
 
     With `live_quant`, those of full attention hold codes, but for the first and the last ones. Without it, and where
     `kvboost_fa2` can read chunks where they are, they leave them there, unless they are to be `contiguous`: sums over
-    chunks may round otherwise. With `keeps_hidden`, one of hidden states follows.
+    chunks may round otherwise. With `hidden_layers`, one of their hidden states follows.
     """
     stocks = cache_layers(model)
     layers = [_MAKERS[type(stock).__name__](stock) for stock in stocks]
     if live_quant is None:
         if not contiguous and attn_implementation(model) == ATTENTION and read_in_place(PiecedKV, input_device(model)):
             layers = [PiecedLayer() if type(layer) is GrowingLayer else layer for layer in layers]
-        return [*in_place_of(stocks, layers), *([HiddenStates()] if keeps_hidden else [])]
+        return [*in_place_of(stocks, layers), *([HiddenStates(hidden_layers)] if hidden_layers else [])]
     codec, found = make_codec(live_quant), key_rotation(model)
     rotations = found.layers if isinstance(found, KeyRotation) else [None] * len(layers)
     ends = exact_layers(live_quant, len(layers))
@@ -372,9 +386,9 @@ def private_cache(layers: Sequence[ReuseLayer]) -> PrivateCache:
     cache = PrivateCache([layer.native for layer in kv_layers(layers)])
     if isinstance(last := layers[-1], HiddenStates):
 
-        def keep(states: torch.Tensor) -> torch.Tensor:
-            last.append(states)
-            return states
+        def keep(shown: Shown) -> Shown:
+            last.append(shown)
+            return shown
 
-        cache.take_hidden_states = keep
+        cache.hidden_layers, cache.take_hidden_states = last.which, keep
     return cache

@@ -44,13 +44,13 @@ class LayerState:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors if t is not None)
 
-    @property
-    def extra_as_json(self) -> Any:
-        """`extra` as JSON, or None if there is something in it that has no form outside of this process."""
-        try:
-            return _as_json(self.extra)
-        except TypeError:
-            return None
+
+def extra_as_json(extra: Any) -> Any:
+    """`LayerState.extra` as JSON, or None if there is something in it that has no form outside of this process."""
+    try:
+        return _as_json(extra)
+    except TypeError:
+        return None
 
 
 def _copied(value: Any) -> Any:

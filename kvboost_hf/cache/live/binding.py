@@ -12,7 +12,7 @@ from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState
 from kvboost_hf.cache.identity.foreign import foreign_attention
 from kvboost_hf.cache.identity.values import arithmetic
 from kvboost_hf.cache.identity.walk import ModelParts
-from kvboost_hf.cache.kv.layer_kv import LayerStates
+from kvboost_hf.cache.kv.layer_states import LayerStates
 from kvboost_hf.cache.layers.quantized import mark
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
@@ -20,7 +20,15 @@ from kvboost_hf.cache.planning.chunks import PIECE
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.prompt.forward_call import ALL_LOGITS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, default_store, salt_bytes
-from kvboost_hf.compat import OwnHooks, known_hidden_states_reason, precision_readers, probe_reason, require_cache
+from kvboost_hf.compat import (
+    LAST,
+    OwnHooks,
+    hidden_form,
+    known_hidden_states_reason,
+    precision_readers,
+    probe_reason,
+    require_cache,
+)
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 
@@ -39,7 +47,7 @@ class Binding:
         live_quant: How the layers quantize K/V, or None.
 
     Attributes:
-        keeps_hidden: Hidden states are kept beside K/V.
+        hidden_layers: The layers whose hidden states are kept beside K/V, of the text that the cache holds.
         model: Gives the model, or None if it no longer exists.
     """
 
@@ -54,7 +62,9 @@ class Binding:
         self.store, self.policy, self.salt, self.live_quant = store, policy, salt, live_quant
         self.model = weakref.ref(model)
         self._fingerprint = weakref.ref(ModelState.of(model).fingerprint)  # it may hold hooks that hold the model
-        self.keeps_hidden = policy.keep_logprobs and known_hidden_states_reason(model) is None
+        self.hidden_layers: tuple[int, ...] = ()
+        if policy.keep_logprobs and known_hidden_states_reason(model) is None:
+            self.hidden_layers = (LAST,)
         self._mark = mark(live_quant) if live_quant is not None else b""
         self._hooks = 0, 0  # that anybody, and that others, had registered when the root was last read
         self._precision: list[Any] = []  # of autocast, then
@@ -88,9 +98,9 @@ class Binding:
             )
         policy = policy if policy is not None else _DEFAULT
         other = "live_quant" if live_quant is not None else "max_cache_len" if max_cache_len is not None else None
-        for name in ("keep_logprobs", "reproducible"):
-            if getattr(policy, name) and other is not None:
-                raise ValueError(f"`{name}` must be False with `{other}`, got True. Leave out one of the two.")
+        for name in ("keep_logprobs", "keep_hidden_states", "reproducible"):
+            if (value := getattr(policy, name)) and other is not None:
+                raise ValueError(f"`{name}` must be False with `{other}`, got {value!r}. Leave out one of the two.")
         store = store if store is not None else default_store(model)
         _require_fit(store, policy, live_quant)
         return cls(model, store, policy, store.salt if salt is None else salt_bytes(salt), live_quant)
@@ -109,6 +119,25 @@ class Binding:
     def fingerprint(self) -> ModelFingerprint | None:
         """The fingerprint of the model, or None if it no longer exists."""
         return self._fingerprint()
+
+    def always_hidden(self, model: PreTrainedModel) -> tuple[int, ...]:
+        """The layers whose hidden states are kept of all texts."""
+        asked, layers = self.policy.keep_hidden_states, list[int]()
+        if self.policy.keep_logprobs and known_hidden_states_reason(model) is None:
+            layers = [LAST]
+        if asked and not isinstance(form := hidden_form(model), str):
+            layers += form.layers(asked)
+        return in_order(layers)
+
+    def hidden_layers_of(self, asked: Any) -> tuple[int, ...] | str:
+        """The layers that a value of `output_hidden_states` asks for; or why those of reused tokens cannot be had."""
+        model = self.model()
+        if self.policy.keep_hidden_states is False or model is None:
+            return "`keep_hidden_states` is False"
+        if self.live_quant is not None:
+            return "`live_quant` keeps none"
+        form = hidden_form(model)
+        return form if isinstance(form, str) else form.layers(asked)
 
     @property
     def all_logits_reason(self) -> str | None:
@@ -157,12 +186,15 @@ class Binding:
             self._facts[probe_reason] = (age,)
         return None
 
-    def root(self, regime: bytes, seen: ModelParts | None = None) -> bytes | None:
+    def root(
+        self, regime: bytes, seen: ModelParts | None = None, hidden_layers: tuple[int, ...] | None = None
+    ) -> bytes | None:
         """The key that all chains of the model, as it is now, start from; None for a store that keeps nothing.
 
         Args:
             regime: Names the rotary frequencies that are in force (`compat.rope_regime`).
             seen: What `look` has just found, or None to look.
+            hidden_layers: The layers whose hidden states are kept beside K/V; None for those of the text under way.
 
         Raises:
             StoreClosedError: if the store was closed, or the model no longer exists.
@@ -171,7 +203,8 @@ class Binding:
         read_all = self.policy.weights_check == "full"
         if self.policy.reproducible:
             regime += f"pieces of {PIECE}, {arithmetic()}".encode()
-        how: dict[str, Any] = {"read_all": read_all, "keeps_hidden": self.keeps_hidden, "seen": seen}
+        kept = self.hidden_layers if hidden_layers is None else hidden_layers
+        how: dict[str, Any] = {"read_all": read_all, "hidden_layers": kept, "seen": seen}
         return self.store.root(self.salt, regime + self._mark, **how)
 
     @property
@@ -222,13 +255,19 @@ def require_policy(policy: object) -> None:
 
 
 def _require_fit(store: ChunkStore, policy: ReusePolicy, live_quant: KVQuantConfig | None) -> None:
-    if policy.reproducible and not store.codec.lossless:
+    if store.ranks is not None and (policy.mode != "exact" or policy.audit_rate):
+        name, given = ("mode", policy.mode) if policy.mode != "exact" else ("audit_rate", policy.audit_rate)
         raise ValueError(
-            f"`reproducible` must be False with a store with codec {store.codec.name!r}, got True: what comes out "
+            f"`{name}` must be {'exact' if name == 'mode' else 0!r} with a model that {store.ranks.size} ranks "
+            f"compute (tp_plan), got {given!r}: each rank would choose for itself what to compute again."
+        )
+    if policy.reproducible and store.lossy is not None:
+        raise ValueError(
+            f"`reproducible` must be False with a store with codec {store.lossy!r}, got True: what comes out "
             "of that codec is not what was computed. Make a store without a codec."
         )
-    if policy.audit_rate and (live_quant is not None or not store.codec.lossless):
-        lossy = "`live_quant`" if live_quant is not None else f"a store with codec {store.codec.name!r}"
+    if policy.audit_rate and (live_quant is not None or store.lossy is not None):
+        lossy = "`live_quant`" if live_quant is not None else f"a store with codec {store.lossy!r}"
         raise ValueError(
             f"`audit_rate` must be 0 with {lossy}, whose answers may differ, got {policy.audit_rate}. Measure "
             "them with verify_correctness()."
@@ -239,6 +278,11 @@ _UNPAID = (
     "storing has taken longer than what was reused of it has saved, so that text is now stored when it comes the "
     "second time (ReusePolicy(min_prefill_saving=0) stores all of it)"
 )
+
+
+def in_order(layers: Iterable[int]) -> tuple[int, ...]:
+    """Layers whose hidden states are kept, each once: by their numbers, and `LAST` behind them."""
+    return tuple(sorted(set(layers), key=lambda layer: (layer == LAST, layer)))
 
 
 class StoreWriter:

@@ -39,6 +39,7 @@ from kvboost_hf.compat import (
     bytes_per_token,
     cache_in,
     input_device,
+    ranks_of,
     running_config,
     tolerance,
     weights_come_and_go,
@@ -179,8 +180,10 @@ def reason_for_eager(model: PreTrainedModel, binding: Binding, live: LiveKV, cal
     if not call.samples or not call.uses_cache or call.max_length is None or call.num_ids is None or not call.rows:
         return "it is no plain greedy search or sampling that returns tokens alone"
     policy = binding.policy
-    if binding.live_quant is not None or policy.mode != "exact" or policy.keep_logprobs or policy.reproducible:
-        return "`live_quant`, mode 'blend', `keep_logprobs` and `reproducible` need buffers that grow"
+    if binding.live_quant is not None or policy.mode != "exact" or policy.reproducible:
+        return "`live_quant`, mode 'blend' and `reproducible` need buffers that grow"
+    if binding.hidden_layers or policy.keep_hidden_states:
+        return "hidden states are kept, in buffers that grow"
     if live.plain_reason is not None or not live.owns_layers:
         return live.plain_reason or "its layers were replaced by somebody else"
     if call.max_length - call.num_ids < _LEAST_NEW and not asked:
@@ -230,6 +233,8 @@ def _held(live: LiveKV, call: GenerateCall) -> int:
 
 def _reason_of_model(model: PreTrainedModel) -> str | None:
     """Why a model is better not compiled without being asked for, or None."""
+    if ranks_of(model) is not None:
+        return "several ranks compute it (tp_plan), each of which would compile it at a time of its own"
     if model.training or len(autocast()) > 1:  # type: ignore[arg-type]
         return "the model is in training mode, or under autocast"
     if weights_come_and_go(model):

@@ -9,13 +9,24 @@ import torch
 from numpy.typing import NDArray
 
 from kvboost_hf.cache.kv.blocks import ColumnFormat
-from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, copy_columns, copy_states
+from kvboost_hf.cache.kv.layer_kv import LayerKV, copy_columns
+from kvboost_hf.cache.kv.layer_states import LayerStates, copy_states
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.planning.chunks import Tokens, content_only_key, prefix_key, whole_pieces
 from kvboost_hf.cache.planning.moved import MovedColumns
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row, plan_shared
+from kvboost_hf.cache.planning.plan import (
+    HEAD_TOKENS,
+    Border,
+    ReusePlan,
+    RowPlan,
+    cut_off,
+    plan_batch,
+    plan_row,
+    plan_shared,
+)
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
+from kvboost_hf.compat import Ranks
 
 
 @dataclass(slots=True)
@@ -100,10 +111,11 @@ class Ledger:
         stems_to: int = 0,
         first: int = 0,
         without: frozenset[bytes] = frozenset(),
+        ranks: Ranks | None = None,
     ) -> ReusePlan:
         """Plan the columns [held, limit) of `ids` [batch, columns], without what is under some keys.
 
-        See `plan_shared` for `stems_to` and `first`.
+        See `plan_shared` for `stems_to` and `first`. What one of `ranks` cannot serve, none does.
         """
         pads = self.log.pads.tolist()
         plans: list[RowPlan] = []
@@ -118,6 +130,9 @@ class Ledger:
                     plan_row(tokens, max(held - pad, 0), border, limit - pad, store.chunker, index, stateful=stateful)
                 )
             plans.append(same[key])
+        if ranks is not None:
+            hits = ranks.least([plan.hit for plan in plans])
+            plans = [cut_off(plan, hit) for plan, hit in zip(plans, hits, strict=True)]
         alone = plan_batch(plans, pads, held, limit, min_saving)
         if len(plans) == 1 or stems_to <= held:
             return alone
@@ -314,12 +329,13 @@ class Ledger:
             self.store_row(row, layers, store, pinned=pinned, again=True)
             self.store_tail(row, layers, store, pinned=pinned)
 
-        def copy() -> LayerStates:
-            return copy_states(layers, row)
+        form = store.state_format
 
-        nbytes = sum(layer.state_bytes() for layer in layers)
+        def copy() -> LayerStates:
+            return form.encode(copy_states(layers, row))
+
         with torch.inference_mode(False), torch.no_grad():
-            return store.put_states(self.root, border.key, tail, nbytes, copy, pinned=pinned)
+            return store.put_states(self.root, border.key, tail, form.nbytes(layers, row), copy, pinned=pinned)
 
     def store_earlier_states(
         self,
@@ -335,6 +351,7 @@ class Ledger:
             layers: The layers, which hold the K/V.
             store: The store.
         """
+        form = store.state_format
         for column, spare, rows in saved:
             for row, states in enumerate(rows):
                 at, borders = column - int(self.log.pads[row]), self.borders[row]
@@ -351,13 +368,9 @@ class Ledger:
                 else:
                     found = self.store_tail(row, layers, store) in (Put.STORED, Put.PRESENT)
                 if found:
-                    copied = partial(_as_they_are, states)
+                    nbytes, encode = form.nbytes_of(states), partial(form.encode, states)
                     with torch.inference_mode(False), torch.no_grad():
-                        store.put_states(self.root, borders[number].key, tail, states.nbytes, copied, spare=spare)
-
-
-def _as_they_are(states: LayerStates) -> LayerStates:
-    return states
+                        store.put_states(self.root, borders[number].key, tail, nbytes, encode, spare=spare)
 
 
 def _is_tainted(blended: MovedColumns | None, row: int) -> bool:

@@ -31,12 +31,12 @@ from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import Tokens, is_text
 from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import cache_layers, known_reason
+from kvboost_hf.compat import Shown, cache_layers, known_reason
 from kvboost_hf.config import KVQuantConfig
 
 _is_own: Callable[[type], bool] = cache(is_own)  # asked of the classes of layers for each text
 CHANGED = "the cache was changed by somebody else"
-NO_HIDDEN = "its forward has not shown its hidden states, which `keep_logprobs` keeps"
+NO_HIDDEN = "its forward has not shown its hidden states, which are kept"
 
 
 class Behind(NamedTuple):
@@ -86,7 +86,7 @@ class LiveKV:
         model: The model that computes it. Held weakly.
         static: Decoding in buffers that never move, or None for layers that grow.
         live_quant: How layers of full attention quantize K/V, or None.
-        keeps_hidden: Keep hidden states beside K/V.
+        hidden_layers: The layers whose hidden states are kept beside K/V, until `keep_hidden_of` names others.
         reproducible: Keep and store only what was computed in whole pieces, see `ReusePolicy`.
 
     Attributes:
@@ -109,7 +109,7 @@ class LiveKV:
         static: StaticDecoding | None,
         live_quant: KVQuantConfig | None,
         *,
-        keeps_hidden: bool = False,
+        hidden_layers: tuple[int, ...] = (),
         reproducible: bool = False,
     ) -> None:
         self.static, self.tally = static, Tally()
@@ -122,7 +122,7 @@ class LiveKV:
         self.plain_used = False  # transformers' own layers hold something
         self.in_forward = False  # a forward with the cache is under way
         self.stepped = False  # compiled steps were taken over, and not offered to the store yet
-        self._model, self._live_quant, self._keeps_hidden = weakref.ref(model), live_quant, keeps_hidden
+        self._model, self._live_quant, self.hidden_layers = weakref.ref(model), live_quant, hidden_layers
         self._reproducible = reproducible
         self._columns = 0  # held by layers that do not count themselves
         fingerprint = ModelState.of(model).fingerprint
@@ -149,7 +149,7 @@ class LiveKV:
             self.layers = []
             if self.plain_reason is None:
                 self.layers = make_layers(
-                    model, self._live_quant, keeps_hidden=self._keeps_hidden, contiguous=self._reproducible
+                    model, self._live_quant, hidden_layers=self.hidden_layers, contiguous=self._reproducible
                 )
         self.hands_out = False
         self._find_counting()
@@ -193,6 +193,11 @@ class LiveKV:
         self.plain_reason = reason
         self._make_layers(model)
         self._show(self._native_layers(model))
+
+    def keep_hidden_of(self, model: PreTrainedModel, layers: tuple[int, ...]) -> None:
+        """Keep the hidden states of these layers of the next text. What the layers hold is dropped."""
+        self.hidden_layers = layers
+        self.begin_text(model, self.plain_reason)
 
     def take_form(self, model: PreTrainedModel, static: StaticDecoding | None) -> None:
         """Hold the same K/V in buffers that never move, or, without `static`, in ones that grow.
@@ -417,10 +422,10 @@ class LiveKV:
         elif self._kept is not None:
             self._kept.append(input_ids, position_ids)
 
-    def keep_hidden(self, states: torch.Tensor) -> None:
-        """A forward under way has computed hidden states [batch, m, hidden_size] of its columns."""
+    def keep_hidden(self, shown: Shown) -> None:
+        """A forward under way has computed hidden states of its columns."""
         if self.hidden is not None and self.ledger is not None:
-            self.hidden.append(states)
+            self.hidden.append(shown)
 
     @contextmanager
     def changing(self) -> Iterator[Ledger | None]:
@@ -565,7 +570,7 @@ class LiveKV:
             layers: Copies of what transformers sees, where these are its own layers.
         """
         twin.plain_reason, twin.plain_used, twin.changed = self.plain_reason, self.plain_used, self.changed
-        twin.layers = [layer.share() for layer in self.layers]
+        twin.hidden_layers, twin.layers = self.hidden_layers, [layer.share() for layer in self.layers]
         twin.hands_out = self.hands_out
         twin._find_counting()
         twin.visible[:] = natives_of(twin.layers) if layers is None else layers

@@ -356,7 +356,7 @@ def plan_shared(
     if not found:
         return alone
     paths = tuple(map(tuple, paths_of(found, batch)))
-    rows = tuple(_cut_off(row, path[0].start) if path else row for row, path in zip(alone.rows, paths, strict=True))
+    rows = tuple(cut_off(row, path[0].start) if path else row for row, path in zip(alone.rows, paths, strict=True))
     stateful = alone.rows[0].states is not None
 
     def with_stems(plan: ReusePlan) -> ReusePlan:
@@ -391,7 +391,7 @@ def _cuts(plan: ReusePlan) -> list[ReusePlan]:
     return [replace(plan, filled=cut) for cut in sorted(cuts)]
 
 
-def _cut_off(plan: RowPlan, stop: int) -> RowPlan:
+def cut_off(plan: RowPlan, stop: int) -> RowPlan:
     """The plan of a row of which the store is to serve nothing from `stop` on."""
     segments = tuple(
         replace(segment, stop=min(segment.stop, stop)) for segment in plan.segments if segment.start < stop

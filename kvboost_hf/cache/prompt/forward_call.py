@@ -23,6 +23,7 @@ from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
 from kvboost_hf.cache.prompt.token_log import computed_positions
 from kvboost_hf.compat import (
+    LAST,
     KeyRotation,
     attn_implementation,
     cache_argument,
@@ -30,8 +31,8 @@ from kvboost_hf.compat import (
     checkpointing_reason,
     forward_arguments,
     in_generate,
-    keeps_positions,
     key_rotation,
+    needs_positions,
     outputs_read,
     own_hook,
     reads_last_logits,
@@ -182,7 +183,8 @@ def _is_ours(hook: Any) -> bool:
 
 
 # Arguments by which a forward returns something of each token besides logits.
-_OF_EACH_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")
+_HIDDEN = "output_hidden_states"
+_OF_EACH_TOKEN = (_HIDDEN, "output_attentions", "output_router_logits")
 # Arguments that are read by what decides on reuse.
 READ = frozenset(_OF_EACH_TOKEN) | frozenset(
     "input_ids attention_mask position_ids past_key_values cache_params cache use_cache logits_to_keep labels "
@@ -204,6 +206,7 @@ _HARMLESS = READ | LEAVE_KV_ALONE | OF_GENERATE
 
 
 Settings = Callable[[PreTrainedModel], dict[str, Any]]
+HiddenOf = Callable[[Any], tuple[int, ...] | str]
 
 
 def returns_of_each_token(model: PreTrainedModel) -> dict[str, Any]:
@@ -224,6 +227,7 @@ class ForwardInputs:
     verifies: bool  # several logits were asked for: candidates are being checked, crop() will follow
     computes_all: str | None  # why all tokens of the prompt must be computed, or None
     logits_of_all: bool = False  # those of reused tokens are wanted, too, and can be had
+    hidden: tuple[int, ...] = ()  # layers whose hidden states of all tokens are wanted, and can be had
 
 
 def read_forward(
@@ -232,6 +236,7 @@ def read_forward(
     all_logits_reason: str | None,
     read_mask: Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]] | None,
     settings: Settings = returns_of_each_token,
+    hidden_of: HiddenOf | None = None,
 ) -> tuple[dict[str, Any], ForwardInputs | str]:
     """The arguments to run a forward with, and what `read_inputs` reads of them.
 
@@ -241,11 +246,13 @@ def read_forward(
         all_logits_reason: Why the logits of reused tokens cannot be had, or None.
         read_mask: For a cache of a fixed size: gives the arguments to run with, and those to read, with a 2-D mask.
         settings: Gives `returns_of_each_token(model)`.
+        hidden_of: Gives the layers that a value of `output_hidden_states` asks for, or why those of reused tokens
+            cannot be had; None if they never can.
     """
     kwargs = seen = with_positions(model, kwargs)
     if read_mask is not None:
         kwargs, seen = read_mask(kwargs)
-    return kwargs, read_inputs(model, seen, all_logits_reason, settings)
+    return kwargs, read_inputs(model, seen, all_logits_reason, settings, hidden_of)
 
 
 def read_inputs(
@@ -253,6 +260,7 @@ def read_inputs(
     kwargs: dict[str, Any],
     all_logits_reason: str | None = ALL_LOGITS,
     settings: Settings = returns_of_each_token,
+    hidden_of: HiddenOf | None = None,
 ) -> ForwardInputs | str:
     """The arguments, or the reason why the K/V of this forward may depend on more than its tokens.
 
@@ -261,6 +269,7 @@ def read_inputs(
         kwargs: The arguments by name.
         all_logits_reason: Why the logits of reused tokens cannot be had, or None.
         settings: Gives `returns_of_each_token(model)`.
+        hidden_of: See `read_forward`.
     """
     ids, mask, positions = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
     if model.training and (reason := checkpointing_reason(model)) is not None:
@@ -285,13 +294,16 @@ def read_inputs(
     if (told := _adapters_by_row(model)) is not None:
         return f"`{told}` tells PEFT which adapter each row, or which tokens, of this batch use"
     wants_all = wants_all_logits(kwargs)
-    computes_all = _computes_all(model, kwargs, all_logits_reason if wants_all else None, settings)
+    hidden, computes_all = _wanted_of_each_token(model, kwargs, settings, hidden_of)
+    if wants_all and not computes_all:  # the last hidden states can be kept, too, where some are
+        computes_all = all_logits_reason if not hidden else None
     if computes_all:
         return ForwardInputs(ids, mask, positions, ids.shape[1], False, computes_all)
     if wants_all:
-        return ForwardInputs(ids, mask, positions, 1, False, None, logits_of_all=True)
+        kept = hidden if not hidden or hidden[-1] == LAST else (*hidden, LAST)
+        return ForwardInputs(ids, mask, positions, 1, False, None, logits_of_all=True, hidden=kept)
     logits = min(int(logits_kept(kwargs)), ids.shape[1])
-    return ForwardInputs(ids, mask, positions, logits, logits > 1, None)
+    return ForwardInputs(ids, mask, positions, logits, logits > 1, None, hidden=hidden)
 
 
 def logits_kept(kwargs: dict[str, Any]) -> Any:
@@ -324,7 +336,7 @@ def with_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, 
     ids = kwargs.get("input_ids")
     if kwargs.get("position_ids") is not None or not isinstance(ids, torch.Tensor):
         return kwargs
-    if not keeps_positions(model):
+    if not needs_positions(model):
         hidden = _hidden_positions(model, ids, kwargs.get("attention_mask"))
         return kwargs if hidden is None else {**kwargs, "position_ids": hidden}
     positions = computed_positions(model, kwargs)
@@ -351,14 +363,27 @@ def _hidden_positions(model: PreTrainedModel, ids: torch.Tensor, mask: Any) -> t
     return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
 
 
-def _computes_all(
-    model: PreTrainedModel, kwargs: dict[str, Any], all_logits_reason: str | None, settings: Settings
-) -> str | None:
-    if all_logits_reason is not None:
-        return all_logits_reason
-    if (asked := _asks_for_each_token(model, kwargs, settings)) is not None:
-        return f"`{asked}` returns something of each token"
-    return GRADIENTS if gradients_enabled(model) else None
+def _wanted_of_each_token(
+    model: PreTrainedModel, kwargs: dict[str, Any], settings: Settings, hidden_of: HiddenOf | None
+) -> tuple[tuple[int, ...], str | None]:
+    """The layers whose hidden states are wanted, if those of reused tokens can be had; and why all are computed."""
+    hidden: tuple[int, ...] = ()
+    asked, reason = _asks_for_each_token(model, kwargs, settings), None
+    value, shown = asked.pop(_HIDDEN, (None, ""))
+    if shown and hidden_of is not None and not asked and not gradients_enabled(model):
+        in_tuple = kwargs.get("return_dict") is False or not model.config.return_dict
+        found = "`return_dict` is False" if in_tuple else hidden_of(value)
+        if isinstance(found, str):
+            reason = found
+        else:
+            hidden, shown = found, ""
+    if asked and not shown:
+        _, shown = next(iter(asked.values()))
+    if shown and reason:
+        return (), f"`{shown}` returns something of each token, and {reason}"
+    if shown:
+        return (), f"`{shown}` returns something of each token"
+    return hidden, GRADIENTS if gradients_enabled(model) else None
 
 
 def gradients_enabled(model: PreTrainedModel) -> bool:
@@ -366,19 +391,22 @@ def gradients_enabled(model: PreTrainedModel) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
 
 
-def _asks_for_each_token(model: PreTrainedModel, kwargs: dict[str, Any], settings: Settings) -> str | None:
-    """The argument or setting, and its value, by which the caller gets something of each token; or None."""
+def _asks_for_each_token(
+    model: PreTrainedModel, kwargs: dict[str, Any], settings: Settings
+) -> dict[str, tuple[Any, str]]:
+    """By name, each argument or setting by which the caller gets something of each token: its value, and its text."""
     if kwargs["input_ids"].shape[1] == 1:  # which is computed in any case
-        return None
-    wanted: dict[str, str] = {}
+        return {}
+    wanted: dict[str, tuple[Any, str]] = {}
     for name, configured in settings(model).items():
         value = kwargs.get(name)
         if configured if value is None else value:
-            wanted[name] = f"{name}={value!r}" if value is not None else f"config.{name}={configured!r}"
+            text = f"{name}={value!r}" if value is not None else f"config.{name}={configured!r}"
+            wanted[name] = (configured if value is None else value), text
     if not wanted:
-        return None
+        return {}
     read = None if others_see_output(model) else outputs_read(kwargs["input_ids"])
-    return next((shown for name, shown in wanted.items() if read is None or name in read), None)
+    return {name: each for name, each in wanted.items() if read is None or name in read}
 
 
 def without_router_logits(settings: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:

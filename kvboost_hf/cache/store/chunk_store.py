@@ -16,6 +16,7 @@ from kvboost_hf.cache.costs import ComputePace, stored_per_computed, worth_loadi
 from kvboost_hf.cache.identity.fingerprint import ModelState, model_name
 from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.kv.blocks import ColumnFormat
+from kvboost_hf.cache.kv.layer_states import StateFormat
 from kvboost_hf.cache.kv.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.planning.chunks import Chunker
 from kvboost_hf.cache.planning.plan import RowPlan
@@ -39,7 +40,7 @@ from kvboost_hf.cache.store.settings import (
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
-from kvboost_hf.compat import KeptOnModel, require_cache, rope_regime, unwrapped
+from kvboost_hf.compat import KeptOnModel, ranks_of, require_cache, require_one_process, rope_regime, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.ngrams import MAX_NGRAM
@@ -47,6 +48,7 @@ from kvboost_hf.ngrams import MAX_NGRAM
 __all__ = ["ChunkStore", "Put", "StoredChunk", "StoredStates", "salt_bytes"]
 
 S = TypeVar("S", bound=Stored)
+_MOST_KINDS = 8  # choices of layers whose hidden states are kept, which are tried for each prompt
 
 
 class ChunkStore:
@@ -75,6 +77,7 @@ class ChunkStore:
         state_share: The share of `max_bytes` that the states of linear attention may take, from 0 for none to 1. What
             a prompt leaves behind takes a quarter of that at most. Beyond it, those go first whose loss costs the
             fewest expected tokens. Pinned states are not counted.
+        state_codec: How states are kept, as `codec` says it for K/V: `"raw"`, `"int8"`, … All but `"raw"` are lossy.
 
     Raises:
         ValueError: for a bad `chunk_size`, or another one than its chunker's, a budget smaller than one chunk, an
@@ -101,9 +104,12 @@ class ChunkStore:
         tier_key: bytes | None = None,
         codec: str | KVQuantConfig | Codec | None = None,
         state_share: float = 0.5,
+        state_codec: str | KVQuantConfig | Codec | None = None,
     ) -> None:
         model = unwrapped(model)
         require_cache(model)
+        self.ranks = ranks_of(model)
+        self._mark = b"rank %d of %d" % (self.ranks.rank, self.ranks.size) if self.ranks is not None else b""
         self.chunker = checked_chunker(chunker, chunk_size)
         self.salt = salt_bytes(salt)
         codec = make_codec(codec)
@@ -113,7 +119,9 @@ class ChunkStore:
         self._model = weakref.ref(model)
         require_model = partial(_require_model, self._model)
         self.audits = Audits()
-        self._reader = BlobReader(require_model, codec)
+        self._reader = BlobReader(require_model, codec, StateFormat(make_codec(state_codec)))
+        if self.ranks is not None:
+            self._reader.column_format  # noqa: B018  # it may run the model, as all ranks do now
         # What other processes may ask for is always stored; nobody else asks for the name of the model.
         lower = LowerTiers(opened.lower, opened.opened)
         name, pays_for = (model_name(model), None) if lower else (b"", stored_per_computed(model))
@@ -137,6 +145,7 @@ class ChunkStore:
         self.holds, self.is_in_memory = records.holds, records.memory.__contains__
         self.beginning, self.pin, self.let_go = records.beginning, records.pin, records.let_go
         self.pinned_bytes, self.has_pinned = records.pinned_bytes, records.has_pinned
+        self.hidden_kinds: tuple[tuple[int, ...], ...] = ()  # the layers whose hidden states were kept of some text
         self._follower = weakref.ref(ModelState.of(model).fingerprint)  # it may hold hooks that hold the model
         self._last: tuple[tuple[Any, ...], bytes] | None = None  # what the last root was derived from, and it
         self._roots: Roots | None = Roots(self._records.history, self._records.lower, self._records.drop)
@@ -160,7 +169,7 @@ class ChunkStore:
         regime: bytes = b"",
         *,
         read_all: bool = False,
-        keeps_hidden: bool = False,
+        hidden_layers: tuple[int, ...] = (),
         seen: ModelParts | None = None,
     ) -> bytes | None:
         """The key that all chains of the model, as it is now, start from; None for a store that keeps nothing.
@@ -169,14 +178,17 @@ class ChunkStore:
             salt: Whose prompts they are.
             regime: Names the rotary frequencies that are in force (`compat.rope_regime`).
             read_all: Read every weight to tell whether one has changed.
-            keeps_hidden: Hidden states are kept beside K/V.
+            hidden_layers: The layers whose hidden states are kept beside K/V, by their numbers or `LAST`.
             seen: What was just found in the model, or None to look at it.
         """
         self.require_open()
         if self._roots is None:
             return None
-        model, codec = self._require_model(), self._reader.codec.name
+        if hidden_layers and hidden_layers not in self.hidden_kinds:
+            self.hidden_kinds = (*self.hidden_kinds[1 - _MOST_KINDS :], hidden_layers)
+        model, codec = self._require_model(), self._reader.codec.name + self._reader.state_format.mark
         follower = self._follower() or ModelState.of(model).fingerprint
+        regime += self._mark
         with self._lock:
             found = follower.durable(model, full=read_all, found=seen) if self._roots.last else None
             if isinstance(found, str):
@@ -184,9 +196,9 @@ class ChunkStore:
             durable = isinstance(found, bytes)
             if not isinstance(found, bytes):
                 found = follower.current(model, full=read_all, found=seen)
-            derived_from = found, salt, regime, codec, read_all, keeps_hidden, follower.age
+            derived_from = found, salt, regime, codec, read_all, hidden_layers, follower.age
             if self._last is None or self._last[0] != derived_from:
-                how: dict[str, Any] = {"read_all": read_all, "keeps_hidden": keeps_hidden, "durable": durable}
+                how: dict[str, Any] = {"read_all": read_all, "hidden_layers": hidden_layers, "durable": durable}
                 root = self._roots.derive(model, found, salt, regime, codec, age=follower.age, **how)
                 self._last = derived_from, root
             return self._last[1]
@@ -201,6 +213,7 @@ class ChunkStore:
         chunker = Uncut() if with_roots else self.chunker
         store = ChunkStore(self._require_model(), chunker=chunker, max_bytes=2**62)
         store._roots, store.codec = self._roots if with_roots else None, self.codec
+        store._reader.state_format = self.state_format
         return store
 
     # Finding
@@ -218,6 +231,17 @@ class ChunkStore:
     def column_format(self) -> ColumnFormat:
         """How columns are kept."""
         return self._reader.column_format
+
+    @property
+    def state_format(self) -> StateFormat:
+        """How states are kept."""
+        return self._reader.state_format
+
+    @property
+    def lossy(self) -> str | None:
+        """The name of the codecs, if what comes out of one is not what was computed; else None."""
+        is_exact = self.codec.lossless and self.state_format.codec.lossless
+        return None if is_exact else self.codec.name + self.state_format.mark
 
     def worth(self, plan: RowPlan) -> RowPlan:
         """The plan without what would take longer to load than to compute."""
@@ -240,8 +264,8 @@ class ChunkStore:
 
     @property
     def room_for_states(self) -> int:
-        """Bytes that the states of one prompt may take."""
-        return self._records.memory.max_state_bytes // 4
+        """Bytes that the states of one prompt may take, before they are encoded."""
+        return int(self._records.memory.max_state_bytes / 4 * self.state_format.gain)
 
     # Pinning, and letting go
 
@@ -276,7 +300,7 @@ class ChunkStore:
             What was checked, and what was wrong.
 
         Raises:
-            ValueError: for a bad `sample`.
+            ValueError: for a bad `sample`, or a model that several ranks compute.
             StoreClosedError: after `close()`.
 
         Example:
@@ -290,7 +314,8 @@ class ChunkStore:
         if not 0 < sample <= 1:
             raise ValueError(f"`sample` must be above 0 and at most 1, got {sample!r}. Pass 1.0 to check all of it.")
         self.require_open()
-        return check_integrity(self._require_model(), self._records, self._is_current, self.column_format, sample)
+        require_one_process(self._require_model(), "check_integrity()")
+        return check_integrity(self._require_model(), self._records, self._is_current, self._reader, sample)
 
     def warm(
         self,
@@ -415,7 +440,7 @@ class ChunkStore:
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""
-        return self._records.stats(self.audits, self.codec.name, self._seconds_per_token())
+        return self._records.stats(self.audits, self.codec.name + self.state_format.mark, self._seconds_per_token())
 
     @property
     def max_bytes(self) -> int:

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.identity.foreign import library_versions
 from kvboost_hf.cache.kv.blocks import ColumnFormat
-from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
+from kvboost_hf.cache.kv.layer_kv import LayerKV
+from kvboost_hf.cache.kv.layer_states import LayerStates, StateFormat
 from kvboost_hf.cache.kv.model_form import ChunkForms, ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_key, unloaded
 from kvboost_hf.cache.planning.chunks import root_key
@@ -23,7 +24,7 @@ from kvboost_hf.cache.store.indexes import History, remember
 from kvboost_hf.cache.tiers.base import Entry, Kind, MadeWith
 from kvboost_hf.cache.tiers.below import Found, LowerTiers, MeasuredTier
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
-from kvboost_hf.compat import attn_implementation, cache_layers, key_rotation, known_reason
+from kvboost_hf.compat import LAST, attn_implementation, cache_layers, key_rotation, known_reason
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -38,14 +39,15 @@ class BlobReader:
     Args:
         model: Gives the model.
         codec: The codec of the store.
+        state_format: The format of states.
     """
 
-    def __init__(self, model: Callable[[], PreTrainedModel], codec: Codec) -> None:
-        self._model, self.codec = model, codec
+    def __init__(self, model: Callable[[], PreTrainedModel], codec: Codec, state_format: StateFormat) -> None:
+        self._model, self.codec, self.state_format = model, codec, state_format
         self._format: tuple[Codec, ColumnFormat] | None = None  # of the codec
         self._first_form: ModelForm | None = None
-        self._kinds: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()  # by root, see `note_root`
-        self._forms: OrderedDict[tuple[bytes, bool], ModelForm | None] = OrderedDict()  # by kind
+        self._kinds: OrderedDict[bytes, tuple[bytes, tuple[int, ...]]] = OrderedDict()  # by root, see `note_root`
+        self._forms: OrderedDict[tuple[bytes, tuple[int, ...]], ModelForm | None] = OrderedDict()  # by kind
         self._chunk_forms: ChunkForms | None = None  # of the form that was read last
 
     @property
@@ -64,9 +66,9 @@ class BlobReader:
         model = self._model()
         self._first_form = ModelForm.of(model) if known_reason(model) is None else None
 
-    def note_root(self, root: bytes, fingerprint: bytes, *, keeps_hidden: bool) -> None:
-        """Remember which fingerprint of the model a root is of, and whether hidden states are kept under it."""
-        remember(self._kinds, root, (fingerprint, keeps_hidden))
+    def note_root(self, root: bytes, fingerprint: bytes, *, hidden_layers: tuple[int, ...]) -> None:
+        """Remember which fingerprint of the model a root is of, and which hidden states are kept under it."""
+        remember(self._kinds, root, (fingerprint, hidden_layers))
 
     def read(self, blob: Blob, root: bytes) -> LayerKV | LayerStates | None:
         """The K/V or the states in a blob, or None where the form that they should have is not known.
@@ -81,8 +83,8 @@ class BlobReader:
             return None  # nothing of it is in a lower tier
         damage: DamagedBlobError | None = None
         if kind not in self._forms:
-            _, keeps_hidden = kind
-            if self._first_form is not None and not keeps_hidden:
+            _, hidden_layers = kind
+            if self._first_form is not None and not hidden_layers:
                 try:
                     return self._read_as(self._first_form, blob)
                 except DamagedBlobError as error:
@@ -97,12 +99,12 @@ class BlobReader:
         """The form as the model is now; None where it cannot be told, and for roots that are in no lower tier."""
         kind = self._kinds.get(root)
         if kind is not None and kind not in self._forms:
-            remember(self._forms, kind, ModelForm.of(self._model(), keeps_hidden=kind[1]))
+            remember(self._forms, kind, ModelForm.of(self._model(), hidden_layers=kind[1]))
         return self._forms[kind] if kind is not None else None
 
     def _read_as(self, form: ModelForm, blob: Blob) -> LayerKV | LayerStates:
         if blob.entry.kind is Kind.STATES:
-            return read_states(blob, form)
+            return read_states(blob, form, self.state_format)
         known, columns = self._chunk_forms, self.column_format
         if known is None or known.form is not form or known.columns is not columns:
             known = self._chunk_forms = ChunkForms(columns, form)
@@ -148,9 +150,9 @@ class LowerMemory:
         """From now on, write what is stored under a root, and find what is there, as `note_root` says."""
         self._durable_roots[root] = made_with
 
-    def note_root(self, root: bytes, fingerprint: bytes, *, keeps_hidden: bool = False) -> None:
-        """Remember which fingerprint of the model a root is of, and whether hidden states are kept under it."""
-        self._reader.note_root(root, fingerprint, keeps_hidden=keeps_hidden)
+    def note_root(self, root: bytes, fingerprint: bytes, *, hidden_layers: tuple[int, ...] = ()) -> None:
+        """Remember which fingerprint of the model a root is of, and which hidden states are kept under it."""
+        self._reader.note_root(root, fingerprint, hidden_layers=hidden_layers)
 
     def keeps(self, root: bytes) -> bool:
         """Whether records under a root are written to lower tiers."""
@@ -325,7 +327,7 @@ class Roots:
         codec: str,
         *,
         read_all: bool,
-        keeps_hidden: bool,
+        hidden_layers: tuple[int, ...],
         durable: bool,
         age: tuple[int, int],
     ) -> bytes:
@@ -338,11 +340,14 @@ class Roots:
             regime: Names the rotary frequencies, and what the live cache computes over.
             codec: Name of the store's codec.
             read_all: Every weight was read to tell whether one has changed.
-            keeps_hidden: Hidden states are kept beside K/V.
+            hidden_layers: The layers whose hidden states are kept beside K/V, by their numbers or `LAST`.
             durable: The fingerprint is the same in other processes.
             age: That of the model's fingerprint.
         """
-        root = root_key(fingerprint, salt, regime + codec.encode() + (b"hidden states" if keeps_hidden else b""))
+        kept = b"hidden states" if hidden_layers else b""
+        if hidden_layers not in ((), (LAST,)):  # of the last ones alone, releases that knew no others did not say it
+            kept += f" of {hidden_layers}".encode()
+        root = root_key(fingerprint, salt, regime + codec.encode() + kept)
         self._history.note_root(root, salt)
         if not durable and not read_all:
             if age != self._age:
@@ -353,7 +358,7 @@ class Roots:
             if not self._lower.keeps(root):
                 made_with = MadeWith(codec, regime.decode("latin-1"), attn_implementation(model), versions())
                 self._lower.keep(root, made_with)
-            self._lower.note_root(root, fingerprint, keeps_hidden=keeps_hidden)
+            self._lower.note_root(root, fingerprint, hidden_layers=hidden_layers)
         return root
 
     def note_reason(self, reason: str) -> None:

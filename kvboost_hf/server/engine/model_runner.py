@@ -23,6 +23,7 @@ from kvboost_hf.compat import (
     padding_reason,
     probe_ids,
     probe_reason,
+    require_one_process,
     rope_regime,
     run_model,
     steps_reason,
@@ -69,6 +70,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.store, self.policy, self.device = model, store, policy, input_device(model)
         self._live_quant = live_quant
+        require_one_process(model, "A server")
         self._caches: WeakSet[ChunkReuseCache] = WeakSet()  # those of tasks
         cache = ChunkReuseCache(model, store, live_quant=live_quant)
         self.lending_reason = cache.lending_reason

@@ -1,0 +1,159 @@
+"""States in fewer bits: `ChunkStore(state_codec=)`."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
+from tests.architectures.models import make_architecture
+from tests.conftest import STATEFUL, as_inputs, counted, make_model, random_ids
+from tests.internals.cache import RAW, LayerState, LayerStates, StateCodes, StateFormat, foreign, make_codec
+from tests.parity.test_loading import blobs, flip
+
+CHUNK, NEW = 32, 8
+TEXT, TAIL = random_ids(200, seed=1), random_ids(40, seed=2)
+OTHER = torch.cat([TEXT, TAIL], dim=1)
+
+
+@torch.no_grad()
+def answer(model: PreTrainedModel, cache: ChunkReuseCache, ids: torch.Tensor = OTHER) -> tuple[int, float]:
+    """Prompt tokens that were forwarded, and how far the logits of the last one are from plain, in deviations."""
+    expected = model(**as_inputs(ids)).logits[0, -1]
+    with counted(model) as work:
+        found = model(**as_inputs(ids), past_key_values=cache, logits_to_keep=1).logits[0, -1]
+    assert cache.report.bypass_reason is None
+    return work.tokens, float((found - expected).abs().max() / expected.std())
+
+
+def primed(model: PreTrainedModel, **settings: Any) -> ChunkStore:
+    check_model_compatibility(model)
+    store = ChunkStore(model, chunk_size=CHUNK, **settings)
+    model.generate(**as_inputs(TEXT), max_new_tokens=NEW, past_key_values=ChunkReuseCache(model, store))
+    return store
+
+
+@pytest.mark.parametrize("name", [*STATEFUL, "mamba2"])
+def test_they_are_smaller_and_nearly_the_same(name: str) -> None:
+    model = make_architecture(name)
+    raw = primed(model)
+    count, size = raw.stats()["states"], _bytes(raw)
+    tokens, off = answer(model, ChunkReuseCache(model, raw))
+    assert tokens <= len(TAIL[0]) + 8
+    assert off < 1e-3
+    assert raw.stats()["codec"] == "raw"
+    for codec, most_bytes, most_off in (("int8", 0.5, 0.01), ("int4", 0.4, 0.1), ("turboquant", 0.4, 0.1)):
+        store = primed(model, state_codec=codec)
+        assert store.stats()["states"] == count
+        assert _bytes(store) < most_bytes * size
+        again, off = answer(model, ChunkReuseCache(model, store))
+        assert again == tokens
+        assert 0 < off < most_off
+        assert store.stats()["codec"].startswith("raw;states:")
+        store._records.check_consistency()
+        held = [c.kv.nbytes + c.tokens.nbytes for c in store.inspect().chunks.values()]
+        held += [s.states.nbytes + s.tokens.nbytes for s in store.inspect().states.values()]
+        assert store.stats()["bytes"] == sum(held)
+        assert store.check_integrity().wrong == 0
+
+
+def _bytes(store: ChunkStore) -> int:
+    return sum(saved.states.nbytes for saved in store.inspect().states.values())
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_zeroed_codes_are_noticed(name: str) -> None:
+    model = make_model(name)
+    store = primed(model, state_codec="int8")
+    _, off = answer(model, ChunkReuseCache(model, primed(model, state_codec="int8")))
+    states = store.inspect().states
+    for saved in states.values():
+        for layer in saved.states.layers:
+            for coded in layer.tensors if layer is not None else ():
+                for plane in coded.planes.values() if isinstance(coded, StateCodes) else ():
+                    plane.zero_()
+    assert answer(model, ChunkReuseCache(model, store))[1] > 5 * off
+    assert store.check_integrity().wrong >= len(states)
+
+
+@pytest.mark.usefixtures("loading_is_worth_it")
+@pytest.mark.parametrize("name", STATEFUL)
+def test_they_outlive_the_process_and_damage_is_found(name: str, disk: str, tmp_path: Path) -> None:
+    def restart(codec: str | None) -> tuple[PreTrainedModel, ChunkStore]:
+        model = make_model(name)
+        check_model_compatibility(model)
+        return model, ChunkStore(model, chunk_size=CHUNK, tiers=[disk], state_codec=codec)
+
+    primed(make_model(name), tiers=[disk], state_codec="int8").close()
+    model, store = restart("int8")
+    tokens, off = answer(model, ChunkReuseCache(model, store))
+    assert 8 + len(TAIL[0]) <= tokens <= 16 + len(TAIL[0])  # 8 show the form of what is read
+    assert 0 < off < 0.05
+    store.close()
+    for other in (None, "int4"):  # in other bits they are not found
+        model, store = restart(other)
+        assert answer(model, ChunkReuseCache(model, store), TEXT)[0] >= len(TEXT[0])
+        store.close()
+    for path in blobs(tmp_path):
+        flip(path, 0.9)
+    model, store = restart("int8")
+    tokens, off = answer(model, ChunkReuseCache(model, store))
+    assert tokens >= len(OTHER[0])
+    assert off < 1e-3
+    assert store.stats()["lost"] > 0
+    store.close()
+
+
+def test_what_cannot_be_exact_is_refused() -> None:
+    model = make_model("qwen3_next")
+    store = ChunkStore(model, state_codec="int8")
+    for policy, told in ((ReusePolicy(reproducible=True), "`reproducible`"), (ReusePolicy(audit_rate=0.5), "`audit")):
+        with pytest.raises(ValueError, match=f"{told}.*raw;states:kivi:8:8"):
+            ChunkReuseCache(model, store, policy)
+    with pytest.raises(ValueError, match="must be 'raw', 'int8'"):
+        ChunkStore(model, state_codec="int9")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shapes(dtype: torch.dtype) -> None:
+    """Recurrent states by groups of their last dimension, convolutions by tokens; what gets no smaller stays."""
+    drawn = [torch.randn(shape).to(dtype) for shape in ((3, 16, 64), (96, 4), (2, 2, 8, 70), (2, 3), (64,))]
+    form = StateFormat(make_codec("int8"))
+    states = LayerStates((LayerState([*drawn, None, torch.arange(6).view(2, 3)], ("plain", 1)), None))
+    coded = form.encode(states)
+    assert coded.nbytes == form.nbytes_of(states) < states.nbytes
+    assert coded.layer(1) is None
+    found = coded.layer(0)
+    assert found is not None
+    for right, got in zip(states.layers[0].tensors, found.tensors, strict=True):
+        if right is None:
+            assert got is None
+            continue
+        assert got.shape == right.shape
+        assert got.dtype == right.dtype
+        off = float((got - right).abs().max())
+        assert off == 0 if right.ndim == 1 or right.shape == (2, 3) else 0 < off < 0.05
+    own = coded.owned()
+    own.layers[0].tensors[0].planes["codes"].zero_()
+    assert coded.layer(0).tensors[0].abs().sum() > 1
+    assert StateFormat(RAW).encode(states) is states
+    whole = LayerStates((LayerState([drawn[0]], {"a layer of a model's own": drawn[0]}),))
+    assert form.encode(whole).layers[0] is whole.layers[0]
+    assert not form.encode(whole).can_be_written
+
+
+@pytest.mark.usefixtures("loading_is_worth_it")
+def test_states_of_other_kernels_are_not_found(disk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers computes states by packages where they are installed, and rounds otherwise without them."""
+    for installed, found in (((), False), (("fla-core 0.4.0",), False), (("fla-core 0.4.1",), False), ((), True)):
+        monkeypatch.setattr(foreign, "_installed_kernels", functools.partial(tuple, installed))
+        for name in ("qwen3_next", "llama"):
+            model = make_model(name)
+            check_model_compatibility(model)
+            with ChunkStore(model, chunk_size=CHUNK, tiers=[disk]) as store:
+                tokens, _ = answer(model, ChunkReuseCache(model, store), TEXT)
+                known = found or (name == "llama" and bool(installed))
+                assert (tokens < 100) == known

@@ -1,0 +1,298 @@
+"""Drafts by a model's own heads, which read hidden states of the whole prompt: warm as cold, and the prompt reused."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TextGenerationPipeline,
+)
+
+from kvboost_hf import (
+    ChunkReuseCache,
+    ChunkStore,
+    ReusePolicy,
+    ReuseReport,
+    attach,
+    check_model_compatibility,
+    last_cache,
+)
+from tests.conftest import VOCAB, counted, make_model, random_ids
+from tests.internals.cache import HiddenStates
+from tests.internals.compat import hidden_form
+from tests.mtp import FAMILIES, make_target, save_with_layers, use_layers
+
+PROMPT = random_ids(200, seed=3)
+NEW = 24
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+
+
+def probed(model: PreTrainedModel) -> Any:
+    check_model_compatibility(model)
+    assert not isinstance(hidden_form(model), str)
+    return model
+
+
+class Rounds:
+    """What heads were given and have drafted in one call, round by round."""
+
+    def __init__(self) -> None:
+        self.drafts: list[list[int]] = []
+        self.shown: list[torch.Tensor] = []
+
+    def accepted(self, text: list[int]) -> int:
+        """How many drafted tokens are in the answer: those of a round follow the token that the target gave."""
+        count = at = 0
+        for draft in self.drafts:
+            agree = 0
+            while agree < len(draft) and text[at + 1 + agree : at + 2 + agree] == draft[agree : agree + 1]:
+                agree += 1
+            count, at = count + agree, at + 1 + agree
+        return count
+
+
+@contextmanager
+def watched(heads: Any, states: str = "last_hidden_states") -> Iterator[Rounds]:
+    """Record what heads draft."""
+    rounds, forward = Rounds(), heads.forward
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        rounds.shown.append(kwargs[states].clone())
+        if isinstance(output, tuple):
+            rounds.drafts.append(output[0][0].tolist())
+        return output
+
+    heads.forward = wrapped
+    try:
+        yield rounds
+    finally:
+        del heads.forward
+
+
+def assert_alike(found: Rounds, expected: Rounds) -> None:
+    """As many rounds, the same drafts, from the same hidden states."""
+    assert found.drafts == expected.drafts
+    for ours, theirs in zip(found.shown, expected.shown, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_warm_is_as_cold(family: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of plain generate(), the drafts and acceptance of a cold call, and only the rest forwarded."""
+    if layers == 2 and family == "mellum":
+        pytest.skip("its configuration takes one layer")
+    model = probed(make_target(family, layers))
+    heads, store = use_layers(model, monkeypatch), ChunkStore(model, chunk_size=32)
+    plain = model.generate(PROMPT, **GREEDY)
+    with watched(heads) as stock, counted(model) as work:
+        model.generate(PROMPT, **GREEDY, use_mtp=True)
+    cold, answer = work.tokens, plain[0, 200:].tolist()
+    cache = ChunkReuseCache(model, store)
+    for kept, computed in ((None, 200), (None, 8), ("the same cache", 1), ("attached", 1)):
+        cache = ChunkReuseCache(model, store) if kept is None else cache
+        if kept == "attached":
+            attach(model, store)
+        given = {"past_key_values": cache} if kept != "attached" else {}
+        with watched(heads) as rounds, counted(model) as work:
+            found = model.generate(PROMPT, **GREEDY, **given, use_mtp=True)
+        assert torch.equal(found, plain)
+        assert_alike(rounds, stock)
+        assert rounds.accepted(answer) == stock.accepted(answer)
+        assert cold - work.tokens == 200 - computed
+        report = report_of(model) if kept == "attached" else cache.report
+        assert (report.forwarded_tokens, report.bypass_reason) == (computed, None)
+
+
+VIEW = HiddenStates.view
+
+
+def view_zeroed(self: HiddenStates, layer: int, start: int) -> torch.Tensor:
+    return 0 * VIEW(self, layer, start)
+
+
+def test_drafts_of_these_models_are_accepted_and_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above would show little; and without what was kept of hidden states, fewer are accepted."""
+    counts = []
+    for family in FAMILIES:
+        model = probed(make_target(family))
+        heads, store = use_layers(model, monkeypatch), ChunkStore(model, chunk_size=32)
+        answer = model.generate(PROMPT, **GREEDY)[0, 200:].tolist()
+        for zeroed in (False, False, True):
+            with monkeypatch.context() as patched, watched(heads) as rounds:
+                if zeroed:
+                    patched.setattr(HiddenStates, "view", view_zeroed)
+                found = model.generate(PROMPT, **GREEDY, use_mtp=True, past_key_values=ChunkReuseCache(model, store))
+            assert found[0, 200:].tolist() == answer
+            counts.append((rounds.accepted(answer), rounds.shown[0].abs().sum() == 0))
+    accepted = [count for count, _ in counts]
+    assert 0 < sum(accepted[::3]) < NEW * len(FAMILIES)
+    assert accepted[::3] == accepted[1::3]
+    assert [zero for _, zero in counts] == [False, False, True] * len(FAMILIES)
+
+
+def test_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns, a shorter prompt, one that parts early, three tokens, plain calls and drafts in turn: one cache."""
+    model = probed(make_target("glm4_moe", 2))
+    heads, store = use_layers(model, monkeypatch), ChunkStore(model, chunk_size=32)
+    cache, text = ChunkReuseCache(model, store), PROMPT[:, :80]
+    for turn in range(4):
+        parted = torch.cat([text[:, :35], random_ids(30, seed=turn)], dim=1)
+        prompts = text, text[:, : 40 + turn], parted, text[:, :3]
+        for prompt in prompts:
+            for given in ({"use_mtp": True}, {}, {"use_mtp": True, "past_key_values": ChunkReuseCache(model, store)}):
+                plain = model.generate(prompt, **GREEDY)
+                with watched(heads) as stock:
+                    model.generate(prompt, **GREEDY, use_mtp=True)
+                with watched(heads) as rounds:
+                    found = model.generate(prompt, **{"past_key_values": cache, **GREEDY, **given})
+                assert torch.equal(found, plain)
+                if "use_mtp" in given:
+                    assert_alike(rounds, stock)
+        text = torch.cat([model.generate(text, **GREEDY), random_ids(20, seed=50 + turn)], dim=1)
+
+
+def test_sampling_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = probed(make_target("mimo_v2_flash"))
+    use_layers(model, monkeypatch)
+    store, seen = ChunkStore(model, chunk_size=32), []
+    for cache in (None, ChunkReuseCache(model, store), ChunkReuseCache(model, store)):
+        torch.manual_seed(5)
+        given = {"past_key_values": cache} if cache is not None else {}
+        seen.append(model.generate(PROMPT, max_new_tokens=NEW, do_sample=True, top_k=20, use_mtp=True, **given))
+    assert torch.equal(seen[1], seen[0])
+    assert torch.equal(seen[2], seen[0])
+
+
+def test_what_fails_in_the_middle_of_a_draft_leaves_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = probed(make_target("glm4_moe"))
+    heads, store = use_layers(model, monkeypatch), ChunkStore(model, chunk_size=32)
+    plain, cache = model.generate(PROMPT, **GREEDY), ChunkReuseCache(model, store)
+    for fails_at in (0, 1, 5):
+        calls, forward = [0], heads.forward
+
+        def failing(*args: Any, forward: Any = forward, calls: Any = calls, at: int = fails_at, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] > at:
+                raise KeyboardInterrupt
+            return forward(*args, **kwargs)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(heads, "forward", failing)
+            with pytest.raises(KeyboardInterrupt):
+                model.generate(PROMPT, **GREEDY, use_mtp=True, past_key_values=cache)
+        for use in (cache, ChunkReuseCache(model, store)):
+            for given in ({"use_mtp": True}, {}):
+                assert torch.equal(model.generate(PROMPT, **GREEDY, **given, past_key_values=use), plain)
+
+
+def test_a_checkpoint_on_disk_through_a_pipeline(tmp_path: Any) -> None:
+    """Nothing is patched: transformers loads the layers from the files of the model."""
+    model = probed(save_with_layers("glm4_moe", tmp_path))
+    plain = model.generate(PROMPT, **GREEDY)
+    pipe = TextGenerationPipeline(model=attach(model, ChunkStore(model, chunk_size=32)), tokenizer=words())
+    for computed in (200, 1):
+        assert torch.equal(model.generate(PROMPT, **GREEDY, use_mtp=True), plain)
+        assert report_of(model).forwarded_tokens == computed
+    text = " ".join(f"w{n}" for n in random_ids(100, seed=9)[0].tolist())
+    first = pipe(text, **GREEDY, use_mtp=True)
+    assert pipe(text, **GREEDY, use_mtp=True) == first
+    assert report_of(model).forwarded_tokens == 4  # behind a chunk of three times 32
+
+
+def report_of(model: PreTrainedModel) -> ReuseReport:
+    cache = last_cache(model)
+    assert cache is not None
+    return cache.report
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer of words, one for each id."""
+    tokenizer = Tokenizer(WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0")
+
+
+def test_a_store_without_says_what_the_first_call_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = probed(make_target("ernie4_5_moe"))
+    use_layers(model, monkeypatch)
+    store = ChunkStore(model, chunk_size=32)
+    store.warm(PROMPT)
+    for reason in ("199 more tokens are stored without the hidden states that the call asks for", ""):
+        cache = ChunkReuseCache(model, store)
+        model.generate(PROMPT, **GREEDY, use_mtp=True, past_key_values=cache)
+        assert (cache.report.bypass_reason or "").startswith(reason)
+    assert cache.report.forwarded_tokens == 8
+    cache = ChunkReuseCache(model, store, ReusePolicy(keep_hidden_states=False))
+    model.generate(PROMPT, **GREEDY, use_mtp=True, past_key_values=cache)
+    assert cache.report.bypass_reason == (
+        "`output_hidden_states=-1` returns something of each token, and `keep_hidden_states` is False"
+    )
+
+
+def make_blocks(model: Any, layers: list[int]) -> Any:
+    """A tiny drafter of blocks for a model."""
+    config = model.config
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MuseGlimmerAssistantModel(
+            MuseGlimmerAssistantConfig(
+                hidden_size=config.hidden_size,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=16,
+                block_size=4,
+                mask_token_id=5,
+                target_layer_ids=layers,
+                bos_token_id=1,
+                eos_token_id=None,
+                pad_token_id=0,
+                sliding_window=64,
+            )
+        ).eval()
+
+
+@pytest.mark.parametrize("name", ["deep_llama", "gemma2"])
+def test_blocks_of_drafts(name: str) -> None:
+    """DFlash reads hidden states of several layers."""
+    model = probed(make_model(name))
+    drafter, store = make_blocks(model, [0, 1]), ChunkStore(model, chunk_size=32)
+    blocks = {**GREEDY, "assistant_model": drafter, "speculation_type": "dflash"}
+    plain = model.generate(PROMPT, **GREEDY)
+    with watched(drafter, "context_hidden_states") as stock, counted(model) as work:
+        model.generate(PROMPT, **blocks)
+    cold, cache = work.tokens, ChunkReuseCache(model, store)
+    for computed in (200, 8, 1):
+        cache = ChunkReuseCache(model, store) if computed > 1 else cache
+        with watched(drafter, "context_hidden_states") as rounds, counted(model) as work:
+            found = model.generate(PROMPT, **blocks, past_key_values=cache)
+        assert torch.equal(found, plain)
+        assert_alike(rounds, stock)
+        assert cold - work.tokens == 200 - computed
+        assert cache.report.bypass_reason is None
+
+
+def test_what_transformers_refuses_is_refused_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = make_target("glm4_moe"), PROMPT.expand(2, -1)
+    use_layers(model, monkeypatch)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
+    with pytest.raises(ValueError, match="only supported for batch_size = 1"):
+        model.generate(batch, **GREEDY, use_mtp=True, past_key_values=cache)
+    assert torch.equal(
+        model.generate(PROMPT, **GREEDY, use_mtp=True, past_key_values=cache), model.generate(PROMPT, **GREEDY)
+    )
+    states = make_model("qwen3_next")
+    with pytest.raises(ValueError, match="not supported with stateful models"):
+        states.generate(PROMPT, **GREEDY, use_mtp=True, past_key_values=ChunkReuseCache(states))
