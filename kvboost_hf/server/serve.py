@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from transformers import PreTrainedModel
 
+from kvboost_hf.assisted.lookup import LookupAssistant
 from kvboost_hf.cache.prompt.chats import ChatTemplate, Start, why_not_stored
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.config import DraftTreeConfig
@@ -56,7 +57,7 @@ def serve(
         tokenizer: The model's tokenizer.
         settings: The settings of the server.
         kept: The settings of the store, and of how its K/V is reused.
-        draft: A smaller model that drafts for a request that runs alone; None for no drafts.
+        draft: A smaller model, or a `lookup_assistant`, that drafts for a request that runs alone; None for no drafts.
         draft_trees: The size of its trees of drafts; None for the default.
         attn_implementation: The attention of the model; None for what `choose_attention` chooses.
         warm: Texts that prompts begin with; they are computed for each API key before the server listens, and pinned
@@ -82,7 +83,8 @@ def serve(
         app = front(engine, settings, tracer_provider)
         if starts := list(_starts(app.state.context, warm, warm_chats)):
             _warm_all(engine, starts, salts, startup)
-        drafts = (draft_trees or DraftTreeConfig()).policy if draft is not None else None
+        drafts: str | None = (draft_trees or DraftTreeConfig()).policy if draft is not None else None
+        drafts = "text that repeats" if isinstance(draft, LookupAssistant) else drafts
         chosen = Chosen.of(engine, settings, kept, attention_reason=reason, in_tiers=in_tiers, drafts=drafts)
         FrontServer(app, engine, settings, partial(startup.ended, chosen)).run()
     finally:
@@ -159,6 +161,7 @@ def _live_tokens(
         return settings.max_live_tokens
     reserved = store.max_bytes - int(store.stats()["bytes"])
     rows = settings.max_batch_size * (2 if len(settings.api_keys) > 1 else 1)  # as clients without a place get one
+    draft = draft if not isinstance(draft, LookupAssistant) else None  # which keeps no K/V
     return tokens_that_fit(model, draft, rows=rows, reserved=reserved, safety_margin=settings.safety_margin)
 
 

@@ -177,7 +177,8 @@ class ModelRunner:
         policy = self.policy
         if job.reuse == "exact" or not job.options.max_tokens:
             return replace(policy, mode="exact")
-        if job.reuse is None or policy.keep_logprobs or policy.reproducible or self._live_quant is not None:
+        kept = policy.keep_logprobs or policy.keep_hidden_states or policy.reproducible
+        if job.reuse is None or kept or self._live_quant is not None:
             return policy
         # A repair that goes on takes long steps, in which others wait: only the operator can ask for it.
         progressive = policy.progressive if policy.mode == "blend" else False
