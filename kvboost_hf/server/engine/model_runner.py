@@ -176,7 +176,7 @@ class ModelRunner:
         """
         policy = self.policy
         if job.reuse == "exact" or not job.options.max_tokens:
-            return replace(policy, mode="exact")
+            return replace(policy, mode="exact", repair="auto")
         if job.reuse is None or policy.keep_logprobs or policy.reproducible or self._live_quant is not None:
             return policy
         # A repair that goes on takes long steps, in which others wait: only the operator can ask for it.
