@@ -7,9 +7,11 @@ linear attention runs in transformers' reference code.
 
 `edits`: a cache has seen a prompt; the clock runs from a call with one token of it changed to the first new token.
 `turns`: a chat over one store with a new cache each turn, as after a restart, or where answers come back as other
-tokens than were generated. `rules`: tokens forwarded by agents' sessions over one store of a given size, by the
-columns at which states are saved: this library's rule, the last border of each prompt alone, each border of a chunk,
-and every 2,048 tokens. `bytes`: the states of default configurations of transformers, from models without weights.
+tokens than were generated. `rules`: tokens forwarded by agents' sessions over one store, by its size and by where
+states are saved: this library's rule; the last border of each prompt, alone or with the columns where prompts part;
+borders of messages, and where prompts part; each border of a chunk; every 2,048 tokens. They are counted on a small
+model whose states are as large as the K/V of 228 tokens. `bytes`: the states of default configurations of
+transformers, from models without weights.
 """
 
 import argparse
@@ -18,7 +20,9 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -50,7 +54,7 @@ FAMILIES = {  # model types of transformers, and the model that the default conf
 }
 
 
-def make(layers: int, width: int) -> PreTrainedModel:
+def make(layers: int, width: int, *, kv_heads: int | None = None, head_dim: int = 64) -> PreTrainedModel:
     heads = width // 64
     with drawn("cpu", torch.float32):
         config = AutoConfig.for_model(
@@ -60,8 +64,8 @@ def make(layers: int, width: int) -> PreTrainedModel:
             intermediate_size=width * 8 // 3 // 32 * 32,
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=max(heads // 2, 1),
-            head_dim=64,
+            num_key_value_heads=max(heads // 2, 1) if kv_heads is None else kv_heads,
+            head_dim=head_dim,
             linear_num_key_heads=heads,
             linear_num_value_heads=heads,
             linear_key_head_dim=64,
@@ -113,7 +117,14 @@ def turns(model: PreTrainedModel) -> list[Result]:
     return found
 
 
-def _sessions(rng: random.Random, agents: int, steps: int) -> list[list[int]]:
+class Prompt(NamedTuple):
+    """A prompt of an agent."""
+
+    ids: list[int]
+    borders: tuple[int, ...]  # where its messages end
+
+
+def _sessions(rng: random.Random, agents: int, steps: int) -> list[Prompt]:
     """Prompts of agents that share a head of rules, take turns, and change one of their last messages now and then."""
 
     def drawn_ids(count: int) -> list[int]:
@@ -121,18 +132,21 @@ def _sessions(rng: random.Random, agents: int, steps: int) -> list[list[int]]:
 
     head = drawn_ids(700)
     texts = [[*head, *drawn_ids(300)] for _ in range(agents)]
+    borders = [[700, 1000] for _ in range(agents)]
     prompts = []
     for _ in range(agents * steps):
-        text = texts[rng.randrange(agents)]
+        agent = rng.randrange(agents)
+        text = texts[agent]
         if rng.random() < 0.3:
             text[rng.randrange(len(text) * 2 // 3, len(text))] = rng.randrange(10, 1000)
         text += drawn_ids(rng.randrange(50, 400))
-        prompts.append(list(text))
+        borders[agent].append(len(text))
+        prompts.append(Prompt(list(text), tuple(borders[agent])))
     return prompts
 
 
-def _wanted(rule: str) -> Callable[..., tuple[list[int], list[int], list[int]]]:
-    """A rule in place of `prompt_plan._state_cuts`."""
+def _wanted(rule: str, prompts: dict[int, Prompt]) -> Callable[..., tuple[list[int], list[int], list[int]]]:
+    """A rule in place of `prompt_plan._state_cuts`, by the prompts of their lengths."""
     own = prompt_plan._state_cuts
 
     def cuts(parts, model, plan, ledger, prompt):
@@ -140,28 +154,42 @@ def _wanted(rule: str) -> Callable[..., tuple[list[int], list[int], list[int]]]:
         border = ledger.last_border(prompt.limit, parts.binding.store, prompt.ids)
         if rule == "last border":
             return before, [stop for stop in stops if stop == border], []
+        if rule == "last border and partings":
+            return before, stops, []
         step = CHUNK if rule == "each border" else 2048
-        every = [at for at in range(step, prompt.limit + 1, step) if at > plan.filled]
-        return before, sorted({*every} - {prompt.columns}), []
+        every = {at for at in range(step, prompt.limit + 1, step)}
+        if rule == "messages and partings":
+            every = {*stops, *prompts[prompt.columns].borders} if prompt.columns in prompts else {*stops}
+        return before, sorted(at for at in every if plan.filled < at <= prompt.limit and at != prompt.columns), []
 
     return own if rule == "this library" else cuts
 
 
-RULES = ("last border", "every 2,048", "each border", "this library")
+RULES = (
+    "last border",
+    "last border and partings",
+    "messages and partings",
+    "every 2,048",
+    "each border",
+    "this library",
+)
+SIZES = (1, 2, 4, 8, 16)  # MB
 
 
-def rules(model: PreTrainedModel, megabytes: int) -> list[Result]:
-    """Tokens that sessions forward in a store of so many MB, by rule."""
+def rules() -> list[Result]:
+    """Tokens that sessions forward, by the size of a store and by rule."""
+    model = make(4, 64, kv_heads=1, head_dim=32)
     prompts = _sessions(random.Random(5), agents=4, steps=6)
-    asked = sum(map(len, prompts))
+    asked = sum(len(prompt.ids) for prompt in prompts)
+    by_length = {len(prompt.ids): prompt for prompt in prompts}
     found = []
-    for rule in RULES:
+    for megabytes, rule in product(SIZES, RULES):
         store = ChunkStore(model, max_bytes=megabytes * 2**20, chunk_size=CHUNK)
         forwarded = 0
-        with mock.patch.object(prompt_plan, "_state_cuts", _wanted(rule)):
-            for ids in prompts:
+        with mock.patch.object(prompt_plan, "_state_cuts", _wanted(rule, by_length)):
+            for prompt in prompts:
                 cache = ChunkReuseCache(model, store)
-                ttft(model, ids, cache=cache)
+                ttft(model, prompt.ids, cache=cache)
                 forwarded += cache.report.forwarded_tokens
         states = store.stats()["states"]
         found.append({"rule": rule, "mb": megabytes, "asked": asked, "forwarded": forwarded, "states": states})
@@ -195,8 +223,14 @@ def _in_tokens(sizes: Result) -> str:
     return f"{sizes['state'] / sizes['token']:,.0f}" if sizes["token"] else ""
 
 
+def _times(row: Result) -> str:
+    """The times without and with reuse, as two columns of a table."""
+    return f"{row['plain']:.0f} ms | {row['reused']:.0f} ms ({row['reused'] / row['plain']:.2f})"
+
+
 def markdown(result: Result) -> str:
-    lines = [f"{result['model']}; {measured_on(result['provenance'])}", ""]
+    runs = result.get("provenances", [result["provenance"]])
+    lines = [f"{result['model']}; {measured_on(runs[0])}", *map(measured_on, runs[1:]), ""]
     if edited := result.get("edits"):
         lines += [
             f"One token changed in a prompt of {TOKENS:,} that the cache has seen:",
@@ -204,28 +238,23 @@ def markdown(result: Result) -> str:
             "| token | plain | reused | tokens forwarded | behind the edit |",
             "| ---: | ---: | ---: | ---: | ---: |",
         ]
-        lines += [
-            f"| {e['at']:,} | {e['plain']:.0f} ms | {e['reused']:.0f} ms ({e['reused'] / e['plain']:.2f}) "
-            f"| {e['forwarded']:,} | {e['least']:,} |"
-            for e in edited
-        ]
+        lines += [f"| {e['at']:,} | {_times(e)} | {e['forwarded']:,} | {e['least']:,} |" for e in edited]
     if chat := result.get("turns"):
         lines += ["", "A chat over one store, with a new cache each turn:", ""]
         lines += ["| turn | tokens | plain | reused | forwarded |", "| ---: | ---: | ---: | ---: | ---: |"]
-        lines += [
-            f"| {t['turn']} | {t['tokens']:,} | {t['plain']:.0f} ms "
-            f"| {t['reused']:.0f} ms ({t['reused'] / t['plain']:.2f}) | {t['forwarded']:,} |"
-            for t in chat
-        ]
+        lines += [f"| {t['turn']} | {t['tokens']:,} | {_times(t)} | {t['forwarded']:,} |" for t in chat]
     if kept := result.get("rules"):
-        lines += ["", "Sessions of four agents over one store:", ""]
-        lines += ["| states at | store | tokens asked | forwarded | reused | states at the end |"]
-        lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+        reused = {(r["rule"], r["mb"]): 1 - r["forwarded"] / r["asked"] for r in kept}
+        sizes_mb = sorted({r["mb"] for r in kept})
         lines += [
-            f"| {r['rule']} | {r['mb']} MB | {r['asked']:,} | {r['forwarded']:,} "
-            f"| {1 - r['forwarded'] / r['asked']:.1%} | {r['states']} |"
-            for r in kept
+            "",
+            f"Tokens that sessions of four agents reused, of {kept[0]['asked']:,}, by the size of the store:",
+            "",
         ]
+        lines += [f"| states at | {' | '.join(f'{mb} MB' for mb in sizes_mb)} |"]
+        lines += ["| --- " + "| ---: " * len(sizes_mb) + "|"]
+        for rule in dict.fromkeys(r["rule"] for r in kept):
+            lines += [f"| {rule} | {' | '.join(f'{reused[rule, mb]:.1%}' for mb in sizes_mb)} |"]
     if sizes := result.get("bytes"):
         lines += ["", "| default configuration of | like | states | K/V of a token | states in tokens |"]
         lines += ["| --- | --- | ---: | ---: | ---: |"]
@@ -275,7 +304,7 @@ def main() -> None:
     work: dict[str, Callable[[], list[Result]]] = {
         "edits": partial(edits, model, options.rounds),
         "turns": partial(turns, model),
-        "rules": partial(rules, model, 16),
+        "rules": rules,
         "bytes": state_bytes,
     }
     for part in parts:

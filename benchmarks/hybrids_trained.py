@@ -8,41 +8,40 @@ documents. The right answer is fed token by token behind each prompt. A question
 answer is the model's first choice. KL divergences are those from plain generate(), mean over the tokens of an answer.
 
 `codes`: a store with each codec of states takes in one document after the other, each on top of what comes out of the
-codec. Then questions are asked behind all of them; K/V is kept as it is.
+codec. Then questions are asked behind all of them; K/V is kept as it is. `next tokens` are the eight behind a state.
+The package has no codec to float8: this one is written here.
 
-`moved`: documents have been seen in another order, or each of them alone. Over a document, a layer of gated delta rule
-maps its state S to A S + B, where A and B depend on what the layer was given there, and so on the other layers only.
-Arms put the document's maps, and its K/V turned to its new place, behind what is there now, and compute its first
-tokens. Nothing in the package does this: the arms are written here, on transformers' own layers.
+`moved`: documents have been seen in another order, or each of them alone. Arms compute the first tokens of a document,
+put its other K/V behind what is there now, and join its states (`hybrids_moved.py`), by the maps of its tokens
+(`composed`) or as they were behind it. Nothing in the package does this.
 """
 
 import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-import transformers.models.qwen3_next.modeling_qwen3_next as qwen
 from record import Record, add_options
 from reuse import measured_on, provenance
 from targets import Result
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedModel
 
+from benchmarks.hybrids_moved import FIRST, JOINS, Mover, Seen
 from benchmarks.leaderboard.facts import Facts, draw_facts
 from benchmarks.leaderboard.measure import FreezableStore
 from kvboost_hf import ChunkReuseCache, check_model_compatibility
+from kvboost_hf.cache.kv.layer_states import StateFormat
 
 CODECS = ("raw", "int8", "int4", "int2", "turboquant:4", "turboquant:2")
 DOCUMENTS = 6
-FIRST = (0, 4, 8, 16, 32)  # tokens of a document that are computed
-Maps = list[tuple[torch.Tensor, torch.Tensor]]  # A and B of each layer of linear attention
+NEXT = 8  # tokens behind a state
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +132,25 @@ def summary(reader: Reader, arm: str, rows: Sequence[Row], **more: Any) -> Resul
 # States in fewer bits
 
 
+class Float8:
+    """Rows of a state as float8_e4m3fn, with a float32 scale each."""
+
+    name, lossless, sink_tokens = "float8", False, 0
+    largest = torch.finfo(torch.float8_e4m3fn).max
+
+    def encode(self, x: torch.Tensor, role: str, rotations: object) -> dict[str, torch.Tensor]:
+        scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / self.largest
+        return {"codes": (x.float() / scale).to(torch.float8_e4m3fn), "scale": scale.squeeze(-1)}
+
+    def decode(
+        self, planes: dict[str, torch.Tensor], shape: object, dtype: torch.dtype, role: str, rotation: object
+    ) -> torch.Tensor:
+        return (planes["codes"].float() * planes["scale"].unsqueeze(-1)).to(dtype)
+
+    def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, role: str) -> int:
+        return prod(shape) + 4 * prod(shape[:-1])
+
+
 def _zeroed(store: FreezableStore) -> None:
     for saved in store.inspect().states.values():
         for layer in saved.states.layers:
@@ -141,29 +159,49 @@ def _zeroed(store: FreezableStore) -> None:
                     tensor.zero_()
 
 
+def _next_kl(reader: Reader, ids: Sequence[int], end: int, plain: torch.Tensor, store: FreezableStore) -> float:
+    """KL divergence of the tokens that follow the state at `end`; plain log-probabilities are [tokens, vocabulary]."""
+    found = []
+    for stop in range(end + 1, end + 1 + NEXT):
+        cache, given = ChunkReuseCache(reader.model, store), torch.tensor([list(ids[:stop])])
+        logits = reader.model(input_ids=given, past_key_values=cache, logits_to_keep=1).logits[0, -1]
+        assert cache.report.reused_tokens == end, "the state must be that behind the documents"
+        here = plain[stop - 1]
+        found.append(float((here.exp() * (here - logits.double().log_softmax(-1))).sum()))
+    return statistics.fmean(found)
+
+
 def codes(reader: Reader, cases: int, asked: int) -> list[Result]:
     """Answers behind documents whose states came from a store, by its codec."""
     rows: dict[str, list[Row]] = {}
+    near: dict[str, list[float]] = {}
     sizes: dict[str, list[int]] = {}
     for number in range(cases):
         case = draw_facts(f"codes {number}", DOCUMENTS, asked)
         given = list(questions(reader, case))
-        for arm in (*CODECS, "zeroed"):
-            store = FreezableStore(
-                reader.model, chunk_size=64, max_bytes="1GB", state_codec=arm if arm != "zeroed" else "raw"
-            )
+        ids, end = given[0].ids, given[0].spans[-1][1]
+        plain = reader.model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        for arm in (*CODECS, "float8", "zeroed"):
+            codec = arm if arm in CODECS else "raw"
+            store = FreezableStore(reader.model, chunk_size=64, max_bytes="1GB", state_codec=codec)
+            if arm == "float8":
+                store._reader.state_format = StateFormat(Float8())  # type: ignore[arg-type]
             for _, end in given[0].spans:
                 store.warm(given[0].ids[:end])
             store.frozen = True
             sizes.setdefault(arm, []).extend(saved.states.nbytes for saved in store.inspect().states.values())
             if arm == "zeroed":
                 _zeroed(store)
+            near.setdefault(arm, []).append(_next_kl(reader, ids, end, plain, store))
             for question in given:
                 cache = ChunkReuseCache(reader.model, store)
                 found = _log_probs(reader.model, question.ids, question.answer, cache)
                 computed = len(question.ids) - cache.report.reused_tokens
                 rows.setdefault(arm, []).append(judged(question, found, computed))
-    summed = [summary(reader, arm, each, bytes=statistics.fmean(sizes[arm])) for arm, each in rows.items()]
+    summed = [
+        summary(reader, arm, each, bytes=statistics.fmean(sizes[arm]), next=statistics.fmean(near[arm]))
+        for arm, each in rows.items()
+    ]
     print(*summed, sep="\n", flush=True)
     return summed
 
@@ -171,113 +209,9 @@ def codes(reader: Reader, cases: int, asked: int) -> list[Result]:
 # Moved documents
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A document without its first tokens, as it was computed somewhere."""
-
-    kv: list[tuple[torch.Tensor, torch.Tensor]]  # of each layer of full attention, [1, heads, tokens, dim]
-    at: int  # position of the first of these tokens
-    maps: Maps
-    convolutions: list[torch.Tensor]  # behind the document
-    states: list[torch.Tensor]  # the same
-
-
-@contextmanager
-def _watched(calls: list[tuple[tuple[torch.Tensor, ...], dict[str, Any]]]) -> Iterator[None]:
-    """Within it, the arguments of the chunked gated delta rule are noted."""
-    rule = qwen.torch_chunk_gated_delta_rule
-
-    def note(*args: torch.Tensor, **kwargs: Any) -> Any:
-        calls.append((args, kwargs))
-        return rule(*args, **kwargs)
-
-    with mock.patch.object(qwen, "torch_chunk_gated_delta_rule", note):
-        yield
-
-
-def _maps(calls: Sequence[tuple[tuple[torch.Tensor, ...], dict[str, Any]]]) -> Maps:
-    """What each call does to a state: S becomes A S + B."""
-    found: Maps = []
-    for (query, key, value), kwargs in calls:
-        heads, dim = value.shape[2], key.shape[-1]
-        unit = torch.eye(dim).expand(1, heads, dim, dim).clone()
-        nothing = value.new_zeros(*value.shape[:-1], dim)
-        b = qwen.torch_chunk_gated_delta_rule(query, key, value, **{**kwargs, "initial_state": None})[1]
-        a = qwen.torch_chunk_gated_delta_rule(query, key, nothing, **{**kwargs, "initial_state": unit})[1]
-        found.append((a, b))
-    return found
-
-
-class Mover:
-    """Puts documents that were computed elsewhere behind what a cache holds."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        kinds = model.config.layer_types
-        self._linear = [idx for idx, kind in enumerate(kinds) if kind == "linear_attention"]
-        self._full = [idx for idx, kind in enumerate(kinds) if kind != "linear_attention"]
-
-    def run(self, ids: Sequence[int], cache: Cache) -> None:
-        """Compute tokens behind what a cache holds."""
-        self.model(input_ids=torch.tensor([list(ids)]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-    def see(self, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Seen]:
-        """What is kept of the documents of a prompt, by their number and how many first tokens are left out."""
-        cuts = sorted({0, len(ids), *(cut for a, b in spans for cut in (b, *(a + k for k in FIRST if a + k < b)))})
-        cache, after = DynamicCache(config=self.model.config), {}
-        for start, stop in pairwise(cuts):
-            calls: list[tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = []
-            with _watched(calls):
-                self.run(ids[start:stop], cache)
-            layers = [cache.layers[idx] for idx in self._linear]
-            after[start] = (
-                stop,
-                _maps(calls),
-                [layer.conv_states[0].clone() for layer in layers],
-                [layer.recurrent_states[0].clone() for layer in layers],
-            )
-        found = {}
-        for number, (start, end) in enumerate(spans):
-            for first in FIRST:
-                if start + first >= end:
-                    continue
-                at, maps, convolutions, states = after[start + first]
-                while at < end:
-                    at, later, convolutions, states = after[at]
-                    maps = [(c @ a, c @ b + d) for (a, b), (c, d) in zip(maps, later, strict=True)]
-                kv = [
-                    tuple(t[:, :, start + first : end].clone() for t in (layer.keys, layer.values))
-                    for layer in (cache.layers[idx] for idx in self._full)
-                ]
-                found[number, first] = Seen(kv, start + first, maps, convolutions, states)  # type: ignore[arg-type]
-        return found
-
-    def put(self, seen: Seen, at: int, cache: Cache, join: Callable[[torch.Tensor, int, Seen], torch.Tensor]) -> None:
-        """Put a document into a cache of `at` columns, whose states become what `join` makes of them."""
-        for (keys, values), idx in zip(seen.kv, self._full, strict=True):
-            layer = cache.layers[idx]
-            layer.keys = torch.cat([layer.keys, self._turned(keys, at - seen.at)], dim=2)
-            layer.values = torch.cat([layer.values, values], dim=2)
-        for number, idx in enumerate(self._linear):
-            layer = cache.layers[idx]
-            layer.recurrent_states[0] = join(layer.recurrent_states[0], number, seen).clone()
-            layer.conv_states[0] = seen.convolutions[number].clone()
-
-    def _turned(self, keys: torch.Tensor, shift: int) -> torch.Tensor:
-        cos, sin = self.model.model.rotary_emb(keys, torch.tensor([[shift]]))
-        turned, rest = keys.split([cos.shape[-1], keys.shape[-1] - cos.shape[-1]], dim=-1)
-        return torch.cat([turned * cos + qwen.rotate_half(turned) * sin, rest], dim=-1)
-
-
-JOINS: dict[str, Callable[[torch.Tensor, int, Seen], torch.Tensor]] = {
-    "composed": lambda state, layer, seen: seen.maps[layer][0] @ state + seen.maps[layer][1],
-    "as stored": lambda state, layer, seen: seen.states[layer],
-    "left out": lambda state, layer, seen: state,
-    "zeroed": lambda state, layer, seen: torch.zeros_like(state),
-}
 ARMS = (
-    *(("composed", first) for first in FIRST),
-    *((join, first) for join in ("as stored", "left out", "zeroed") for first in (0, 16)),
+    *product(("composed", "as stored"), FIRST),
+    *product(("left out", "zeroed"), (0, 16)),
 )
 
 
@@ -329,23 +263,28 @@ def _moved(
     return judged(question, found, computed + len(question.ids) - at)
 
 
+def _answers(row: Result) -> str:
+    return (
+        f"{row['computed']:.1%} | {row['others']:.1%} | {row['starts']:.1%} | {row['kl']:.1e} | {row['median']:.1e} |"
+    )
+
+
+_ANSWERS = "computed | right | right, pronouns at starts | KL, answer | median |"
+
+
 def markdown(result: Result) -> str:
-    lines = [f"{measured_on(result['provenance'])}"]
-    for part, title, column, shown in (
-        ("codes", "States in fewer bits", "one state", lambda row: f"{row['bytes'] / 1000:.1f} kB"),
-        ("moved", "Moved documents", "seen", lambda row: row["setting"]),
-    ):
-        if found := result.get(part):
-            lines += ["", f"{title}, {found[0]['questions']} questions:", ""]
-            lines += [
-                f"| reader | arm | {column} | computed | right | right, pronouns at starts | KL | median | same |",
-                "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-            ]
-            lines += [
-                f"| {row['reader']} | {row['arm']} | {shown(row)} | {row['computed']:.1%} | {row['others']:.1%} "
-                f"| {row['starts']:.1%} | {row['kl']:.1e} | {row['median']:.1e} | {row['same']:.1%} |"
-                for row in found
-            ]
+    lines = [measured_on(result["provenance"])]
+    if found := result["codes"]:
+        lines += ["", f"States in fewer bits, {found[0]['questions']} questions:", ""]
+        lines += [f"| reader | states | one | KL, next tokens | {_ANSWERS}", "| --- | --- |" + " ---: |" * 7]
+        lines += [
+            f"| {row['reader']} | {row['arm']} | {row['bytes'] / 1000:.1f} kB | {row['next']:.1e} | {_answers(row)}"
+            for row in found
+        ]
+    if found := result["moved"]:
+        lines += ["", f"Moved documents, {found[0]['questions']} questions:", ""]
+        lines += [f"| reader | documents were seen | arm | {_ANSWERS}", "| --- | --- | --- |" + " ---: |" * 5]
+        lines += [f"| {row['reader']} | {row['setting']} | {row['arm']} | {_answers(row)}" for row in found]
     return "\n".join(lines) + "\n"
 
 

@@ -189,6 +189,9 @@ class Batch:
     position_ids: torch.Tensor
 
 
+TOKENS_PER_STEP = 8192  # half as many where tokens are copied
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyStage:
     """Random tokens that recur after a gap of other tokens; the recurrence is to be predicted."""
@@ -197,6 +200,7 @@ class CopyStage:
     alphabet_size: int  # tokens that occur in one sequence
     target: float
     time_share: float  # of the whole training, at most
+    tokens: int = TOKENS_PER_STEP // 2  # of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,11 +212,11 @@ class ReadingStage:
     pronoun_share: float
     target: float
     time_share: float  # of the whole training, at most
+    tokens: int = TOKENS_PER_STEP  # of a step
 
 
 Stage = CopyStage | ReadingStage
 
-TOKENS_PER_STEP = 8192  # half as many where tokens are copied
 DECAY_SHARE = 0.6  # of the time, at the end, in which the learning rate falls to 3%
 CURRICULUM: tuple[Stage, ...] = (
     CopyStage(length=256, alphabet_size=256, target=0.95, time_share=0.05),
@@ -233,7 +237,7 @@ def make_copy_batch(rng: random.Random, stage: CopyStage, vocab_size: int) -> Ba
     rows: list[list[int]] = []
     labels: list[list[int]] = []
     num_unpredictable = 1 if stage.alphabet_size > 100 else 2 if stage.alphabet_size > 10 else 3
-    for _ in range(TOKENS_PER_STEP // 2 // stage.length):
+    for _ in range(stage.tokens // stage.length):
         alphabet = rng.sample(range(vocab_size), stage.alphabet_size)
         num_copied = rng.randint(stage.length // 8, stage.length // 2)
         num_free = stage.length - 2 * num_copied
@@ -249,7 +253,7 @@ def make_copy_batch(rng: random.Random, stage: CopyStage, vocab_size: int) -> Ba
 
 def make_reading_batch(rng: random.Random, stage: ReadingStage, tokenizer: PreTrainedTokenizerFast) -> Batch:
     """Draws chats of at most ``stage.length`` tokens, padded on the right, with labels on the answers."""
-    batch_size = TOKENS_PER_STEP // stage.length
+    batch_size = stage.tokens // stage.length
     input_ids = torch.full((batch_size, stage.length), tokenizer.pad_token_id)
     labels = torch.full((batch_size, stage.length), IGNORED_LABEL)
     position_ids = torch.empty((batch_size, stage.length), dtype=torch.int64)

@@ -38,9 +38,9 @@ CURRICULUM: tuple[Stage, ...] = (
     CopyStage(length=64, alphabet_size=8, target=0.8, time_share=0.2),
     CopyStage(length=64, alphabet_size=16, target=0.85, time_share=0.1),
     CopyStage(length=128, alphabet_size=256, target=0.95, time_share=0.1),
-    ReadingStage(length=128, num_words=32, pronoun_share=0.0, target=0.85, time_share=0.2),
-    ReadingStage(length=256, num_words=48, pronoun_share=0.2, target=0.85, time_share=0.3),
-    ReadingStage(length=512, num_words=96, pronoun_share=1 / 3, target=2.0, time_share=1.0),
+    ReadingStage(length=128, num_words=32, pronoun_share=0.0, target=0.85, time_share=0.2, tokens=4096),
+    ReadingStage(length=256, num_words=48, pronoun_share=0.2, target=0.85, time_share=0.3, tokens=4096),
+    ReadingStage(length=512, num_words=96, pronoun_share=1 / 3, target=2.0, time_share=1.0, tokens=4096),
 )
 
 

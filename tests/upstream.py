@@ -49,6 +49,14 @@ PRIVATE = (
     ),
     _names(
         "transformers.GenerationMixin",
+        "_get_candidate_generator",
+        "the method by which generate() makes the drafts of a call, by its arguments `assistant_model` and others",
+    ),
+    _names(
+        "transformers.PreTrainedModel", "_is_stateful", "whether generate() refuses drafts for a model with states"
+    ),
+    _names(
+        "transformers.GenerationMixin",
         "_expand_multimodal_outputs",
         "repeats encoded images for beams",
         since="5.23",

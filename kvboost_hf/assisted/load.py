@@ -1,15 +1,19 @@
 """Prepares a draft model for its target."""
 
+import logging
 import time
 import warnings
 from collections.abc import Callable
 from os import PathLike
 from typing import Any, Literal
 
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.assisted.draft import Drafting
+from kvboost_hf.assisted.heads import Heads, is_dflash, load_own_heads, prepare_blocks
 from kvboost_hf.assisted.limits import fitted
+from kvboost_hf.assisted.lookup import LOOKED_UP, TextStore, lookup_assistant
 from kvboost_hf.assisted.rounds import SpeculationStats
 from kvboost_hf.assisted.schedule import Adaptive, Constant, DraftLength, Heuristic, most_tokens
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
@@ -20,8 +24,10 @@ from kvboost_hf.compat import (
     loader_of_pair,
     require_generates,
     require_one_process,
+    unwrapped,
 )
 
+_log = logging.getLogger("kvboost_hf")
 Schedule = Literal["adaptive", "constant", "heuristic"]
 
 _LONGEST = 32  # tokens of a draft with the adaptive schedule, at most
@@ -33,14 +39,21 @@ _OF_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "trust_remot
 def load_assistant(
     name_or_model: str | PreTrainedModel,
     *,
-    target: PreTrainedModel,
+    target: PreTrainedModel | None = None,
     schedule: Schedule | DraftLength = "adaptive",
     num_assistant_tokens: int | None = None,
     confidence_threshold: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
+    store: TextStore | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Prepare a draft model for `target.generate(assistant_model=...)`.
+
+    Without a `target` the model is the target, and what drafts best for it without another model is chosen: the
+    multi-token-prediction layers of its checkpoint, or else a `lookup_assistant`. The log says which.
+
+    A DFlash drafter is prepared as other drafts are, and its calls need no `speculation_type`. Such heads draft as
+    many tokens as they have been trained for, whatever the schedule.
 
     The draft's `generate` is replaced by one that decides in each round how many tokens to draft, and counts how many
     the target accepts. If the vocabularies differ in padding only, that is done to a copy with embeddings of its own.
@@ -54,8 +67,9 @@ def load_assistant(
     first pass already, because passes are what takes its time.
 
     Args:
-        name_or_model: A name on the hub, a folder, or a loaded model.
-        target: The model to draft for.
+        name_or_model: A name on the hub, a folder, or a loaded model; without a `target`, the loaded model to draft
+            for.
+        target: The model to draft for; None for `name_or_model`.
         schedule: `"adaptive"`: the number of tokens follows from the acceptance and the times measured so far, and is
             larger where a pass of the target takes long, as with streamed layers. `"constant"`, `"heuristic"` as in
             transformers, or an object of your own.
@@ -63,13 +77,15 @@ def load_assistant(
             transformers ignores an argument of this name to `generate()`.
         confidence_threshold: Drafts end at a token with less probability than that.
         clock: Seconds.
+        store: Where a `lookup_assistant` finds text besides the prompt; None for the prompt alone.
         kwargs: For `from_pretrained()`, with a name.
 
     Returns:
         The draft, whose own `generate()` works as before; a copy of it if it had to be resized.
 
     Raises:
-        ValueError: another vocabulary than the target's, another kind of model, or an invalid number.
+        ValueError: another vocabulary than the target's, heads of another width or depth, another kind of model, a
+            name without a target, or an invalid number.
 
     Warns:
         UserWarning: it is on another device than the target, computes in a wider type, or has more weights than one
@@ -89,8 +105,12 @@ def load_assistant(
         raise ValueError(f"`num_assistant_tokens` must be 1 or more, or None, got {num_assistant_tokens!r}.")
     if not 0 <= confidence_threshold < 1:
         raise ValueError(f"`confidence_threshold` must be from 0 to less than 1, got {confidence_threshold}.")
-    require_one_process(target, "Drafts whose length is chosen")
+    if target is None:
+        return _found_for(name_or_model, store, num_assistant_tokens)
     draft = _load(name_or_model, target, kwargs)
+    if is_dflash(draft.config):
+        return prepare_blocks(draft, target)
+    require_one_process(target, "Drafts whose length is chosen")
     _require_kind(draft, target)
     other = ", or pass `tokenizer` and `assistant_tokenizer` to generate() with the draft as it is"
     draft = fitted(draft, target, or_else=other)
@@ -107,13 +127,15 @@ def load_assistant(
 
 
 def speculation_stats(assistant: PreTrainedModel | TreeDecoding) -> SpeculationStats:
-    """Counts of the drafts of a model that `load_assistant` has prepared, or of a `TreeDecoding`.
+    """Counts of the drafts of a model that `load_assistant` has prepared, of heads, or of a `TreeDecoding`.
 
     Raises:
         ValueError: it is neither.
     """
     if isinstance(assistant, TreeDecoding):
         return assistant.stats
+    if (heads := Heads.known(assistant)) is not None:
+        return heads.stats
     drafting = vars(assistant).get("generate")
     if not isinstance(drafting, Drafting):
         raise ValueError(
@@ -134,9 +156,29 @@ def _load(name_or_model: Any, target: PreTrainedModel, kwargs: dict[str, Any]) -
     if not isinstance(config, PreTrainedConfig):
         of_config = {key: kwargs[key] for key in _OF_CONFIG if key in kwargs}
         config = AutoConfig.from_pretrained(name_or_model if config is None else config, **of_config)
-    loader = loader_of_pair(config) if target.config.is_encoder_decoder else loader_of(config)
+    if is_dflash(config):
+        loader: Any = AutoModel
+    else:
+        loader = loader_of_pair(config) if target.config.is_encoder_decoder else loader_of(config)
     draft: PreTrainedModel = loader.from_pretrained(name_or_model, **given)
     return draft
+
+
+def _found_for(target: Any, store: TextStore | None, tokens: int | None) -> PreTrainedModel:
+    """What drafts best for a target without another model."""
+    if not isinstance(target, nn.Module):
+        raise ValueError(
+            f"Without `target`, load_assistant() takes the model to draft for, got {target!r}. Pass "
+            "load_assistant(draft, target=model) for a draft of another model."
+        )
+    target = unwrapped(target)
+    require_generates(target)
+    heads = load_own_heads(target)
+    if isinstance(heads, PreTrainedModel):
+        _log.info("Drafts of a %s: %d multi-token-prediction layers.", type(target).__name__, heads.num_mtp_layers)
+        return heads
+    _log.info("Drafts of a %s: text that repeats, since %s.", type(target).__name__, heads)
+    return lookup_assistant(target, store, num_assistant_tokens=tokens or LOOKED_UP)
 
 
 def _schedule(schedule: Schedule | DraftLength, tokens: int) -> DraftLength:

@@ -5,6 +5,7 @@ store. The assistant gives each proposed token probability 1, so that rejection 
 model.
 """
 
+import copy
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from kvboost_hf.assisted.tree import ROOT, Growth, Tree
 from kvboost_hf.compat import require_generates, require_one_process
 from kvboost_hf.ngrams import MAX_NGRAM, check_ngrams, longest_match
 
+LOOKED_UP = 16  # tokens of a draft, at most, unless somebody says otherwise
 _SURE = 0.7  # the probability that a looked-up token is taken to have, until its rate is known
 _MEDIA_IDS = ("image_token_id", "video_token_id", "audio_token_id")  # by which processors leave room for media
 
@@ -36,9 +38,9 @@ class TextStore(Protocol):
 
 def lookup_assistant(
     target: PreTrainedModel,
-    store: TextStore,
+    store: TextStore | None = None,
     *,
-    num_assistant_tokens: int = 16,
+    num_assistant_tokens: int = LOOKED_UP,
     max_ngram: int = MAX_NGRAM,
     salt: str | bytes | None = None,
 ) -> PreTrainedModel:
@@ -50,7 +52,7 @@ def lookup_assistant(
 
     Args:
         target: The model that generates.
-        store: Where to look besides the prompt, such as the `ChunkStore` of the target.
+        store: Where to look besides the prompt, such as the `ChunkStore` of the target; None for the prompt alone.
         num_assistant_tokens: The most tokens to propose at once.
         max_ngram: The longest n-gram to match, from 2 to 8 tokens.
         salt: The salt of the stored prompts to search, such as `cache.salt`; None for the store's.
@@ -79,7 +81,14 @@ def lookup_assistant(
     check_ngrams(max_ngram)
     require_generates(target)
     require_one_process(target, "Text that a store looks up")
-    return LookupAssistant(target, store, num_assistant_tokens, max_ngram, salt)
+    return LookupAssistant(target, store if store is not None else _NoText(), num_assistant_tokens, max_ngram, salt)
+
+
+class _NoText:
+    """Finds no text."""
+
+    def continuation(self, ids: NDArray[np.int64], length: int, **_: Any) -> list[int]:
+        return []
 
 
 class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
@@ -128,6 +137,12 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         scores.scatter_(1, draft.T, 0.0)
         sequences: Any = torch.cat([input_ids, draft], dim=1)
         return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores.split(1))  # type: ignore[no-untyped-call]
+
+    def searching(self, store: TextStore, salt: bytes) -> "LookupAssistant":
+        """The same assistant, which looks text up in another store, or under another salt."""
+        twin = copy.copy(self)
+        twin._store, twin._salt = store, salt
+        return twin
 
     def proposed(self, ids: NDArray[np.int64], length: int, ends: Collection[int]) -> list[int]:
         """At most `length` tokens that may follow `ids` [tokens]; none if nothing followed their last ones before."""

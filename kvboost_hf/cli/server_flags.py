@@ -300,7 +300,14 @@ def _add_reuse(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_drafts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("drafts of a smaller model, for a request that runs alone")
+    group = parser.add_argument_group("drafts for a request that runs alone")
+    group.add_argument(
+        "--speculative",
+        metavar="KIND",
+        help="'lookup' drafts text that repeats, of the prompt and of what the client has sent before; 'draft:NAME' "
+        "is --speculative-draft-model NAME; 'auto' drafts with that model if there is one, else 'lookup' (default: "
+        "none, or the draft model)",
+    )
     group.add_argument("--speculative-draft-model", metavar="NAME", help="a hub name or a folder (default: none)")
     group.add_argument(
         "--speculative-mode-policy",

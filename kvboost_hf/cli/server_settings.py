@@ -163,6 +163,33 @@ def streaming_config(options: argparse.Namespace) -> StreamingConfig | None:
     return StreamingConfig(residency_mode=mode, **given)
 
 
+def draft_kind(options: argparse.Namespace) -> tuple[str, str]:
+    """What drafts, `"none"`, `"lookup"` or `"draft"`, by the parsed flags; and the name of a draft model.
+
+    Raises:
+        ValueError: There is no such kind, or two flags name other drafts.
+    """
+    asked, name = options.speculative, options.speculative_draft_model
+    kind, _, named = (asked or "").partition(":")
+    if asked is None or (asked == "auto" and name is not None):
+        return ("draft", name) if name is not None else ("none", "")
+    if kind == "mtp":
+        raise ValueError(
+            "`--speculative mtp` is not served: the server does not draft with a model's own layers. Pass `lookup` or "
+            "`draft:NAME`, or call generate(use_mtp=True)."
+        )
+    if kind == "draft" and named and name in (None, named):
+        return "draft", named
+    if asked in ("none", "lookup", "auto") and name is None:
+        return ("lookup" if asked == "auto" else asked), ""
+    if name is not None:
+        raise ValueError(
+            f"`--speculative {asked}` and `--speculative-draft-model {name}` name two kinds of drafts. Pass one of "
+            "the two."
+        )
+    raise ValueError(f"`--speculative` must be auto, lookup, draft:NAME or none, got {asked!r}.")
+
+
 def draft_trees(options: argparse.Namespace) -> DraftTreeConfig | None:
     """The `DraftTreeConfig` of the parsed flags; None for no drafts.
 
@@ -176,11 +203,15 @@ def draft_trees(options: argparse.Namespace) -> DraftTreeConfig | None:
         "max_nodes": options.speculative_tree_node_budget,
     }
     given = {name: value for name, value in sizes.items() if value is not None}
+    kind, _ = draft_kind(options)
     if policy == "none":
         return None
-    if options.speculative_draft_model is None:
+    if kind == "none":
         if given or policy is not None or gamma is not None:
-            raise ValueError("Drafts need `--speculative-draft-model`. Pass one, or no other `--speculative-` flag.")
+            raise ValueError(
+                "Drafts need `--speculative-draft-model`, or `--speculative lookup`. Pass one, or no other "
+                "`--speculative-` flag."
+            )
         return None
     if gamma is not None:
         if given or policy not in (None, "chain"):

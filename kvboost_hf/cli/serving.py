@@ -11,6 +11,7 @@ from kvboost_hf.cli.server_flags import add_options
 from kvboost_hf.cli.server_settings import (
     add_config,
     add_secrets,
+    draft_kind,
     draft_trees,
     engine_settings,
     server_settings,
@@ -73,9 +74,14 @@ def load_draft(options: argparse.Namespace, model: Any) -> Any:
     """The model that drafts for `model`; None for no drafts."""
     if draft_trees(options) is None:
         return None
+    kind, name = draft_kind(options)
+    if kind == "lookup":
+        from kvboost_hf.assisted.lookup import lookup_assistant
+
+        return lookup_assistant(model)
     from transformers import AutoModelForCausalLM
 
-    draft = AutoModelForCausalLM.from_pretrained(options.speculative_draft_model, dtype=model.dtype)
+    draft = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype)
     return draft.to(options.device).eval()
 
 

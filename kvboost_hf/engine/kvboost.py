@@ -43,7 +43,8 @@ class KVBoost:
         tokenizer: The model's tokenizer.
         device: The device to move the model to; None leaves it where it is.
         strict: Raise an error for a model that cannot reuse K/V; False only warns.
-        assistant: Drafts tokens for single prompts: a model, its name, or a `TreeDecoding`.
+        assistant: Drafts tokens for single prompts: a model, its name, a `TreeDecoding`, or `"auto"` for what the
+            checkpoint carries, and else text that repeats, see `load_assistant`.
         policy: How stored K/V may be used, in place of `recompute_strategy` and the settings that go with it.
         store: A store for this model, in place of the settings of a new one. The caller closes it.
         options: The fields of `kvboost_hf.engine.EngineSettings`, such as `recompute_strategy` and `chunk_size`.
@@ -99,7 +100,8 @@ class KVBoost:
         if isinstance(assistant, TreeDecoding):
             self.assistant = assistant
         elif assistant is not None:
-            draft = load_assistant(assistant, target=model)
+            found = isinstance(assistant, str) and assistant == "auto"
+            draft = load_assistant(model, store=self.store) if found else load_assistant(assistant, target=model)
             self.assistant = TreeDecoding(draft) if keeps_states(model) else draft  # transformers refuses states
         self._runner = CallRunner(model, tokenizer, self.store, self.policy, self.settings, self.assistant)
 
@@ -129,7 +131,7 @@ class KVBoost:
             strict: Raise an error for a model that cannot reuse K/V; False only warns.
             streaming_config: Stream the layers that do not stay on the device.
             device: Where the model computes; None for the accelerator, or the CPU where there is none.
-            assistant: Drafts tokens for single prompts: a model, its name, or a `TreeDecoding`.
+            assistant: Drafts tokens for single prompts: a model, its name, a `TreeDecoding`, or `"auto"`.
             policy: How stored K/V may be used, in place of `recompute_strategy` and the settings that go with it.
             options: The fields of `EngineSettings`, and arguments for transformers' `from_pretrained()`.
 

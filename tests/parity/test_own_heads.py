@@ -1,5 +1,6 @@
 """Drafts by a model's own heads, which read hidden states of the whole prompt: warm as cold, and the prompt reused."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,21 +11,27 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
+    GenerationConfig,
     MuseGlimmerAssistantConfig,
     MuseGlimmerAssistantModel,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     TextGenerationPipeline,
 )
+from transformers.modeling_layers import MtpModel
 
 from kvboost_hf import (
     ChunkReuseCache,
     ChunkStore,
+    KVBoost,
     ReusePolicy,
     ReuseReport,
+    TreeDecoding,
     attach,
     check_model_compatibility,
     last_cache,
+    load_assistant,
+    speculation_stats,
 )
 from tests.conftest import VOCAB, counted, make_model, random_ids
 from tests.internals.cache import HiddenStates
@@ -296,3 +303,121 @@ def test_what_transformers_refuses_is_refused_as_before(monkeypatch: pytest.Monk
     states = make_model("qwen3_next")
     with pytest.raises(ValueError, match="not supported with stateful models"):
         states.generate(PROMPT, **GREEDY, use_mtp=True, past_key_values=ChunkReuseCache(states))
+
+
+def test_one_call_finds_the_heads_of_a_checkpoint(tmp_path: Any) -> None:
+    """They are loaded once, and passed as any draft: over no cache, over a cold and a warm one, and after attach()."""
+    model = probed(save_with_layers("glm4_moe", tmp_path))
+    plain = model.generate(PROMPT, **GREEDY)
+    heads, store = load_assistant(model), ChunkStore(model, chunk_size=32)
+    assert isinstance(heads, MtpModel)
+    with watched(heads) as stock:
+        model.generate(PROMPT, **GREEDY, assistant_model=heads)
+    for file in tmp_path.iterdir():
+        file.unlink()
+    for given, computed in (({}, 200), (store, 200), (store, 8), ("attached", 200), ("attached", 1)):
+        if given == "attached" and computed > 1:
+            attach(model, ChunkStore(model, chunk_size=32))
+        cache = {"past_key_values": ChunkReuseCache(model, store)} if given is store else {}
+        before = speculation_stats(heads).accepted
+        with watched(heads) as rounds, counted(model) as work:
+            found = model.generate(PROMPT, **GREEDY, **cache, assistant_model=heads)
+        assert torch.equal(found, plain)
+        assert_alike(rounds, stock)
+        assert speculation_stats(heads).accepted - before == stock.accepted(plain[0, 200:].tolist())
+        assert work.tokens <= computed + 200 + 3 * NEW  # the heads take in the prompt, too
+    stats = speculation_stats(heads)
+    assert stats.committed + stats.plain == 6 * NEW
+    assert stats.plain == 6  # the first token of each answer
+
+
+def test_the_facade_finds_them(tmp_path: Any) -> None:
+    model = probed(save_with_layers("glm4_moe", tmp_path))
+    text = " ".join(f"w{n}" for n in PROMPT[0].tolist())
+    plain = KVBoost(model, words(), chat_template=False).generate(text, max_new_tokens=NEW)
+    engine = KVBoost(model, words(), assistant="auto", chat_template=False)
+    for reused in (False, True):
+        found = engine.generate(text, max_new_tokens=NEW)
+        assert found.output_text == plain.output_text
+        assert (found.kv_reuse_ratio > 0.9) == reused
+    stats = engine.speculative_stats()
+    assert stats is not None
+    assert stats.rounds > NEW // 3
+
+
+def test_stock_drafts_go_on_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = probed(make_target("glm4_moe"))
+    use_layers(model, monkeypatch)
+    plain, heads = model.generate(PROMPT, **GREEDY), load_assistant(model)
+    before = ChunkStore(model, chunk_size=32)
+    before.warm(PROMPT)
+    for given in ({"use_mtp": True}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": make_model("llama")}, {}):
+        assert torch.equal(model.generate(PROMPT, **GREEDY, **given), plain)
+    cache = ChunkReuseCache(model, before)
+    model.generate(PROMPT, **GREEDY, past_key_values=cache)
+    assert cache.report.forwarded_tokens == 1  # the model is the one that it was
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied.generate(PROMPT, **GREEDY, prompt_lookup_num_tokens=3), plain)
+    load_assistant(copied)  # which takes the same heads here
+    with pytest.raises(ValueError, match="prepared for another model than this Glm4MoeForCausalLM"):
+        model.generate(PROMPT, **GREEDY, assistant_model=heads)
+    with pytest.raises(ValueError, match="MtpModel"):
+        TreeDecoding(heads)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "glm4_moe without files"])
+def test_without_heads_it_looks_text_up(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_target("glm4_moe") if name.startswith("glm") else make_model(name)
+    with caplog.at_level("INFO", "kvboost_hf"):
+        assistant = load_assistant(model)
+    why = {"llama": "names no multi-token-prediction layers", "qwen3_next": "names no"}.get(name, "cannot be loaded")
+    assert why in caplog.text
+    repeating = random_ids(20, seed=1).repeat(1, 6)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
+    plain = model.generate(repeating, **GREEDY)
+    given = {"custom_generate": TreeDecoding(assistant)} if name == "qwen3_next" else {"assistant_model": assistant}
+    assert torch.equal(model.generate(repeating, **GREEDY, **given, past_key_values=cache), plain)
+
+
+def test_heads_that_do_not_fit_are_refused(llama: PreTrainedModel, tmp_path: Any) -> None:
+    """With both numbers, and what would fit."""
+    with pytest.raises(ValueError, match="Without `target`, load_assistant"):
+        load_assistant("a name")
+    fits = make_blocks(llama, [0, 1])
+    fits.save_pretrained(tmp_path)
+    loaded = load_assistant(str(tmp_path), target=llama)
+    plain = llama.generate(PROMPT, **GREEDY)
+    for _ in range(2):
+        cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=32))
+        assert torch.equal(llama.generate(PROMPT, **GREEDY, assistant_model=loaded, past_key_values=cache), plain)
+    assert speculation_stats(loaded).drafted > 0
+    wide = make_blocks(llama, [0, 1])
+    wide.config.hidden_size = 96
+    deep, other = make_blocks(llama, [0, 7]), make_blocks(llama, [0, 1])
+    other.config.mask_token_id = 5000
+    for drafter, reason in (
+        (wide, "reads hidden states of 96 numbers, and those of its target, a LlamaForCausalLM, have 64"),
+        (deep, r"reads the layers \[0, 7\], and its target has those from 0 to 1"),
+        (other, "stands the token 5000 for what is to be drafted, and its target has tokens up to 199"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            load_assistant(drafter, target=llama)
+
+
+def test_layers_that_were_loaded_before_make_the_generator_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new field of transformers' generator would be missed otherwise."""
+    model = make_target("glm4_moe", 2)
+    use_layers(model, monkeypatch)
+    config, made = GenerationConfig(do_sample=True), []
+    given: dict[str, Any]
+    for given in ({"use_mtp": True}, {"assistant_model": load_assistant(model)}):
+        config.use_mtp = given.get("use_mtp")
+        given = {"assistant_model": None, **given, "logits_processor": None}
+        given.pop("use_mtp", None)
+        rest = {"input_ids": PROMPT, "inputs_tensor": PROMPT, "model_kwargs": {}}
+        made.append(model._get_candidate_generator(config, **rest, **given))
+    ours, theirs = vars(made[1]._inner), vars(made[0])
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert type(ours[name]) is type(value)
+        assert name in ("mtp_cache",) or ours[name] == value or ours[name] is value

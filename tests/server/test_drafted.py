@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf import ChunkStore, DraftTreeConfig
+from kvboost_hf import ChunkStore, DraftTreeConfig, lookup_assistant
 from kvboost_hf.assets import load_embedded, load_embedded_draft
 from tests.architectures.models import make_architecture
 from tests.conftest import make_model, random_ids
@@ -90,6 +90,28 @@ def test_all_ways_to_choose(options: dict[str, Any], make: Make) -> None:
         asked = job(30, seed=seed, **options)
         assert answer(drafted, asked) == answer(plain, asked)
     assert drafted.stats()["speculation"]["accepted"] > 0
+
+
+def test_text_that_repeats_without_a_draft_model(make: Make) -> None:
+    model = make_model()
+    plain, drafted = make(model), make(model, draft=lookup_assistant(model))
+    assert plain.stats()["speculation"] == {}
+    repeating = Job(ids=random_ids(20, seed=1)[0].tolist() * 5, options=SamplingOptions(max_tokens=40, seed=0))
+    for asked in (repeating, job(40), job(1), replace(job(30), options=replace(job(30).options, temperature=1.0))):
+        assert answer(drafted, asked) == answer(plain, asked)
+    assert drafted.stats()["speculation"]["drafted"] > 0
+
+
+def test_the_salt_of_a_job_is_that_of_its_drafts(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    model, asked = make_model(), list[Any]()
+    store = ChunkStore(model, chunk_size=16)
+    continuation = store.continuation
+    monkeypatch.setattr(store, "continuation", lambda *a, **k: asked.append(k["salt"]) or continuation(*a, **k))
+    engine = make(model, store=store, draft=lookup_assistant(model))
+    for salt in (b"one", b"two"):
+        asked.clear()
+        answer(engine, replace(job(40), salt=salt))
+        assert set(asked) == {salt}
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 9])

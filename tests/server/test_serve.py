@@ -94,6 +94,12 @@ def test_drafts_are_made(process: tuple[Any, openai.OpenAI]) -> None:
         ("--speculative-mode-policy none", None),
         ("--speculative-draft-model d --speculative-mode-policy none", None),
         ("--speculative-draft-model d", DraftTreeConfig()),
+        ("--speculative draft:d", DraftTreeConfig()),
+        ("--speculative draft:d --speculative-draft-model d", DraftTreeConfig()),
+        ("--speculative auto --speculative-draft-model d", DraftTreeConfig()),
+        ("--speculative auto", DraftTreeConfig()),
+        ("--speculative lookup --speculative-gamma 4", DraftTreeConfig(policy="chain", depth=4)),
+        ("--speculative none", None),
         ("--speculative-draft-model d --speculative-gamma 4", DraftTreeConfig(policy="chain", depth=4)),
         ("--speculative-draft-model d --speculative-mode-policy flat", DraftTreeConfig(policy="chain")),
         (
@@ -147,6 +153,11 @@ def test_too_long_prompts_are_refused_with_a_length(process: tuple[Any, openai.O
     ("arguments", "says"),
     [
         (["--speculative-gamma", "4"], "--speculative-draft-model"),
+        (["--speculative", "eagle"], "`--speculative` must be auto, lookup, draft:NAME or none, got 'eagle'"),
+        (["--speculative", "draft:"], "got 'draft:'"),
+        (["--speculative", "mtp"], "does not draft with a model's own layers"),
+        (["--speculative", "lookup", "--speculative-draft-model", "d"], "name two kinds of drafts"),
+        (["--speculative", "draft:a", "--speculative-draft-model", "b"], "name two kinds of drafts"),
         (["--speculative-draft-model", "small", "--speculative-tree-max-depth", "0"], "depth"),
         (
             ["--speculative-draft-model", "a", "--speculative-gamma", "4", "--speculative-mode-policy", "tree"],

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded, load_embedded_draft
+from recipes import train_hybrid
 from recipes.evaluate import accuracy, answer, chat_accuracy, encode_chat
 from recipes.evaluate_draft import (
     Round,
@@ -31,6 +32,7 @@ from recipes.train import (
     build_tokenizer,
     make_copy_batch,
     make_reading_batch,
+    train,
 )
 from recipes.train_draft import build_draft, distill
 from tests.internals.assets import MAX_SUBJECTS, ChatTurn, Document, chat_messages, make_chat, make_documents
@@ -310,6 +312,16 @@ class TestRecipe:
             assert all(head.startswith(said) for head, said in zip(heads, answers, strict=False))
             assert (positions.diff() >= 1).all()
             assert positions[-1] < MAX_POSITIONS
+
+    def test_a_hybrid_trains_by_the_same_steps(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        torch.manual_seed(0)
+        model = train_hybrid.build_model(tokenizer, "LF")
+        steps = torch.nn.functional.softplus(model.model.layers[0].linear_attn.dt_bias)
+        assert 1e-3 <= steps.min() <= steps.max() <= 0.1
+        before = model.model.layers[0].linear_attn.in_proj_qkvz.weight.detach().clone()
+        stage = ReadingStage(length=64, num_words=24, pronoun_share=0.0, target=0.0, time_share=1.0, tokens=128)
+        train(tokenizer, model, minutes=1e-6, curriculum=(stage,))
+        assert not before.equal(model.model.layers[0].linear_attn.in_proj_qkvz.weight)
 
     def test_first_weights_copy(self, tokenizer: PreTrainedTokenizerFast) -> None:
         torch.manual_seed(0)

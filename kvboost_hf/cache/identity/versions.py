@@ -38,6 +38,7 @@ PREPARE_CACHE = "_prepare_cache_for_generation"
 COMPILED_CALL = "get_compiled_call"
 NOTES = frozenset(
     (
+        "_get_candidate_generator",  # before which `load_assistant` puts one that knows heads
         *(NAME, PREPARE_CACHE, COMPILED_CALL, "rope_deltas", "_previous_max_cache_length", "_cache", "_use_kernels"),
         *("to", "cuda", "npu", "xpu", "mlu", "musa", "sdaa"),  # accelerate's, which refuse to move what it moves
         *("_output_capturing_hooks_installed", "_compiled_call", "_last_compile_config", "_compiled_call_impl"),

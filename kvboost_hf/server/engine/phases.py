@@ -257,5 +257,5 @@ class Speculation:
         assert task.cache is not None
         assert task.sampler is not None
         if task.drafted is None:
-            task.drafted = DraftedText(drafts, task.job, task.sampler)
+            task.drafted = DraftedText(drafts, task.job, task.sampler, self._runner.store)
         return task.drafted.run(task.cache, task.ids, add)

@@ -54,8 +54,8 @@ class ModelEngine:
         policy: How stored K/V may be used; None for exact reuse.
         live_quant: The codec of K/V of running jobs, each of which then has a cache of its own; None for K/V as the
             model computes it.
-        draft: A smaller model with the same vocabulary, which drafts tokens for a job that runs alone; None for no
-            drafts.
+        draft: A smaller model with the same vocabulary, or a `LookupAssistant`, which drafts tokens for a job that
+            runs alone; None for no drafts.
         draft_trees: The size of its trees of drafts; None for the default.
         clients: Names of clients whose sessions at other servers with the same tiers are to be listed before they ask.
         clock: Seconds since 1970, for what is kept of sessions.

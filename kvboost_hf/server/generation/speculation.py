@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from kvboost_hf.assisted.branches import Branches
 from kvboost_hf.assisted.chains import Chain, continuing, drafting_reason, keeps_states
 from kvboost_hf.assisted.limits import fitted
-from kvboost_hf.assisted.rounds import Rounds, Taken, TreeDraft, follow
+from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft, TextStore
+from kvboost_hf.assisted.rounds import Drafter, Rounds, Taken, TreeDraft, follow
 from kvboost_hf.assisted.tree import ROOT, Tree
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.compat import input_device, steps_reason
@@ -31,7 +32,7 @@ class Drafts:
 
     Args:
         model: Checks the drafts.
-        draft: A smaller model with the same vocabulary.
+        draft: A smaller model with the same vocabulary, or a `LookupAssistant`.
         config: How large trees are.
 
     Raises:
@@ -39,12 +40,13 @@ class Drafts:
     """
 
     def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, config: DraftTreeConfig) -> None:
-        draft = fitted(draft, model, name="the model")
-        if (reason := drafting_reason(draft)) is not None:
-            raise ValueError(
-                f"`draft` must be able to compute trees of tokens, got a {type(draft).__name__}: {reason}. Choose "
-                "another one, or none."
-            )
+        if not isinstance(draft, LookupAssistant):
+            draft = fitted(draft, model, name="the model")
+            if (reason := drafting_reason(draft)) is not None:
+                raise ValueError(
+                    f"`draft` must be able to compute trees of tokens, got a {type(draft).__name__}: {reason}. Choose "
+                    "another one, or none."
+                )
         self.model, self.draft, self.config = model, draft, config
         self.rounds, self.device = Rounds(config), input_device(model)
         config_of: Any = draft.config.get_text_config(decoder=True)
@@ -64,6 +66,14 @@ class Drafts:
             _log.warning("No drafts: a %s cannot check them, for %s.", type(model).__name__, reason)
             return None
         return cls(model, draft, config if config is not None else DraftTreeConfig())
+
+    def drafting(self, job: Job, sampler: Sampler, store: TextStore) -> Drafter:
+        """The drafts of one answer. Of the text in a store, a job sees that of its salt."""
+        growth, ends = self.rounds.growth, job.ends
+        if isinstance(self.draft, LookupAssistant):
+            return LookupDraft(self.draft.searching(store, job.salt), growth, ends)
+        chains = keeps_states(self.model)
+        return TreeDraft(self.draft, self.config, growth, sampler.warpers, ends, chains=chains)
 
     def take(self, job: Job, said: int) -> bool:
         """Whether to draft behind the first `said` tokens of a job's answer.
@@ -96,18 +106,25 @@ class _DraftFailedError(RuntimeError):
     """The draft model has failed, not the model that checks it."""
 
 
-class _Draft(TreeDraft):
-    """A `TreeDraft` whose failures are `_DraftFailedError`."""
+class _Guarded:
+    """Drafts whose failures are `_DraftFailedError`."""
+
+    def __init__(self, drafts: Drafter) -> None:
+        self._drafts, self.passes = drafts, 0
 
     def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
+        """As `Drafter.grow`."""
         try:
-            return super().grow(ids, room, chain=chain)
+            tree = self._drafts.grow(ids, room, chain=chain)
         except Exception as error:
             raise _DraftFailedError from error
+        self.passes = self._drafts.passes
+        return tree
 
     def keep(self, path: Sequence[int]) -> None:
+        """As `Drafter.keep`."""
         try:
-            super().keep(path)
+            self._drafts.keep(path)
         except Exception as error:
             raise _DraftFailedError from error
 
@@ -119,13 +136,12 @@ class DraftedText:
         drafts: The draft model and its statistics.
         job: The job of the answer.
         sampler: Chooses its tokens.
+        store: Where text is looked up, without a draft model.
     """
 
-    def __init__(self, drafts: Drafts, job: Job, sampler: Sampler) -> None:
+    def __init__(self, drafts: Drafts, job: Job, sampler: Sampler, store: TextStore) -> None:
         self._drafts, self._job, self._sampler = drafts, job, sampler
-        chains = keeps_states(drafts.model)
-        growth = drafts.rounds.growth
-        self._drafting = _Draft(drafts.draft, drafts.config, growth, sampler.warpers, job.ends, chains=chains)
+        self._drafting = _Guarded(drafts.drafting(job, sampler, store))
 
     def run(self, cache: ChunkReuseCache, ids: Sequence[int], add: Add) -> FinishReason | None:
         """Run one round, which adds the drafts that are right and one more token; none if the draft model fails.
