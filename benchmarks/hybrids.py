@@ -223,6 +223,11 @@ def _in_tokens(sizes: Result) -> str:
     return f"{sizes['state'] / sizes['token']:,.0f}" if sizes["token"] else ""
 
 
+def _times(row: Result) -> str:
+    """The times without and with reuse, as two columns of a table."""
+    return f"{row['plain']:.0f} ms | {row['reused']:.0f} ms ({row['reused'] / row['plain']:.2f})"
+
+
 def markdown(result: Result) -> str:
     runs = result.get("provenances", [result["provenance"]])
     lines = [f"{result['model']}; {measured_on(runs[0])}", *map(measured_on, runs[1:]), ""]
@@ -233,19 +238,11 @@ def markdown(result: Result) -> str:
             "| token | plain | reused | tokens forwarded | behind the edit |",
             "| ---: | ---: | ---: | ---: | ---: |",
         ]
-        lines += [
-            f"| {e['at']:,} | {e['plain']:.0f} ms | {e['reused']:.0f} ms ({e['reused'] / e['plain']:.2f}) "
-            f"| {e['forwarded']:,} | {e['least']:,} |"
-            for e in edited
-        ]
+        lines += [f"| {e['at']:,} | {_times(e)} | {e['forwarded']:,} | {e['least']:,} |" for e in edited]
     if chat := result.get("turns"):
         lines += ["", "A chat over one store, with a new cache each turn:", ""]
         lines += ["| turn | tokens | plain | reused | forwarded |", "| ---: | ---: | ---: | ---: | ---: |"]
-        lines += [
-            f"| {t['turn']} | {t['tokens']:,} | {t['plain']:.0f} ms "
-            f"| {t['reused']:.0f} ms ({t['reused'] / t['plain']:.2f}) | {t['forwarded']:,} |"
-            for t in chat
-        ]
+        lines += [f"| {t['turn']} | {t['tokens']:,} | {_times(t)} | {t['forwarded']:,} |" for t in chat]
     if kept := result.get("rules"):
         reused = {(r["rule"], r["mb"]): 1 - r["forwarded"] / r["asked"] for r in kept}
         sizes_mb = sorted({r["mb"] for r in kept})

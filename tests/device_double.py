@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.internals.cache import transfer
+from tests.internals.top import device_link
 from tests.internals.triton import gather_launch as launch
 
 CUDA = torch.device("cuda", 0)
@@ -148,7 +149,7 @@ class DoubleDevice:
         yield
         self._using.stream = before
 
-    def record(self, stream: Any) -> DoubleEvent:
+    def record(self, stream: Any, *, timed: bool = False) -> DoubleEvent:
         return DoubleEvent(self, dict(stream.clock))
 
     def send(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -158,7 +159,7 @@ class DoubleDevice:
     def hold(self, tensor: torch.Tensor, stream: Any) -> None:
         pass
 
-    def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def pinned(self, shape: torch.Size, dtype: torch.dtype, *, warns: bool = True) -> torch.Tensor:
         made = torch.empty(shape, dtype=dtype)
         self._pinned.add(made.untyped_storage().data_ptr())
         self.pinned_bytes += made.nbytes
@@ -201,7 +202,7 @@ class DoubleDevice:
     def in_place(self) -> Iterator["DoubleDevice"]:
         """Within it `device="cuda:0"` is this device, in this thread."""
         with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-            patch.setattr(transfer, "link", self)
+            patch.setattr(device_link, "link", self)
             patch.setattr(torch.cuda, "_lazy_init", lambda: None)
             patch.setattr(torch.cuda, "current_device", lambda: 0)
             transfer.staging_of.cache_clear()

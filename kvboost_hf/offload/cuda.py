@@ -1,6 +1,6 @@
 """The backend for CUDA devices: a stream of its own copies layers while the model computes.
 
-`CudaBackend` does so by a `Runtime`, which tests implement without a GPU. `map_to_cuda` makes pinned host memory a
+`CudaBackend` has the link of the process, and in tests one without a GPU. `map_to_cuda` makes pinned host memory a
 tensor of the device, for tables of which a GPU reads a few rows at a time.
 """
 
@@ -14,7 +14,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from kvboost_hf import forks
+from kvboost_hf import device_link, forks
+from kvboost_hf.device_link import Event, Stream, TimedEvent
 from kvboost_hf.offload.host import LayerMemory, cuda_pinning
 from kvboost_hf.offload.sources import Source
 
@@ -24,48 +25,22 @@ BUFFER_BYTES = _BUFFERS * PIECE_BYTES
 _log = logging.getLogger(__name__)
 
 
-class Event(Protocol):
-    """A point in a stream's work, as `torch.cuda.Event`."""
+class LayerLink(Protocol):
+    """What is needed of a `Link` to copy layers."""
 
-    def query(self) -> bool: ...
+    def new_stream(self, device: torch.device) -> Stream: ...
 
-    def synchronize(self) -> None: ...
+    def current(self, device: torch.device) -> Stream: ...
 
-    def elapsed_time(self, end_event: "Event") -> float:
-        """Milliseconds until another event; both must have happened."""
+    def record(self, stream: Stream, *, timed: bool = False) -> Event: ...
 
+    def allocate(self, nbytes: int, device: torch.device, stream: Stream) -> torch.Tensor: ...
 
-class Stream(Protocol):
-    """Work done in order, as `torch.cuda.Stream`; objects of the same stream are equal."""
+    def pinned(self, shape: torch.Size, dtype: torch.dtype, *, warns: bool = True) -> torch.Tensor: ...
 
-    def wait_event(self, event: Event) -> None: ...
+    def is_pinned(self, host: torch.Tensor) -> bool: ...
 
-    def synchronize(self) -> None: ...
-
-
-class Runtime(Protocol):
-    """Streams, events, memory and copies of one device."""
-
-    def new_stream(self) -> Stream:
-        """A stream of high priority."""
-
-    def current_stream(self) -> Stream:
-        """The stream of the caller's computation."""
-
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """A new event after all work submitted to a stream; only `timed` ones measure time."""
-
-    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
-        """uint8 [nbytes] on the device, which `stream` writes to."""
-
-    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] in pinned host memory; in ordinary memory where no more can be pinned."""
-
-    def is_pinned(self, flat: torch.Tensor) -> bool:
-        """Whether a tensor is in pinned host memory."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:
-        """Submit copies from pinned memory to the device, of `piece_bytes` each."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None: ...
 
 
 class CudaBackend:
@@ -75,18 +50,19 @@ class CudaBackend:
 
     Args:
         device: The device of the slots.
-        runtime: Calls CUDA; by default on `device`.
+        link: To the device; None for that of the process.
         piece_bytes: The most bytes of one copy; None for `PIECE_BYTES`.
     """
 
-    def __init__(
-        self, device: torch.device, runtime: Runtime | None = None, *, piece_bytes: int | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, link: LayerLink | None = None, *, piece_bytes: int | None = None) -> None:
         self.device = device
+        self._device_link = device_link.link if link is None else link
+        is_one = link is not None or device.index is not None
+        # Threads may have another current device.
+        self._at = device if is_one else torch.device("cuda", torch.cuda.current_device())
         self.bytes_copied = 0
         self.synchronous_loads = 0
-        self._runtime = runtime or CudaRuntime(device)
-        self._link = _Link(self._runtime, piece_bytes or PIECE_BYTES)
+        self._copies = _Copies(self._device_link, self._at, piece_bytes or PIECE_BYTES)
         # Its thread ends with close(), or when this object is gone; so what it runs does not refer to this object.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvboost-layers")
         self._slots: list[_Slot] = []
@@ -94,10 +70,10 @@ class CudaBackend:
 
     def allocate(self, nbytes: int, count: int) -> list[torch.Tensor]:
         with torch.inference_mode(False):  # else nobody could write to them outside of inference mode
-            flats = [self._runtime.allocate(nbytes, self._link.stream) for _ in range(count)]
+            flats = [self._device_link.allocate(nbytes, self._at, self._copies.stream) for _ in range(count)]
         # Their memory may have been another tensor's, which work that was submitted before still reads.
-        current = self._runtime.current_stream()
-        now = self._runtime.record(current)
+        current = self._device_link.current(self._at)
+        now = self._device_link.record(current)
         self._slots = [_Slot(flat, {current: now}) for flat in flats]
         return flats
 
@@ -110,32 +86,32 @@ class CudaBackend:
         place.load = load
         self.bytes_copied += source.nbytes
         if earlier is not None:
-            with self._link.lock:
+            with self._copies.lock:
                 earlier.superseded = True
             if earlier.reading is not None:
                 earlier.reading.cancel()  # does nothing if it has begun
-        if source.host is not None and self._runtime.is_pinned(source.host):
-            self._link.copy_from(source.host, load)
+        if source.host is not None and self._device_link.is_pinned(source.host):
+            self._copies.copy_from(source.host, load)
         else:
-            load.reading = self._reader.submit(self._link.copy_through_buffers, load)
+            load.reading = self._reader.submit(self._copies.copy_through_buffers, load)
 
     def wait(self, slot: int) -> None:
         place = self._slots[slot]
         assert place.load is not None, "issue() comes first"
-        stream = self._runtime.current_stream()
-        before = self._runtime.record(stream, timed=True)
+        stream = self._device_link.current(self._at)
+        before = self._device_link.record(stream, timed=True)
         if place.load.reading is not None:
             self.synchronous_loads += not place.load.reading.done()
             place.load.reading.result()
         assert place.load.ready is not None
         stream.wait_event(place.load.ready)
-        self._stalls.add(before, self._runtime.record(stream, timed=True))
+        self._stalls.add(before, self._device_link.record(stream, timed=True))
         place.readers.add(stream)
 
     def release(self, slot: int) -> None:
         place = self._slots[slot]
-        for stream in {self._runtime.current_stream(), *place.readers}:
-            place.free[stream] = self._runtime.record(stream)
+        for stream in {self._device_link.current(self._at), *place.readers}:
+            place.free[stream] = self._device_link.record(stream)
         place.readers.clear()
 
     @property
@@ -143,17 +119,17 @@ class CudaBackend:
         return self._stalls.totals()[0]
 
     def copy_rate(self) -> float:
-        seconds, nbytes = self._link.timings.totals()
+        seconds, nbytes = self._copies.timings.totals()
         return nbytes / seconds if seconds else 0.0
 
     def close(self) -> None:
-        with self._link.lock:
+        with self._copies.lock:
             for place in self._slots:
                 if place.load is not None:
                     place.load.superseded = True
         self._reader.shutdown(cancel_futures=True)
-        self._link.stream.synchronize()
-        self._link.buffers.clear()
+        self._copies.stream.synchronize()
+        self._copies.buffers.clear()
         self._slots.clear()
 
 
@@ -183,15 +159,15 @@ class _Buffer:
     copied: Event | None = None
 
 
-class _Link:
+class _Copies:
     """The copy stream and its buffers. Two threads submit copies, one layer at a time under the lock."""
 
-    def __init__(self, runtime: Runtime, piece_bytes: int) -> None:
-        self.stream = runtime.new_stream()
+    def __init__(self, link: LayerLink, device: torch.device, piece_bytes: int) -> None:
+        self.stream = link.new_stream(device)
         self.lock = forks.lock()
         self.timings = Timings()
         self.buffers: deque[_Buffer] = deque()  # the next one first
-        self._runtime, self._piece_bytes = runtime, piece_bytes
+        self._link, self._piece_bytes = link, piece_bytes
 
     def copy_from(self, host: torch.Tensor, load: _Load) -> None:
         """Submit the copy of a layer in pinned memory."""
@@ -216,7 +192,7 @@ class _Link:
     def _next_buffer(self) -> _Buffer:
         """The next buffer, once its last copy is done."""
         if len(self.buffers) < _BUFFERS:
-            buffer = _Buffer(self._runtime.allocate_pinned(self._piece_bytes))
+            buffer = _Buffer(self._link.pinned(torch.Size([self._piece_bytes]), torch.uint8, warns=False))
         else:
             buffer = self.buffers.popleft()
         self.buffers.append(buffer)
@@ -230,55 +206,11 @@ class _Link:
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         """Submit a copy; returns the event after it."""
-        before = self._runtime.record(self.stream, timed=True)
-        self._runtime.copy(target, source, self.stream, self._piece_bytes)
-        after = self._runtime.record(self.stream, timed=True)
+        before = self._link.record(self.stream, timed=True)
+        self._link.copy(target, source, self.stream, self._piece_bytes)
+        after = self._link.record(self.stream, timed=True)
         self.timings.add(before, after, target.numel())
         return after
-
-
-class CudaRuntime:
-    """A `Runtime` by `torch.cuda`.
-
-    Args:
-        device: A CUDA device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-
-    def new_stream(self) -> Stream:
-        return cast(Stream, torch.cuda.Stream(self._device, priority=-1))  # type: ignore[no-untyped-call]
-
-    def current_stream(self) -> Stream:
-        return cast(Stream, torch.cuda.current_stream(self._device))
-
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """A new event after all work submitted to a stream; a thread that waits for it sleeps."""
-        event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
-        event.record(cast(torch.cuda.Stream, stream))
-        return cast(Event, event)
-
-    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
-        """Memory of the device, which is not used again, once freed, before copies under way have ended."""
-        flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        flat.record_stream(cast(torch.cuda.Stream, stream))
-        return flat
-
-    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        """Pinned memory; or ordinary memory, from which a copy is over when it has been submitted."""
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:
-            return torch.empty(nbytes, dtype=torch.uint8)
-
-    def is_pinned(self, flat: torch.Tensor) -> bool:
-        return flat.is_pinned()
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:
-        with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
-            for there, here in zip(torch.split(target, piece_bytes), torch.split(source, piece_bytes), strict=True):
-                there.copy_(here, non_blocking=True)
 
 
 class Timings:
@@ -299,7 +231,7 @@ class Timings:
         with self._lock:
             while self._pending and self._pending[0][1].query():
                 before, after, nbytes = self._pending.popleft()
-                self._seconds += before.elapsed_time(after) / 1000
+                self._seconds += cast(TimedEvent, before).elapsed_time(after) / 1000
                 self._nbytes += nbytes
             return self._seconds, self._nbytes
 

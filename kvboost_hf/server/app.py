@@ -90,11 +90,11 @@ def make_app(
         app.include_router(router)
     routes = [route for router in (app.router, *routers) for route in router.routes if isinstance(route, Route)]
     add_handlers(app, routes)
-    _add_middleware(app, settings, [route.path for route in routes if "{" not in route.path], tracer_provider)
+    add_middleware(app, settings, [route.path for route in routes if "{" not in route.path], tracer_provider)
     return app
 
 
-def _add_middleware(app: FastAPI, settings: ServerSettings, paths: Collection[str], tracer_provider: Any) -> None:
+def add_middleware(app: FastAPI, settings: ServerSettings, paths: Collection[str], tracer_provider: Any) -> None:
     """Add what requests pass before they come to a route; what is added last is passed first."""
     if tracer_provider is not None:
         from kvboost_hf.server.http.traces import TraceRequests

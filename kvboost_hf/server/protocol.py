@@ -128,7 +128,21 @@ class ModelCard:
         return str(self.parameters)
 
 
-class Engine(Protocol):
+class Drains(Protocol):
+    """Takes requests, and can end in order."""
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take no more, and wait for those that were taken. After `timeout_s` those that are left are cancelled.
+
+        Any thread may call it, any number of times.
+
+        Returns:
+            Whether all of them ended in time.
+        """
+        ...
+
+
+class Engine(Drains, Protocol):
     """Runs jobs."""
 
     @property
@@ -207,14 +221,4 @@ class Engine(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """Current figures, as numbers, strings, and dicts of them."""
-        ...
-
-    def drain(self, timeout_s: float) -> bool:
-        """Take no more jobs, and wait for those that were taken. After `timeout_s` those that are left are cancelled.
-
-        Any thread may call it, any number of times.
-
-        Returns:
-            Whether all of them ended in time.
-        """
         ...

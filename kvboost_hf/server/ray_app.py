@@ -5,35 +5,36 @@ client ──▶ proxy of Ray ──▶ Front ──▶ PrefixRequestRouter ─�
 """
 
 import asyncio
+import logging
+import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
 from typing import Any
 
+import anyio
+import ray
 from ray import serve
+from ray.exceptions import GetTimeoutError, RayError
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse
 from transformers import PreTrainedModel
 
 from kvboost_hf.engine.settings import EngineSettings
-from kvboost_hf.server.prompt_keys import prompt_keys
+from kvboost_hf.server.cluster import Answer, ReplicaLostError, front_app, lacking, names_of, needed
+from kvboost_hf.server.http.guard import JsonLines
+from kvboost_hf.server.http.listen import FrontServer
+from kvboost_hf.server.protocol import QueueFullError
 from kvboost_hf.server.routing import PrefixRouter
 from kvboost_hf.server.serve import front, start_engine
 from kvboost_hf.server.settings import ServerSettings
 
-_SCOPE = (
-    "type",
-    "http_version",
-    "method",
-    "scheme",
-    "path",
-    "raw_path",
-    "query_string",
-    "headers",
-    "client",
-    "server",
-)
+_ALL_S = 30.0  # for all replicas to answer
+_STARTED_S = 60.0
 
 
 class PrefixRequestRouter(RequestRouter):
@@ -77,6 +78,8 @@ class Replica:
     def __init__(
         self, load: Callable[[], tuple[PreTrainedModel, Any]], settings: ServerSettings, kept: EngineSettings
     ) -> None:
+        self._name = serve.get_replica_context().replica_id.unique_id
+        _log_requests({"replica": self._name})
         model, tokenizer = load()
         self._engine = start_engine(model, tokenizer, settings, kept)
         self._app = front(self._engine, settings)
@@ -110,34 +113,118 @@ class Replica:
             asked.put_nowait({"type": "http.disconnect"})
             await answering
 
+    async def ask_whole(self, scope: dict[str, Any], body: bytes) -> Answer:
+        """Answer a request that all replicas are asked."""
+        messages = [message async for message in self.ask((), scope, body)]
+        pieces = (message.get("body", b"") for message in messages[1:])
+        return Answer(self._name, messages[0]["status"], list(messages[0]["headers"]), b"".join(pieces))
+
     def __del__(self) -> None:
         self._engine.close()
         self._engine.store.close()
 
 
+class _RayReplicas:
+    """`Replicas` behind a handle of their deployment."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle, self._one = handle, handle.options(method_name="ask", stream=True)
+
+    async def ask(
+        self, keys: Sequence[bytes], scope: dict[str, Any], body: bytes
+    ) -> AsyncIterator[MutableMapping[str, Any]]:
+        messages = self._one.remote(keys, scope, body)
+        try:
+            async for message in messages:
+                yield message
+        except BackPressureError as error:
+            raise QueueFullError("All replicas have as many requests as they may. Try again later.", 1.0) from error
+        except (RayError, DeploymentUnavailableError) as error:
+            raise ReplicaLostError(str(error).splitlines()[0]) from error
+        finally:
+            messages.cancel()
+
+    async def ask_all(self, scope: dict[str, Any], body: bytes) -> list[Answer]:
+        asked = self._handle.broadcast("ask_whole", scope, body)
+        try:
+            return list(await anyio.to_thread.run_sync(lambda: asked.results(timeout_s=_ALL_S)))
+        except (RayError, DeploymentUnavailableError, GetTimeoutError, TimeoutError) as error:
+            raise ReplicaLostError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+
 class Front:
-    """Takes requests, and hands them on with the keys of their prompts.
+    """Listens for requests, and hands them on with the keys of their prompts.
 
     Args:
         replicas: A handle of the deployment of `Replica`.
-        max_body_bytes: More of a request is not read, and the replica refuses it.
+        settings: The settings of each replica. Here they decide the address, keys, names and limits.
     """
 
-    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
-        self._replicas, self._max_bytes = replicas.options(method_name="ask", stream=True), max_body_bytes
+    def __init__(self, replicas: DeploymentHandle, settings: ServerSettings) -> None:
+        _log_requests({"front": serve.get_replica_context().replica_id.unique_id})
+        app = front_app(_RayReplicas(replicas), settings)
+        listener = _listener(settings)
+        self._server = FrontServer(app, app.state.forwarding, settings)
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), name="front", daemon=True)
+        self._thread.start()
+        end = time.monotonic() + _STARTED_S
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > end:
+                raise RuntimeError(f"The front has not begun to listen at {settings.host}:{settings.port}.")
+            time.sleep(0.01)
+        scheme = "http" if settings.tls is None else "https"
+        self._url = f"{scheme}://{settings.host}:{listener.getsockname()[1]}"
+        logging.getLogger("kvboost_hf.server").info("listening at %s", self._url)
 
-    async def __call__(self, request: Request) -> StreamingResponse:
-        body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self._max_bytes:
-                break
-        keys = prompt_keys(body, request.headers.get("authorization", ""))
-        messages = self._replicas.remote(keys, {name: request.scope[name] for name in _SCOPE}, body)
-        start = await anext(messages)
-        answer = StreamingResponse((message["body"] async for message in messages), start["status"])
-        answer.raw_headers = list(start["headers"])
-        return answer
+    async def __call__(self, request: Request) -> JSONResponse:
+        """Answer what comes by Ray's proxies: that this is the wrong address."""
+        told = f"The server does not listen here, but at {self._url}."
+        error = {"message": told, "type": "invalid_request_error", "param": None, "code": "wrong_address"}
+        return JSONResponse({"error": error}, 421)
+
+    def url(self) -> str:
+        """The address that this front listens at."""
+        return self._url
+
+    def __del__(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(self._server.config.timeout_graceful_shutdown)
+
+
+def _listener(settings: ServerSettings) -> socket.socket:
+    """A socket that several fronts on one machine may share.
+
+    Raises:
+        ValueError: for an address that cannot be listened at.
+    """
+    found = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "SO_REUSEPORT"):
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        found.bind((settings.host, settings.port))
+    except OSError as error:
+        found.close()
+        raise ValueError(
+            f"`host` and `port` must be an address of the front's machine that is free, got {settings.host} and "
+            f"{settings.port}: {error.strerror}. Ray's own proxies take port 8000: start them elsewhere, or none with "
+            "serve.start(proxy_location='Disabled')."
+        ) from error
+    return found
+
+
+def _log_requests(names: dict[str, str]) -> None:
+    """Write the log of the server as lines of JSON to standard error, which Ray keeps in the log of the replica."""
+
+    class Lines(JsonLines):
+        def format(self, record: logging.LogRecord) -> str:
+            record.fields = {**names, **getattr(record, "fields", {})}
+            return super().format(record)
+
+    log, handler = logging.getLogger("kvboost_hf"), logging.StreamHandler()
+    handler.setFormatter(Lines())
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
 
 
 def build(
@@ -149,19 +236,34 @@ def build(
     fronts: int = 1,
     load_factor: float = 1.25,
     actor_options: dict[str, Any] | None = None,
+    check_resources: bool = True,
 ) -> serve.Application:
     """An application for `ray.serve.run`.
 
     Args:
         load: Makes a model and its tokenizer, on the machine of the replica.
-        settings: The settings of each replica's server. Address and port are Ray's.
+        settings: The settings of each replica's server, and of the fronts, which listen at its address and port.
         kept: What each replica keeps of prompts. Tiers that they can all reach make one replica find what another has
             stored.
         replicas: How many.
-        fronts: How many processes take requests. Each remembers by itself where prompts went.
+        fronts: How many processes take requests. Each remembers by itself where prompts went. Those on one machine
+            share the port.
         load_factor: The most load of a replica, as a multiple of its share.
-        actor_options: What Ray is to give each replica, such as `{"num_gpus": 1}`.
+        actor_options: What Ray is to give each replica, such as `{"num_gpus": 1}`. Fronts need no CPU of their own.
+        check_resources: Refuse more replicas than the cluster, if Ray runs already, has resources for: Ray would wait
+            for more without a word. False for a cluster that grows.
+
+    Raises:
+        ValueError: for more replicas than the cluster has resources for.
     """
+    if check_resources and ray.is_initialized():
+        wanted, there = needed(actor_options, replicas, 1), ray.cluster_resources()
+        if short := lacking(wanted, there):
+            raise ValueError(
+                f"`replicas` must fit into the cluster: {replicas} of them need {names_of(wanted)}, of which "
+                f"{names_of(short)} are lacking. Start fewer, give each less (actor_options={{'num_cpus': 0.5}}), or "
+                "pass check_resources=False for a cluster that grows."
+            )
     router = RequestRouterConfig(
         request_router_class=PrefixRequestRouter, request_router_kwargs={"load_factor": load_factor}
     )
@@ -169,8 +271,11 @@ def build(
         Replica,
         num_replicas=replicas,
         max_ongoing_requests=settings.max_batch_size + settings.max_queue_size,
+        max_queued_requests=settings.max_queue_size,
         ray_actor_options=actor_options,
         request_router_config=router,
     )
-    taking = serve.deployment(Front, num_replicas=fronts, max_ongoing_requests=10_000)
-    return taking.bind(served.bind(load, settings, kept), settings.max_body_bytes)
+    taking = serve.deployment(
+        Front, num_replicas=fronts, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
+    )
+    return taking.bind(served.bind(load, settings, kept), settings)

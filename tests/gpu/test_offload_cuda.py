@@ -11,7 +11,7 @@ import torch
 
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
 from tests.internals.offload import CudaBackend, FlatLayout, HostSource, LayerFolder, LayerMemory, Source, cuda_pinning
-from tests.offload.at_once import HostRuntime
+from tests.offload.at_once import HostLink
 
 UNIT = 1 << 20 if ON_GPU else 1 << 10
 NBYTES, PIECE_BYTES = 10 * UNIT, 3 * UNIT  # the last piece of a layer is a short one
@@ -27,7 +27,7 @@ def contents() -> list[torch.Tensor]:
 
 
 def make_backend() -> CudaBackend:
-    return CudaBackend(DEVICE, None if ON_GPU else HostRuntime(), piece_bytes=PIECE_BYTES)
+    return CudaBackend(DEVICE, None if ON_GPU else HostLink(), piece_bytes=PIECE_BYTES)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_copy_that_is_not_waited_for_is_noticed(backend: CudaBackend, contents
     (source,) = pinned(contents[:1])
     slot.zero_()
     torch.cuda.synchronize()
-    with torch.cuda.stream(backend._link.stream):  # type: ignore[arg-type]
+    with torch.cuda.stream(backend._copies.stream):  # type: ignore[arg-type]
         torch.cuda._sleep(LONG)
     backend.issue(0, source)
     early = slot.clone()
@@ -186,7 +186,7 @@ def test_a_backend_that_is_forgotten_ends_its_thread_and_harms_nobody(contents: 
     made = make_backend()
     made.allocate(NBYTES, N_SLOTS)
     sources = pinned(contents[:1])
-    with torch.cuda.stream(made._link.stream):  # type: ignore[arg-type]
+    with torch.cuda.stream(made._copies.stream):  # type: ignore[arg-type]
         torch.cuda._sleep(LONG)
     made.issue(0, sources[0])
     made.issue(1, HostSource(contents[1]))

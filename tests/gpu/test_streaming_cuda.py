@@ -21,7 +21,7 @@ from recipes.awq import write_random_awq
 from tests.conftest import as_inputs, random_ids
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
 from tests.internals.offload import CudaBackend, LayerMemory, can_map, cuda_pinning, map_to_cuda, use_backend
-from tests.offload.at_once import HostRuntime
+from tests.offload.at_once import HostLink
 
 LAYERS, SIZE, NEW = (8, 32, 12) if ON_GPU else (6, 4, 3)
 IDS = random_ids(60, seed=1)
@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def load(checkpoint: str, **kwargs: Any) -> Any:
-    with nullcontext() if ON_GPU else use_backend(partial(CudaBackend, DEVICE, HostRuntime())):
+    with nullcontext() if ON_GPU else use_backend(partial(CudaBackend, DEVICE, HostLink())):
         model = load_streamed(checkpoint, StreamingConfig(**kwargs), device=DEVICE)
     model.generation_config.eos_token_id = None
     return model

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, check_model_compatibility
 from tests.conftest import counted, left_pad, make_model, random_ids
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
-from tests.internals.cache import ComputePace, loading, transfer
+from tests.internals.cache import ComputePace, loading
+from tests.internals.top import device_link
 
 BASE = random_ids(2000, seed=1)
 
@@ -46,14 +47,14 @@ def test_what_is_stored_is_in_pinned_memory_and_arrives_whole() -> None:
 def test_a_hit_is_gathered_from_pinned_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """By one kernel a layer, also if the store evicts it at once and the memory is used again."""
     monkeypatch.setattr(loading, "_MIN_BYTES", 1)
-    assert transfer.link.gathers(DEVICE)
-    gather, layers = transfer.CudaLink.gather, []
+    assert device_link.link.gathers(DEVICE)
+    gather, layers = device_link.CudaLink.gather, []
 
-    def noted(self: transfer.CudaLink, opened: Any, table: Any, places: Any) -> None:
+    def noted(self: device_link.CudaLink, opened: Any, table: Any, places: Any) -> None:
         layers.append(places)
         gather(self, opened, table, places)
 
-    monkeypatch.setattr(transfer.CudaLink, "gather", noted)
+    monkeypatch.setattr(device_link.CudaLink, "gather", noted)
     model = reader(dtype)
     store, plain = ChunkStore(model, chunk_size=64), tokens(model, BASE)
     store.warm(BASE)
@@ -67,7 +68,7 @@ def test_a_hit_is_gathered_from_pinned_memory(dtype: torch.dtype, monkeypatch: p
         assert torch.equal(found, plain)
         store.clear()
         for _ in range(40):
-            transfer.link.pinned(torch.Size([4, 2, 64, 16]), dtype).fill_(9)
+            device_link.link.pinned(torch.Size([4, 2, 64, 16]), dtype).fill_(9)
         store.warm(BASE)
 
 

@@ -1,5 +1,6 @@
 """Names of `kvboost_hf.offload`."""
 
+from kvboost_hf.device_link import Event, Stream
 from kvboost_hf.offload import build, checkpoint, disk
 from kvboost_hf.offload import cuda as mapped
 from kvboost_hf.offload import load as quantizer
@@ -30,7 +31,7 @@ from kvboost_hf.offload.awq.tiling import (
 from kvboost_hf.offload.backend import LayerBackend, ThreadedBackend, use_backend
 from kvboost_hf.offload.build import StreamBuilder, _make_portable, streaming_plan
 from kvboost_hf.offload.checkpoint import Checkpoint, any_of
-from kvboost_hf.offload.cuda import CudaBackend, CudaRuntime, Event, Stream, Timings, can_map, map_to_cuda
+from kvboost_hf.offload.cuda import CudaBackend, Timings, can_map, map_to_cuda
 from kvboost_hf.offload.disk import FileSource, LayerFolder, Origin
 from kvboost_hf.offload.host import HostSource, LayerMemory, Pinning, cuda_pinning
 from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency

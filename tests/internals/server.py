@@ -17,12 +17,14 @@ from kvboost_hf.server.chats.token_cache import TokenCache
 from kvboost_hf.server.chats.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, ToolSupport, format_of
 from kvboost_hf.server.chats.tools import Parsed, ToolCallStream, joined
 from kvboost_hf.server.chats.values import ValueReader, arguments_of, json_of
+from kvboost_hf.server.cluster import Answer, ReplicaLostError, front_app, lacking, merged_figures, needed
 from kvboost_hf.server.engine import model_runner as memory
 from kvboost_hf.server.engine import task, worker
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns, embed
 from kvboost_hf.server.engine.intake import WaitingLine
 from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit
+from kvboost_hf.server.engine.neighbours import MemoryPlans
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.generation.batch import BatchKV, _BatchLayer
 from kvboost_hf.server.generation.prefix_tree import PrefixTree

@@ -1,6 +1,6 @@
 """Names of the modules that are in no folder."""
 
-from kvboost_hf import forks, handles
+from kvboost_hf import device_link, forks, handles
 from kvboost_hf.checksum import checksum, contents
 from kvboost_hf.compatibility import known_architectures
 from kvboost_hf.handles import CodedKV, CodePlanes, KVHandle, PiecedKV, PieceTable

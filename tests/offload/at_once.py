@@ -28,28 +28,28 @@ class IdleStream:
         pass
 
 
-class HostRuntime:
-    """A `Runtime` without a device."""
+class HostLink:
+    """A `LayerLink` without a device."""
 
     def __init__(self) -> None:
         self._stream = IdleStream()
 
-    def new_stream(self) -> Stream:
+    def new_stream(self, device: torch.device) -> Stream:
         return IdleStream()
 
-    def current_stream(self) -> Stream:
+    def current(self, device: torch.device) -> Stream:
         return self._stream
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
         return HappenedEvent()
 
-    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
+    def allocate(self, nbytes: int, device: torch.device, stream: Stream) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+    def pinned(self, shape: torch.Size, dtype: torch.dtype, *, warns: bool = True) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
 
-    def is_pinned(self, flat: torch.Tensor) -> bool:
+    def is_pinned(self, host: torch.Tensor) -> bool:
         return True
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:

@@ -56,7 +56,7 @@ class SimulatedStream:
 
 
 class SimulatedGpu:
-    """A `Runtime`.
+    """A `LayerLink`.
 
     Args:
         seed: Of the order.
@@ -68,17 +68,17 @@ class SimulatedGpu:
         self.pins = pins
         self.now_ms = 0.0
         self.streams: list[SimulatedStream] = []
-        self.current = self.favourite = self.new_stream()
+        self.computing = self.favourite = self.new_stream()
         self.copies = 0
         self._pinned: list[torch.Tensor] = []
         self._lock = threading.RLock()
 
-    def new_stream(self) -> SimulatedStream:
+    def new_stream(self, device: torch.device | None = None) -> SimulatedStream:
         self.streams.append(SimulatedStream(self))
         return self.streams[-1]
 
-    def current_stream(self) -> SimulatedStream:
-        return self.current
+    def current(self, device: torch.device) -> SimulatedStream:
+        return self.computing
 
     def record(self, stream: Stream, *, timed: bool = False) -> SimulatedEvent:
         event = SimulatedEvent(self, timed)
@@ -89,14 +89,14 @@ class SimulatedGpu:
         self.submit(stream, happen)
         return event
 
-    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
+    def allocate(self, nbytes: int, device: torch.device, stream: Stream) -> torch.Tensor:
         return torch.full((nbytes,), POISON, dtype=torch.uint8)
 
-    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        self._pinned.append(self.allocate(nbytes, self.current))
+    def pinned(self, shape: torch.Size, dtype: torch.dtype, *, warns: bool = True) -> torch.Tensor:
+        self._pinned.append(torch.full(shape, POISON, dtype=dtype))
         return self._pinned[-1]
 
-    def is_pinned(self, flat: torch.Tensor) -> bool:
+    def is_pinned(self, host: torch.Tensor) -> bool:
         return self.pins
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:
@@ -120,7 +120,7 @@ class SimulatedGpu:
 
     def launch(self, kernel: Callable[[], None]) -> None:
         """Submit computation to the current stream."""
-        self.submit(self.current, kernel)
+        self.submit(self.computing, kernel)
 
     def submit(self, stream: Stream, step: Callable[[], bool | None]) -> None:
         with self._lock:

@@ -44,16 +44,16 @@ class Machine:
 
     def __init__(self, gpu: DoubleDevice, pins: int = 2**40, maps: bool = True, free: int = 2**40) -> None:
         self.gpu, self.pins, self.maps, self.free = gpu, pins, maps, free
-        self.pinned: dict[int, int] = {}
+        self.registered: dict[int, int] = {}
         self.copies, self.piece_bytes = 0, PIECE_BYTES
 
     def register(self, address: int, nbytes: int) -> None:
-        if sum(self.pinned.values()) + nbytes > self.pins:
+        if sum(self.registered.values()) + nbytes > self.pins:
             raise RuntimeError("cudaHostRegister returned 2")
-        self.pinned[address] = nbytes
+        self.registered[address] = nbytes
 
     def unregister(self, address: int) -> None:
-        del self.pinned[address]
+        del self.registered[address]
 
     def map(self, flat: torch.Tensor) -> torch.Tensor:
         if not self.maps:
@@ -61,12 +61,12 @@ class Machine:
         assert self.is_pinned(flat)
         return DoubleTensor(flat, self.gpu)
 
-    # As a `Runtime`
+    # As a `LayerLink`
 
-    def new_stream(self) -> Any:
+    def new_stream(self, device: torch.device) -> Any:
         return self.gpu.stream("copies", CUDA)
 
-    def current_stream(self) -> Any:
+    def current(self, device: torch.device) -> Any:
         return self.gpu.current(CUDA)
 
     def record(self, stream: Any, *, timed: bool = False) -> Any:
@@ -74,16 +74,16 @@ class Machine:
         setattr(event, "elapsed_time", lambda end: 1.0)  # noqa: B010
         return event
 
-    def allocate(self, nbytes: int, stream: Any) -> torch.Tensor:
+    def allocate(self, nbytes: int, device: torch.device, stream: Any) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=CUDA)
 
-    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        flat = torch.empty(nbytes, dtype=torch.uint8)
-        self.register(flat.data_ptr(), nbytes)
+    def pinned(self, shape: torch.Size, dtype: torch.dtype, *, warns: bool = True) -> torch.Tensor:
+        flat = torch.empty(shape, dtype=dtype)
+        self.register(flat.data_ptr(), flat.nbytes)
         return flat
 
-    def is_pinned(self, flat: torch.Tensor) -> bool:
-        return any(start <= flat.data_ptr() < start + nbytes for start, nbytes in self.pinned.items())
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        return any(start <= host.data_ptr() < start + nbytes for start, nbytes in self.registered.items())
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, piece_bytes: int) -> None:
         assert self.is_pinned(source)
@@ -235,7 +235,7 @@ def test_little_pinned_memory_is_one_warning_and_the_same_answers(
     assert not plan.host_embeddings
     assert f"The input embeddings, {TABLE_BYTES} bytes, stay on cuda:0" in str(plan)
     torch.testing.assert_close(logits(model, CUDA), wanted, rtol=0, atol=0)
-    assert sum(machine.pinned.values()) == machine.pins  # the buffers took what was kept for them
+    assert sum(machine.registered.values()) == machine.pins  # the buffers took what was kept for them
     stats = streaming_stats(model)
     assert stats is not None
     assert stats.bytes_copied == stats.layer_calls * layer + 2 * layer  # and those for the next token

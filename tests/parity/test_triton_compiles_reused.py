@@ -131,7 +131,7 @@ def test_columns_of_pinned_memory_are_read_by_16_bytes() -> None:
 
     def note(grid: object, device: object, arguments: LaunchArguments, *, warps: int, stages: int) -> None:
         given = dict(zip(gather_kernel.gather.arg_names, map(pointer, chain.from_iterable(arguments)), strict=True))
-        name = "kvboost_hf.cache.kv.gather_kernel:gather"
+        name = "kvboost_hf.gather_kernel:gather"
         found.extend(Launch(name, given, capability, warps, stages) for capability in (80, 90, 120))
 
     with pytest.MonkeyPatch.context() as patch:

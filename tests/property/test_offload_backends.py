@@ -69,7 +69,7 @@ def perform(
     """Do what the contract allows of the actions; what computation saw, each with what it should have seen."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     slots = backend.allocate(SLOT_BYTES, N_SLOTS)
-    streams = [gpu.current, gpu.new_stream()] if gpu is not None else []
+    streams = [gpu.computing, gpu.new_stream()] if gpu is not None else []
     addresses = [slot.data_ptr() for slot in slots]
     issued: dict[int, int] = {}
     waited: dict[int, set[int]] = {}  # on which streams
@@ -80,7 +80,7 @@ def perform(
 
     for name, slot, layer, stream in actions:
         if gpu is not None:
-            gpu.current = streams[stream]
+            gpu.computing = streams[stream]
         if name == "issue":
             backend.issue(slot, layers[layer].source)
             asked += layers[layer].source.nbytes

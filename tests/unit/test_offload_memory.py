@@ -24,7 +24,6 @@ import torch
 
 from tests.internals.offload import (
     CudaBackend,
-    CudaRuntime,
     FileSource,
     FlatLayout,
     HostSource,
@@ -41,7 +40,7 @@ from tests.internals.offload import (
     mapped,
     prune_layers,
 )
-from tests.internals.top import contents
+from tests.internals.top import contents, device_link
 from tests.offload.poisoning import PoisoningBackend
 from tests.offload.simulated_cuda import BYTES_PER_MS, SimulatedGpu
 
@@ -171,7 +170,7 @@ def test_buffers_that_cannot_be_pinned_copy_all_the_same(monkeypatch: pytest.Mon
         return empty(*sizes, **given)
 
     monkeypatch.setattr(torch, "empty", refuse)
-    assert CudaRuntime(torch.device("cuda", 0)).allocate_pinned(4096).shape == (4096,)
+    assert device_link.CudaLink().pinned(torch.Size([4096]), torch.uint8, warns=False).shape == (4096,)
     assert asked == [True, False]
 
 
@@ -564,7 +563,7 @@ def fetched(backend: LayerBackend, slot: torch.Tensor) -> torch.Tensor:
     """What computation sees that is submitted now."""
     if not isinstance(backend, CudaBackend):
         return slot
-    gpu = backend._runtime
+    gpu = backend._device_link
     assert isinstance(gpu, SimulatedGpu)
     seen: list[torch.Tensor] = []
     gpu.launch(lambda: seen.append(slot.clone()))
@@ -744,7 +743,7 @@ def test_on_a_device_the_host_stands_still_only_for_what_is_being_read() -> None
 def test_a_first_copy_waits_for_work_on_whatever_had_the_memory_before(seed: int) -> None:
     gpu = SimulatedGpu(seed)
     memory, before = content(), []
-    gpu.allocate = lambda nbytes, stream: memory
+    gpu.allocate = lambda nbytes, device, stream: memory
     for _ in range(10):
         gpu.launch(lambda: before.append(memory.clone()))
     backend = CudaBackend(CPU, gpu, piece_bytes=2048)

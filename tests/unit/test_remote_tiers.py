@@ -1,6 +1,7 @@
 """Tiers on servers and file systems, as long as they work, and when they do not."""
 
 import logging
+import os
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -626,3 +627,18 @@ def test_refuses_a_budget_that_is_none():
 def test_all_are_tiers(tmp_path):
     tier: Tier = FilesystemTier(tmp_path.as_uri())
     assert (tier.name, tier.location) == ("filesystem", tmp_path.as_uri())
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    """Also with a generous umask; others may not even list the folders."""
+    before = os.umask(0)
+    try:
+        tier = FilesystemTier((tmp_path / "a" / "kv").as_uri())
+        write(tier, make_entry(1))
+        tier.announce(b"notice")
+    finally:
+        os.umask(before)
+    made = [tmp_path / "a", *(tmp_path / "a").rglob("*")]
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
+    assert tier.read(make_entry(1).key) == b"".join(make_blob(make_entry(1)))

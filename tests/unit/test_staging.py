@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.internals.cache import Block, Staging, transfer
+from tests.internals.cache import Block, Staging
+from tests.internals.top import device_link
 
 
 class FakeEvent:
@@ -56,7 +57,7 @@ class FakeLink:
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> FakeLink:
     found = FakeLink()
-    monkeypatch.setattr(transfer, "link", found)
+    monkeypatch.setattr(device_link, "link", found)
     return found
 
 

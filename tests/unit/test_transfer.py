@@ -28,10 +28,10 @@ from tests.internals.cache import (
     loading,
     make_codec,
     packing,
-    transfer,
     turboquant,
 )
 from tests.internals.compat import KeyRotation, LayerRotation
+from tests.internals.top import device_link
 
 IDS = random_ids(170, seed=1)
 LAYER_BYTES = 5 * 2 * 2 * 32 * 16 * 4  # 5 chunks of 32 tokens, keys and values, 2 heads of 16 dims, float32
@@ -273,7 +273,7 @@ def test_memory_is_kept_until_it_was_read() -> None:
         def synchronize(self) -> None:
             raise AssertionError("nobody waits")
 
-    kept, events = transfer.Kept(), [Passing(), Passing()]
+    kept, events = device_link.Kept(), [Passing(), Passing()]
     tensors = [torch.zeros(3) for _ in events]
     held = [weakref.ref(tensor) for tensor in tensors]
     for tensor, event in zip(tensors, events, strict=True):
@@ -288,11 +288,11 @@ def test_memory_is_kept_until_it_was_read() -> None:
 
 def test_a_kernel_that_cannot_read_pinned_memory_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     """As here, where nothing is pinned."""
-    transfer._gathers.cache_clear()
+    device_link._gathers.cache_clear()
     with caplog.at_level("INFO"):
-        assert not transfer.CudaLink().gathers(torch.device("cpu"))
-        assert not transfer.CudaLink().gathers(torch.device("cpu"))
-    transfer._gathers.cache_clear()
+        assert not device_link.CudaLink().gathers(torch.device("cpu"))
+        assert not device_link.CudaLink().gathers(torch.device("cpu"))
+    device_link._gathers.cache_clear()
     assert caplog.text.count("is copied to cpu chunk by chunk: ") == 1
 
 
@@ -398,9 +398,9 @@ def test_stored_kv_that_cannot_be_pinned_is_one_warning(
         return empty(shape, dtype=dtype)
 
     monkeypatch.setattr(torch, "empty", refuse)
-    transfer._warn_pageable.cache_clear()
+    device_link._warn_pageable.cache_clear()
     for columns in (3, 4):
-        assert transfer.CudaLink().pinned(torch.Size([2, columns]), torch.float16).shape == (2, columns)
+        assert device_link.CudaLink().pinned(torch.Size([2, columns]), torch.float16).shape == (2, columns)
     (record,) = caplog.records
     assert "can be pinned for stored K/V (CUDA error: out of memory)" in record.getMessage()
     assert ".wslconfig" in record.getMessage()

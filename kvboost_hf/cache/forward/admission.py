@@ -56,6 +56,7 @@ from kvboost_hf.compat import (
     head_widths,
     input_device,
     key_rotation,
+    original_length,
     own_hook,
     padding_reason,
     probe_reason,
@@ -154,7 +155,7 @@ def admit_prompt(parts: CacheParts, request: Request) -> Admitted | str:
         return POSITIONS
     if inputs.position_ids is None and counts_from_padding_id(model):
         return NO_POSITIONS
-    regime = rope_regime(model, columns - int(pads.min())) if live.length_matters else b""
+    regime = rope_regime(model, columns - int(pads.min())) if length_matters(parts, model) else b""
     if regime is None:
         return LENGTH
     root = parts.binding.root(regime, request.seen)
@@ -186,7 +187,8 @@ def admit_more(parts: CacheParts, request: Request, ledger: Ledger | None, held:
     if not request.mask_fits:
         return MASK_LENGTH
     new = inputs.input_ids.shape[1]
-    if live.length_matters and rope_regime(request.model, held + new - int(ledger.log.pads.min())) != live.regime:
+    length = held + new - int(ledger.log.pads.min())
+    if length_matters(parts, request.model) and rope_regime(request.model, length) != live.regime:
         return LENGTH
     loops = request.in_own_loop or request.in_generate  # nobody changes the model between two tokens without a trace
     if (not loops or parts.binding.looks_changed) and parts.binding.root(live.regime) != ledger.root:
@@ -197,6 +199,11 @@ def admit_more(parts: CacheParts, request: Request, ledger: Ledger | None, held:
     if padded and (inputs.attention_mask is None or not positions_follow_padding(request.model, inputs)):
         return PADDED_WITHOUT
     return MEDIA_LATER if not MEDIA_ARGUMENTS.isdisjoint(kwargs) and payload(kwargs) else None
+
+
+def length_matters(parts: CacheParts, model: PreTrainedModel) -> bool:
+    """Whether the rotary frequencies of a model depend on how long a text is."""
+    return parts.binding.fact(model, original_length) is not None
 
 
 def admit_piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Admitted | str:

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from kvboost_hf import device_link
 from kvboost_hf.cache.costs import pieces
 from kvboost_hf.cache.forward.loading import Span, parts_of, pieces_of, spans_of
-from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.layer_kv import LayerKVReader, Place, are_alike_in_place
 from kvboost_hf.cache.kv.model_form import private_cache
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
@@ -165,9 +165,9 @@ def fill(
 
 def _send(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on a device, which the host does not wait for."""
-    if transfer.link.is_apart(device):
-        table = transfer.link.pinned(table.shape, table.dtype).copy_(table)
-    return transfer.link.send(table, device)
+    if device_link.link.is_apart(device):
+        table = device_link.link.pinned(table.shape, table.dtype).copy_(table)
+    return device_link.link.send(table, device)
 
 
 def _shifts_of(plan: ReusePlan) -> tuple[int, NDArray[np.int64]]:

@@ -30,6 +30,7 @@ from kvboost_hf.cache.forward.admission import (
     admit_piece,
     admit_prompt,
     agreed,
+    length_matters,
     reason_for_stock_layers,
 )
 from kvboost_hf.cache.forward.moved import Moved, columns_per_token, may_repair, repair_more
@@ -299,7 +300,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
         repair = partial(repair_more, live, model, new * columns_per_token(live))
     settled: Settled | None = None
     if request.is_step and not request.carries and ledger.blended is None and mask is None:
-        if not (live.stateful or live.length_matters or live.static is not None):
+        if not (live.stateful or length_matters(parts, model) or live.static is not None):
             settled = Settled.of(request, live.hands_out)
     return Step(parts, held, inputs, mask, repair, settled)
 

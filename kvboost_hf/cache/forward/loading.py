@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from kvboost_hf.cache.kv import transfer
+from kvboost_hf import device_link
 from kvboost_hf.cache.kv.blocks import Groups
 from kvboost_hf.cache.kv.layer_kv import (
     JoinedKVReader,
@@ -101,12 +101,12 @@ class Loading:
         self._ready = [threading.Event() for _ in layers]
         self._stopped = self._damaged = False
         self._opened = [self._open(layer, idx) for idx, layer in enumerate(layers)]
-        link = transfer.link
+        link = device_link.link
         devices = {part.device for parts in self._opened for part in parts if link.is_apart(part.device)}
         self._streams = {device: link.stream("loading", device) for device in devices}
         for device, stream in self._streams.items():
             stream.wait_event(link.record(link.current(device)))
-        self._events: list[dict[torch.device, transfer.Event]] = [{} for _ in layers]
+        self._events: list[dict[torch.device, device_link.Event]] = [{} for _ in layers]
         # Only files make it wait: a second thread that queues work would slow down the one that runs the model.
         reads = any(block.blob is not None for chunk in self._chunks for block in chunk.kv.blocks)
         self._thread = threading.Thread(target=self._run, name="kvboost_hf-loading", daemon=True) if reads else None
@@ -123,7 +123,7 @@ class Loading:
         """Return once a layer has its columns."""
         self._ready[layer_idx].wait()
         for device, event in self._events[layer_idx].items():
-            transfer.link.current(device).wait_event(event)
+            device_link.link.current(device).wait_event(event)
         if self._damaged:
             self._repair()
         if layer_idx not in self._sealed:  # once: what is written later may be somebody else's
@@ -145,7 +145,7 @@ class Loading:
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()
         for device, stream in self._streams.items():
-            transfer.link.current(device).wait_event(transfer.link.record(stream))
+            device_link.link.current(device).wait_event(device_link.link.record(stream))
 
     def _open(self, layer: ReuseLayer, layer_idx: int) -> tuple[torch.Tensor, ...]:
         chunk = self._chunks[0]
@@ -178,13 +178,13 @@ class Loading:
         finally:
             for device, table in self._tables.items():
                 if table is not None:  # chunks may be evicted before the device has read them
-                    link = transfer.link
+                    link = device_link.link
                     link.keep(planes_of(chunk.kv for chunk in self._chunks), link.record(self._streams[device]))
             for ready in self._ready:
                 ready.set()
 
     def _fill(self, idx: int) -> None:
-        opened, link = self._opened[idx], transfer.link
+        opened, link = self._opened[idx], device_link.link
         streams = {device: self._streams[device] for part in opened if (device := part.device) in self._streams}
         with ExitStack() as queued:
             for stream in streams.values():
@@ -219,7 +219,7 @@ class Loading:
             return None
         if device not in self._tables:
             self._tables[device] = None
-            if transfer.link.gathers(device):
+            if device_link.link.gathers(device):
                 chunks = [chunk.kv for chunk in self._chunks]
                 for kv in chunks:
                     for block in kv.blocks:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from kvboost_hf import device_link
 from kvboost_hf.cache.codecs.base import Codec, ExactStart, Planes, Raw, Role
-from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.transfer import on_device
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.tiers.record import Blob
@@ -157,12 +157,12 @@ class Block:
     @property
     def is_elsewhere(self) -> bool:
         """Whether its planes are not on the device that the model computes on, and have to be copied there."""
-        return transfer.link.is_apart(self.device) and any(p.device != self.device for p in self.planes.values())
+        return device_link.link.is_apart(self.device) and any(p.device != self.device for p in self.planes.values())
 
     @property
     def is_viewed(self) -> bool:
         """Whether its tensors are read where they are, one by one."""
-        return self.codec.lossless and not transfer.link.is_apart(self.device)
+        return self.codec.lossless and not device_link.link.is_apart(self.device)
 
     def run(self, start: int, groups: Groups | None = None) -> range:
         """Tensors from `start` on to move and to decode at once: fewer calls, for little memory.
@@ -171,7 +171,7 @@ class Block:
             start: The first one.
             groups: Where they have to be moved, not all of them, so that those of the first layers are there early.
         """
-        stop, is_apart = len(self.rotations), transfer.link.is_apart(self.device)
+        stop, is_apart = len(self.rotations), device_link.link.is_apart(self.device)
         if is_apart and groups is not None:
             stop = min(stop, groups.end(start))
         elif self.codec.lossless:
@@ -196,7 +196,7 @@ class Block:
         self.wait()
         if self.blob is not None and not self.is_viewed:
             self.check(run)
-        send, device = transfer.link.send, self.device
+        send, device = device_link.link.send, self.device
         return self._decode(
             {name: send(plane[run.start : run.stop], device) for name, plane in self.planes.items()}, run
         )
@@ -207,7 +207,7 @@ class Block:
             self.ready.result()
         (plane,) = self.planes.values()
         own = plane[run.start : run.stop]
-        return own if own.device == self.device else transfer.link.send(own, self.device)
+        return own if own.device == self.device else device_link.link.send(own, self.device)
 
     def _decode(self, own: Mapping[str, torch.Tensor], run: range) -> torch.Tensor:
         return self.codec.decode(own, (len(run), *self.shape), self.dtype, self.role, self.rotations[run.start])
@@ -215,12 +215,11 @@ class Block:
     def owned(self) -> "Block":
         """A copy in host memory; pinned, if it is to go to a device with memory of its own."""
         self.wait()
-        pins = transfer.link.is_apart(self.device)
+        pins = device_link.link.is_apart(self.device)
         planes: Planes = {}
         for name, plane in self.planes.items():
-            host = (
-                transfer.link.pinned(plane.shape, plane.dtype) if pins else torch.empty(plane.shape, dtype=plane.dtype)
-            )
+            shape, dtype = plane.shape, plane.dtype
+            host = device_link.link.pinned(shape, dtype) if pins else torch.empty(shape, dtype=dtype)
             planes[name] = host.copy_(plane)
         return replace(self, planes=planes, blob=None, ready=None)
 

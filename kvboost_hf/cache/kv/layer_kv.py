@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvboost_hf.cache.kv import transfer
+from kvboost_hf import device_link
 from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat, Groups
 from kvboost_hf.cache.kv.transfer import on_host
 from kvboost_hf.cache.layers import base
@@ -288,7 +288,7 @@ def can_gather(chunks: Sequence[LayerKV], device: torch.device) -> bool:
         chunks: The K/V of the chunks.
         device: The device of the layers, with memory of its own.
     """
-    link = transfer.link
+    link = device_link.link
     return all(
         block.codec.lossless
         and block.blob is None
@@ -320,9 +320,9 @@ def table_of(runs: Iterable[Run], like: LayerKV, device: torch.device) -> torch.
             own = addresses[id(kv)] = tuple(_plane(block.planes).data_ptr() for block in kv.blocks)
         rows.append((row, column, length, at, kv.blocks[0].shape[1], *own))
     shape = torch.Size((len(rows), _FIELDS + len(like.blocks)))
-    host = transfer.link.pinned(shape, torch.int64)
+    host = device_link.link.pinned(shape, torch.int64)
     host.copy_(torch.tensor(rows, dtype=torch.int64).view(shape))
-    return transfer.link.send(host, device)
+    return device_link.link.send(host, device)
 
 
 def places_in_table(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,197 +1,19 @@
-"""Access to devices that have memory of their own: streams, events, pinned memory, and copies that nobody waits for.
+"""Moves encoded planes between devices and pinned host memory, beside the forward that a caller waits for."""
 
-Tests put another object in the place of `link`, which counts, and for which a part of the host is a device.
-"""
-
-import logging
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from functools import cache
-from typing import Protocol, cast
 
 import torch
 
-from kvboost_hf import forks
+from kvboost_hf import device_link, forks
 from kvboost_hf.cache.codecs.base import Planes
-from kvboost_hf.kernels import triton_runs
-
-_log = logging.getLogger(__name__)
-
-
-class Event(Protocol):
-    """A point in the work of a stream, as `torch.cuda.Event` has it."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Stream(Protocol):
-    """Work that is done in order, as `torch.cuda.Stream` has it."""
-
-    def wait_event(self, event: Event) -> None: ...
-
-
-class Link(Protocol):
-    """The host's side of all such devices."""
-
-    def is_apart(self, device: torch.device) -> bool:
-        """Whether a device has memory of its own, and does what it is asked for later."""
-
-    def stream(self, name: str, device: torch.device) -> Stream:
-        """The stream of this name, which the cache has to itself."""
-
-    def current(self, device: torch.device) -> Stream:
-        """The stream that the caller's operations are queued on."""
-
-    def using(self, stream: Stream) -> AbstractContextManager[object]:
-        """Within it, operations are queued on another stream."""
-
-    def record(self, stream: Stream) -> Event:
-        """A new event behind all that is queued on a stream."""
-
-    def send(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Queue a copy to a device; the host waits only for what is not pinned. There already, it is not copied."""
-
-    def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Memory of a tensor is not given to others before what is queued on a stream so far is done."""
-
-    def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that devices copy from and to by themselves; ordinary memory where no more can be pinned."""
-
-    def is_pinned(self, host: torch.Tensor) -> bool:
-        """Whether a tensor is in pinned host memory."""
-
-    def gathers(self, device: torch.device) -> bool:
-        """Whether `gather` runs on a device, and reads pinned host memory there."""
-
-    def gather(self, opened: Sequence[torch.Tensor], table: torch.Tensor, places: Sequence[tuple[int, int]]) -> None:
-        """Queue the kernel of `gather_kernel.launch`. Whoever calls it keeps what it reads, with `keep`."""
-
-    def keep(self, host: Sequence[torch.Tensor], event: Event) -> None:
-        """Keep tensors in host memory, which a kernel reads, up to an event."""
-
-    def free_bytes(self, device: torch.device) -> int:
-        """Free memory of a device."""
-
-
-class Kept:
-    """Keeps tensors up to an event: PyTorch knows which copies read pinned memory, but not which kernels do."""
-
-    def __init__(self) -> None:
-        self._lock = forks.lock()
-        self._until: list[tuple[Event, Sequence[torch.Tensor]]] = []
-
-    def add(self, tensors: Sequence[torch.Tensor], event: Event) -> None:
-        """Keep these."""
-        self.let_go()
-        with self._lock:
-            self._until.append((event, tensors))
-
-    def let_go(self) -> None:
-        """Let go of those whose event has passed."""
-        if self._until:
-            with self._lock:
-                self._until = [each for each in self._until if not each[0].query()]
-
-
-class CudaLink:
-    """The real one."""
-
-    def __init__(self) -> None:
-        self._kept = Kept()
-
-    def is_apart(self, device: torch.device) -> bool:
-        return device.type == "cuda"
-
-    def stream(self, name: str, device: torch.device) -> Stream:
-        """PyTorch keeps freed memory for the stream that it was made on: there are not many of them."""
-        return _stream(name, device)
-
-    def current(self, device: torch.device) -> Stream:
-        return cast(Stream, torch.cuda.current_stream(device))
-
-    def using(self, stream: Stream) -> AbstractContextManager[object]:
-        return torch.cuda.stream(cast(torch.cuda.Stream, stream))
-
-    def record(self, stream: Stream) -> Event:
-        """A thread that waits for the event sleeps."""
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(cast(torch.cuda.Stream, stream))
-        return cast(Event, event)
-
-    def send(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return host.to(device, non_blocking=True)
-
-    def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
-        tensor.record_stream(cast(torch.cuda.Stream, stream))
-
-    def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """See `Link`.
-
-        PyTorch keeps what is freed for the next tensor of its size, once no copy reads it any more, so that a full
-        store pins nothing new. It rounds sizes up to powers of two.
-        """
-        self._kept.let_go()
-        try:
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
-        except RuntimeError as error:
-            _warn_pageable(str(error).partition("\n")[0])
-            return torch.empty(shape, dtype=dtype)
-
-    def is_pinned(self, host: torch.Tensor) -> bool:
-        return host.is_pinned()
-
-    def gathers(self, device: torch.device) -> bool:
-        return _gathers(device)
-
-    def gather(self, opened: Sequence[torch.Tensor], table: torch.Tensor, places: Sequence[tuple[int, int]]) -> None:
-        from kvboost_hf.cache.kv.gather_kernel import launch
-
-        launch(opened, table, places)
-
-    def keep(self, host: Sequence[torch.Tensor], event: Event) -> None:
-        self._kept.add(host, event)
-
-    def free_bytes(self, device: torch.device) -> int:
-        return torch.cuda.mem_get_info(device)[0]
-
-
-@cache
-def _gathers(device: torch.device) -> bool:
-    """Whether a kernel reads pinned host memory on a device, found out by reading some; logged where it does not."""
-    reason: str | None = "Triton's kernels cannot run there"
-    if triton_runs(device):
-        from kvboost_hf.cache.kv.gather_kernel import failure
-
-        reason = failure(device)
-    if reason:
-        _log.info("Stored K/V is copied to %s chunk by chunk: %s.", device, reason)
-    return not reason
-
-
-@cache
-def _stream(name: str, device: torch.device) -> Stream:
-    return cast(Stream, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
-@cache
-def _warn_pageable(reason: str) -> None:
-    _log.warning(
-        "No more host memory can be pinned for stored K/V (%s): copies between it and the GPU take longer. Raise the "
-        "limit (`ulimit -l unlimited`; on WSL2 `memory=` in .wslconfig), or lower the budget of the store.",
-        reason,
-    )
-
-
-link: Link = CudaLink()
+from kvboost_hf.device_link import Event
 
 
 def on_host(planes: Planes) -> tuple[Planes, Future[None] | None]:
     """Planes that nobody else writes to; of a device with memory of its own, there as soon as the future is done."""
     device = next(iter(planes.values())).device
-    if not link.is_apart(device):
+    if not device_link.link.is_apart(device):
         return {name: plane.cpu() for name, plane in planes.items()}, None
     planes = dict(planes)
     return planes, staging_of(device).submit(planes)
@@ -206,18 +28,18 @@ class Staging:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, link.stream("staging", device)
+        self._device, self._stream = device, device_link.link.stream("staging", device)
         self._thread = ThreadPoolExecutor(1, "kvboost-staging")
         self._lock = forks.lock()
         self._waiting = self._room = 0  # bytes
 
     def submit(self, planes: Planes) -> Future[None]:
         """Have planes moved, each in its place; they are computed by what was queued on the current stream so far."""
-        made = link.record(link.current(self._device))
+        made = device_link.link.record(device_link.link.current(self._device))
         nbytes = sum(plane.nbytes for plane in planes.values())
         with self._lock:
             if not self._waiting:
-                self._room = link.free_bytes(self._device) // 8
+                self._room = device_link.link.free_bytes(self._device) // 8
             self._waiting += nbytes
             is_full = self._waiting > self._room
             moved = self._thread.submit(self._move, planes, made, nbytes)
@@ -227,12 +49,12 @@ class Staging:
 
     def _move(self, planes: Planes, made: Event, nbytes: int) -> None:
         try:
-            hosts = {name: link.pinned(plane.shape, plane.dtype) for name, plane in planes.items()}
+            hosts = {name: device_link.link.pinned(plane.shape, plane.dtype) for name, plane in planes.items()}
             self._stream.wait_event(made)
-            with link.using(self._stream):
+            with device_link.link.using(self._stream):
                 for name, plane in planes.items():
                     hosts[name].copy_(plane, non_blocking=True)
-            link.record(self._stream).synchronize()
+            device_link.link.record(self._stream).synchronize()
             planes.update(hosts)
         finally:
             with self._lock:
@@ -246,17 +68,17 @@ def staging_of(device: torch.device) -> Staging:
 
 def on_device(planes: Planes, device: torch.device) -> "tuple[Planes, OnDevice | None]":
     """Copies of planes on a device, and when they are there: behind what is queued there so far."""
-    if not link.is_apart(device):
+    if not device_link.link.is_apart(device):
         return {name: plane.to(device, copy=True) for name, plane in planes.items()}, None
     copies = {name: torch.empty_like(plane, device=device) for name, plane in planes.items()}
-    stream = link.stream("promotion", device)
+    stream = device_link.link.stream("promotion", device)
     # Behind the forward that has asked for a token, which none of these copies holds up.
-    stream.wait_event(link.record(link.current(device)))
-    with link.using(stream):
+    stream.wait_event(device_link.link.record(device_link.link.current(device)))
+    with device_link.link.using(stream):
         for name, plane in planes.items():
             copies[name].copy_(plane, non_blocking=True)
-            link.hold(copies[name], stream)
-    return copies, OnDevice(device, link.record(stream))
+            device_link.link.hold(copies[name], stream)
+    return copies, OnDevice(device, device_link.link.record(stream))
 
 
 class OnDevice:
@@ -274,5 +96,5 @@ class OnDevice:
     def result(self) -> None:
         """Have work that is queued from now on wait for the copy."""
         if not self._is_there:
-            link.current(self._device).wait_event(self._copied)
+            device_link.link.current(self._device).wait_event(self._copied)
             self._is_there = self._copied.query()

@@ -31,7 +31,8 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
 
     @keys.setter
     def keys(self, new: torch.Tensor | None) -> None:
-        self._put(0, "keys", new)
+        if "_tensors" in self.__dict__:  # transformers' own constructors set None
+            self._put(0, "keys", new)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -40,11 +41,10 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
 
     @values.setter
     def values(self, new: torch.Tensor | None) -> None:
-        self._put(1, "values", new)
+        if "_tensors" in self.__dict__:
+            self._put(1, "values", new)
 
     def _put(self, index: int, name: str, new: torch.Tensor | None) -> None:
-        if "_tensors" not in self.__dict__:  # transformers' own constructors set None
-            return
         if new is not None and new.ndim != 4 and new.numel():
             raise ValueError(
                 f"`{name}` of a cache layer must be [batch, num_kv_heads, columns, head_dim], got a tensor of shape "
@@ -196,9 +196,12 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         """Drop everything."""
-        self.version += 1
-        self._tensors = [GrowingTensor() for _ in self._tensors]
-        self.is_initialized = False
+        for tensor in self._tensors:
+            if tensor.buffer is not None or tensor.stop or self.is_initialized:
+                self.version += 1
+                self._tensors = [GrowingTensor() for _ in self._tensors]
+                self.is_initialized = False
+                return
 
     # What the cache calls
 

@@ -145,8 +145,8 @@ class GrowingTensor:
     def take(self, buffer: torch.Tensor, stop: int) -> None:
         """Hold columns [0, stop) of a buffer from `buffers_for`, which has them already."""
         self.first, self.stop = 0, stop
-        self._replace(buffer)
-        self._taken = True
+        self.buffer, self.shared, self._taken, self._seen = buffer, False, True, None
+        self._version, self._uncounted = buffer._version, False
 
     def truncate(self, length: int) -> None:
         """Forget all columns from `length` on."""

@@ -99,9 +99,9 @@ class StateLayer(_WithStates, LinearAttentionLayer):
         """An empty layer of the same kind."""
         return type(self)(self.number_of_states)
 
-    def share(self) -> "StateLayer":
+    def share(self) -> Self:
         """A layer with copies of the states: models write them in place."""
-        twin = self.fresh()
+        twin = type(self)(self.number_of_states)
         twin.stock = self.stock
         copy_states(self, twin)
         twin.note_state()

@@ -12,14 +12,14 @@ leaves out those that have left it.
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 
 from kvboost_hf.cache.layers.base import LayerState, Piece, Turn
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
-from kvboost_hf.cache.layers.stateful import StateLayer, copy_states, states_of
+from kvboost_hf.cache.layers.stateful import StateLayer, states_of
 from kvboost_hf.cache.layers.windows import SlidingLayer
 
 
@@ -338,11 +338,8 @@ class StaticStateLayer(StateLayer):
         super().batch_repeat_interleave(repeats)
         self._stay()
 
-    def share(self) -> "StaticStateLayer":
-        """A layer with copies of the states."""
-        twin = StaticStateLayer(self.number_of_states)
-        twin.stock = self.stock
-        copy_states(self, twin)
+    def share(self) -> Self:
+        twin = super().share()
         twin._stay()
         twin.note_state()
         return twin

@@ -22,10 +22,10 @@ import torch
 from torch.utils._triton import has_triton
 from transformers import PreTrainedModel
 
+from kvboost_hf import device_link
 from kvboost_hf.cache.costs import CompileCosts, Graph
 from kvboost_hf.cache.identity.foreign import holder_of_cache
 from kvboost_hf.cache.identity.versions import COMPILED_CALL
-from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
 from kvboost_hf.cache.live.binding import Binding, StoreWriter
@@ -223,7 +223,7 @@ def _most_bytes(model: PreTrainedModel, device: torch.device) -> int | None:
     """Bytes that buffers may take; None for any. PyTorch's attention reads all of them for each token."""
     if device.type != "cuda":
         return None
-    return min(transfer.link.free_bytes(device) // 2, sum(parameter.nbytes for parameter in model.parameters()))
+    return min(device_link.link.free_bytes(device) // 2, sum(parameter.nbytes for parameter in model.parameters()))
 
 
 def _held(live: LiveKV, call: GenerateCall) -> int:

@@ -188,7 +188,9 @@ class Ledger:
         while (cut := store.chunker.next_cut(tokens, borders[-1].at)) is not None:
             border = borders[-1]
             key = prefix_key(border.key, tokens[border.at : cut])
-            if unseen or store.expects(key):
+            if not pinned and store.is_in_memory(key):
+                result = Put.PRESENT  # there is nothing to copy
+            elif unseen or store.expects(key):
                 result = self._put(row, border, tokens[border.at : cut], layers, store, pinned)
             else:
                 result = Put.UNSEEN

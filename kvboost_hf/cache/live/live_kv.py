@@ -22,7 +22,7 @@ from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import is_own
 from kvboost_hf.cache.identity.weights import are_held_by_more, references
 from kvboost_hf.cache.kv.model_form import make_layers
-from kvboost_hf.cache.layers.base import ReuseLayer, kv_layers
+from kvboost_hf.cache.layers.base import ReuseLayer, kv_layers, natives_of
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.layers.windows import HiddenStates
@@ -31,7 +31,7 @@ from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import Tokens, is_text
 from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import Shown, cache_layers, known_reason, original_length
+from kvboost_hf.compat import Shown, cache_layers, known_reason
 from kvboost_hf.config import KVQuantConfig
 
 _is_own: Callable[[type], bool] = cache(is_own)  # asked of the classes of layers for each text
@@ -95,7 +95,6 @@ class LiveKV:
         visible: The list of layers that transformers sees, as the cache's `layers`. Anybody may change it.
         ledger: The tokens behind the layers; None where nothing is known of what they hold.
         regime: Names the rotary frequencies that the K/V was computed with.
-        length_matters: The rotary frequencies of the model depend on how long a text is.
         plain_reason: Why transformers' own layers are used, for this text or for good; None if ours are.
         changed: Somebody else has changed what the layers held; the next prompt reports it.
         untracked: The model goes on from a prompt in a way that must not be stored.
@@ -138,7 +137,6 @@ class LiveKV:
         self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())  # they hold no tokens
         self._make_layers(model)
         self.stateful = any([layer.is_stateful for layer in self.layers])
-        self.length_matters = original_length(model) is not None
         self._shown = self._native_layers(model)  # what `visible` is, unless somebody else has set it
         self.visible: list[Any] = self._shown
 
@@ -157,12 +155,16 @@ class LiveKV:
         self._find_counting()
 
     def _find_counting(self) -> None:
-        self.counting = next((layer for layer in kv_layers(self.layers) if layer.length is not None), None)
+        self.counting: ReuseLayer | None = None
+        for layer in self.layers:
+            if layer.length is not None and layer.native is not None:
+                self.counting = layer
+                return
 
     def _native_layers(self, model: PreTrainedModel) -> list[Any]:
         if self.plain_reason is not None:
             return cache_layers(model)
-        return [layer.native for layer in kv_layers(self.layers)]
+        return natives_of(self.layers)
 
     @property
     def hidden(self) -> HiddenStates | None:
@@ -240,7 +242,7 @@ class LiveKV:
     def owns_layers(self) -> bool:
         """Whether the layers that transformers sees are those that were made for it, as they were made."""
         if self._classes_of is not self.layers:
-            kinds = [type(layer.native) for layer in kv_layers(self.layers)]
+            kinds = list(map(type, natives_of(self.layers)))
             self._classes_of, self._classes = self.layers, [kind if _is_own(kind) else None for kind in kinds]
         if len(self.visible) != len(self._classes):
             return False
@@ -571,7 +573,7 @@ class LiveKV:
         twin.hidden_layers, twin.layers = self.hidden_layers, [layer.share() for layer in self.layers]
         twin.hands_out = self.hands_out
         twin._find_counting()
-        twin.visible[:] = [layer.native for layer in kv_layers(twin.layers)] if layers is None else layers
+        twin.visible[:] = natives_of(twin.layers) if layers is None else layers
         twin.regime, twin._columns, twin._bumps = self.regime, self._columns, self._bumps
         twin._records_for_call, twin.behind = self._records_for_call, self.behind
         twin.ledger = self.ledger.copy() if self.ledger is not None else None

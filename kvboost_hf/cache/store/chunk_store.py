@@ -138,18 +138,20 @@ class ChunkStore:
         history = records.history
         self.was_evicted, self.known_under_other_root = history.was_evicted, history.known_under_other_root
         self.record_use, self.promote, self.expects = records.record_use, records.promote, records.expects
-        self.put, self.put_content, self.put_states = records.put, records.put_content, records.put_states
+        taken = records.insertion
+        self.put, self.put_content, self.put_states = taken.put, taken.put_content, taken.put_states
         self.settles_first, self.quarantine, self.remove = records.settles_first, records.quarantine, records.remove
         self.announce, self.hear, self.discard = records.announce, records.hear, records.discard
-        self.holds = records.holds
+        self.holds, self.is_in_memory = records.holds, records.memory.__contains__
         self.beginning, self.pin, self.let_go = records.beginning, records.pin, records.let_go
         self.pinned_bytes, self.has_pinned = records.pinned_bytes, records.has_pinned
         self.hidden_kinds: tuple[tuple[int, ...], ...] = ()  # the layers whose hidden states were kept of some text
         self._follower = weakref.ref(ModelState.of(model).fingerprint)  # it may hold hooks that hold the model
         self._last: tuple[tuple[Any, ...], bytes] | None = None  # what the last root was derived from, and it
         self._roots: Roots | None = Roots(self._records.history, self._records.lower, self._records.drop)
+        self._pace = ComputePace.of(model)
         if lower:  # now, for it takes a moment
-            ComputePace.of(model).seconds_per_token(model)
+            self._pace.seconds_per_token(model)
             self._reader.look_at_model()
         self._close_tiers = weakref.finalize(self, lower.close)
 
@@ -245,8 +247,7 @@ class ChunkStore:
         """The plan without what would take longer to load than to compute."""
         if all(segment.chunk.found is None for segment in plan.segments if isinstance(segment.chunk, StoredChunk)):
             return plan
-        model = self._require_model()
-        trimmed = worth_loading(plan, ComputePace.of(model).seconds_per_token(model))
+        trimmed = worth_loading(plan, self._pace.seconds_per_token(self._require_model()))
         with self._lock:
             self._records.counts["not_worth_loading"] += plan.hit - trimmed.hit
         return trimmed
@@ -491,7 +492,7 @@ class ChunkStore:
 
     def _seconds_per_token(self) -> float | None:
         model = self._model()
-        return ComputePace.of(model).seconds_per_token(model) if self._records.lower and model is not None else None
+        return self._pace.seconds_per_token(model) if self._records.lower and model is not None else None
 
     def _require_model(self) -> PreTrainedModel:
         return _require_model(self._model)

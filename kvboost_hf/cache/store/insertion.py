@@ -1,5 +1,6 @@
 """`Insertion`: takes chunks and states into a store, and out of it what they serve in place of."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -7,6 +8,8 @@ from dataclasses import replace
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates
 from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk, StoredStates
+from kvboost_hf.cache.planning.chunks import KEY_BYTES, Tokens, content_only_key, prefix_key, states_key
+from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.store.indexes import ContentIndexes, Payback
 from kvboost_hf.cache.store.lower import LowerMemory
@@ -23,6 +26,8 @@ class Insertion:
         contents: Finds chunks by their content.
         payback: Is told what was stored.
         counts: In which `"rejected"` counts the records that there was no room for.
+        require_open: Raises once the store is closed.
+        bring_back: Takes a chunk into host memory that is in a lower tier only.
 
     Attributes:
         offences: Keys that were quarantined, and how often; what was quarantined twice is not taken in.
@@ -36,10 +41,116 @@ class Insertion:
         contents: ContentIndexes,
         payback: Payback,
         counts: dict[str, int],
+        *,
+        require_open: Callable[[], None],
+        bring_back: Callable[[StoredChunk], None],
     ) -> None:
         self._lock, self._memory, self._lower = lock, memory, lower
         self._contents, self._payback, self._counts = contents, payback, counts
+        self._require_open, self._bring_back = require_open, bring_back
         self.offences: dict[bytes, int] = {}
+
+    def put(
+        self,
+        root: bytes,
+        parent: bytes,
+        start: int,
+        tokens: Tokens,
+        nbytes: int,
+        copy_kv: Callable[[], LayerKV] | None,
+        *,
+        pinned: bool = False,
+        unfinished: bool = False,
+    ) -> Put:
+        """Offer a chunk. K/V is copied only if the chunk is new and room for it can be made.
+
+        Args:
+            root: The root that `parent` descends from.
+            parent: Prefix key of the chunk before it, or `root`.
+            start: Row token of its first token.
+            tokens: The tokens of the chunk, at least `HEAD_TOKENS`.
+            nbytes: Bytes that `copy_kv` will take.
+            copy_kv: Makes the copy; None if it can no longer be made.
+            pinned: Never evict it.
+            unfinished: It ends where no cut is, so that nothing will continue it, and a longer one serves as well.
+        """
+        key = prefix_key(parent, tokens)
+
+        def holder() -> bytes | None:
+            return key if key in self._memory else self._memory.covering(parent, tokens) if unfinished else None
+
+        chunk = StoredChunk(key, root, parent, start, tokens, None, nbytes + tokens.nbytes)
+        return self.take(chunk, copy_kv, holder, pinned)
+
+    def put_content(
+        self,
+        root: bytes,
+        tokens: Tokens,
+        start: int,
+        nbytes: int,
+        copy_kv: Callable[[], LayerKV] | None,
+        *,
+        parent: bytes | None = None,
+        pinned: bool = False,
+    ) -> Put:
+        """Offer a chunk that is to be found by its content only: one computed alone, or behind K/V that was moved.
+
+        Of those with the same tokens, one is kept: the one that had the fewest tokens before it. None is, where a
+        chunk with a prefix key had no more.
+
+        Args:
+            root: Whose it is.
+            tokens: The tokens of the chunk; fewer than `MIN_MOVED_TOKENS` are not stored.
+            start: How many tokens were before it.
+            nbytes: Bytes that `copy_kv` will take.
+            copy_kv: Makes the copy; None if it can no longer be made.
+            parent: Key of the chunk that it was computed directly behind, of either kind (`content_only_key` tells
+                it), or bytes that name its history, such as a digest of it. None if nothing that is stored will ever
+                continue it.
+            pinned: Never evict it.
+        """
+        if len(tokens) < MIN_MOVED_TOKENS:
+            return Put.TOO_SHORT
+        self._lower.list_content(root)
+        index = self._contents.of(root)
+        for nearest in index.variants(tokens)[:1] if pinned else ():  # it must be in host memory to be pinned
+            if nearest.loaded is None and nearest.start <= start:
+                self._bring_back(nearest)
+
+        def holder() -> bytes | None:
+            nearest = index.variants(tokens)[:1]
+            return nearest[0].key if nearest and nearest[0].start <= start else None
+
+        history = parent if parent is not None else os.urandom(KEY_BYTES)
+        key = content_only_key(root, history, start, tokens)
+        chunk = StoredChunk(key, root, history, start, tokens, None, nbytes + tokens.nbytes, content_only=True)
+        return self.take(chunk, copy_kv, holder, pinned)
+
+    def put_states(
+        self,
+        root: bytes,
+        parent: bytes,
+        tokens: Tokens,
+        nbytes: int,
+        copy_states: Callable[[], LayerStates],
+        *,
+        pinned: bool = False,
+        spare: bool = False,
+    ) -> Put:
+        """Offer the states after some token. They are copied only if they are new and room for them can be made.
+
+        Args:
+            root: The root that `parent` descends from.
+            parent: Prefix key of the last chunk border before that token, or `root`.
+            tokens: Tokens from that border to that token, at least `HEAD_TOKENS` of them.
+            nbytes: Bytes that `copy_states` will take.
+            copy_states: Makes the copy.
+            pinned: Never evict them.
+            spare: Keep them in host memory alone: others of the same prompt are close.
+        """
+        key = states_key(parent, tokens)
+        states = StoredStates(key, root, parent, tokens, None, nbytes + tokens.nbytes, spare=spare)
+        return self.take(states, copy_states, lambda: key if key in self._memory else None, pinned)
 
     def take(
         self,
@@ -56,6 +167,7 @@ class Insertion:
             holder: Finds the key of a record that serves as well.
             pinned: Never evict it.
         """
+        self._require_open()
         assert len(offered.tokens) >= HEAD_TOKENS
         with self._lock:
             if (present := self._present(holder, pinned)) is not None:

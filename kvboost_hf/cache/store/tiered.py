@@ -1,7 +1,6 @@
 """The records of one store across its tiers: host memory, devices, and lower tiers."""
 
 import logging
-import os
 import re
 import weakref
 from collections import Counter, deque
@@ -12,20 +11,15 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from kvboost_hf import forks
-from kvboost_hf.cache.kv.layer_kv import LayerKV
-from kvboost_hf.cache.kv.layer_states import LayerStates
-from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk, StoredStates, with_descendants
+from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, with_descendants
 from kvboost_hf.cache.planning.chunks import (
     KEY_BYTES,
     Chunker,
     Tokens,
     common_length,
-    content_only_key,
     prefix_key,
-    states_key,
 )
 from kvboost_hf.cache.planning.content_index import ContentIndex
-from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ChunkIndex
 from kvboost_hf.cache.store.indexes import Audits, ContentIndexes, History, Payback, Row, StoredText, TieredView
 from kvboost_hf.cache.store.insertion import Insertion
@@ -102,7 +96,16 @@ class TieredRecords:
         self._hearing, self._inbox = forks.lock(), deque[dict[str, Any]](maxlen=_MAX_INBOX)
         self._removals = 0  # by others
         self.counts = dict.fromkeys(("hits", "misses", "rejected", "quarantined", "not_worth_loading"), 0)
-        self._insertion = Insertion(self.lock, self.memory, self.lower, self.contents, self.payback, self.counts)
+        self.insertion = Insertion(
+            self.lock,
+            self.memory,
+            self.lower,
+            self.contents,
+            self.payback,
+            self.counts,
+            require_open=self.require_open,
+            bring_back=self._bring_back,
+        )
 
     # Finding
 
@@ -227,8 +230,9 @@ class TieredRecords:
         """Count what served a prompt, whether any of it was moved, and whether a look-up failed after it."""
         used: list[Stored] = [*chunks, *([states] if states is not None else [])]
         with self.lock:
-            if used or self.memory.order.passed:  # else a prompt changes nothing
-                self.memory.use([each.key for each in used], by_content=moved)
+            here = [each.key for each in used if each.key in self.memory.chunks or each.key in self.memory.states]
+            if here or moved or self.memory.order.passed:  # else a prompt changes nothing
+                self.memory.use(here, by_content=moved)
             self.counts["hits"] += len(chunks)
             self.counts["misses"] += missed
             if chunks:
@@ -241,7 +245,7 @@ class TieredRecords:
 
         It takes time that a forward under way has more use for.
         """
-        right = [each for each in used if each.loaded is not None and each.key not in self._insertion.offences]
+        right = [each for each in used if each.loaded is not None and each.key not in self.insertion.offences]
         if self.device.max_bytes:
             for each in right:
                 if isinstance(each, StoredChunk) and not each.on_device:
@@ -260,6 +264,11 @@ class TieredRecords:
         for each in records:
             self._take_back(each, age)
 
+    def _bring_back(self, chunk: StoredChunk) -> None:
+        """Take a chunk into host memory that is in a lower tier only."""
+        for loaded in self.fetch([chunk]).values():
+            self._take_back(loaded, self._age)
+
     def _take_back(self, stored: Stored, age: tuple[int, int]) -> None:
         """Take a record into host memory that was loaded from a lower tier."""
         try:
@@ -267,12 +276,12 @@ class TieredRecords:
         except DamagedBlobError as error:
             return self.lose(stored, error)
         with self.lock:
-            if held is None or stored.key in self.memory or not self.is_open or stored.key in self._insertion.offences:
+            if held is None or stored.key in self.memory or not self.is_open or stored.key in self.insertion.offences:
                 return None
             if age == self._age:
                 reserved = self.memory.reserve(stored.nbytes, keep=stored.parent)
                 if reserved is not None:
-                    self._insertion.insert(stored.in_memory(held), reserved)
+                    self.insertion.insert(stored.in_memory(held), reserved)
                     self.lower.write(stored)
         return None
 
@@ -290,113 +299,6 @@ class TieredRecords:
         """
         with self.lock:
             return self.text.is_used or key in self.memory.chunks or self.payback.admits(key)
-
-    def put(
-        self,
-        root: bytes,
-        parent: bytes,
-        start: int,
-        tokens: Tokens,
-        nbytes: int,
-        copy_kv: Callable[[], LayerKV] | None,
-        *,
-        pinned: bool = False,
-        unfinished: bool = False,
-    ) -> Put:
-        """Offer a chunk. K/V is copied only if the chunk is new and room for it can be made.
-
-        Args:
-            root: The root that `parent` descends from.
-            parent: Prefix key of the chunk before it, or `root`.
-            start: Row token of its first token.
-            tokens: The tokens of the chunk, at least `HEAD_TOKENS`.
-            nbytes: Bytes that `copy_kv` will take.
-            copy_kv: Makes the copy; None if it can no longer be made.
-            pinned: Never evict it.
-            unfinished: It ends where no cut is, so that nothing will continue it, and a longer one serves as well.
-        """
-        key = prefix_key(parent, tokens)
-
-        def holder() -> bytes | None:
-            return key if key in self.memory else self.memory.covering(parent, tokens) if unfinished else None
-
-        chunk = StoredChunk(key, root, parent, start, tokens, None, nbytes + tokens.nbytes)
-        return self._open_insertion().take(chunk, copy_kv, holder, pinned)
-
-    def put_content(
-        self,
-        root: bytes,
-        tokens: Tokens,
-        start: int,
-        nbytes: int,
-        copy_kv: Callable[[], LayerKV] | None,
-        *,
-        parent: bytes | None = None,
-        pinned: bool = False,
-    ) -> Put:
-        """Offer a chunk that is to be found by its content only: one computed alone, or behind K/V that was moved.
-
-        Of those with the same tokens, one is kept: the one that had the fewest tokens before it. None is, where a
-        chunk with a prefix key had no more.
-
-        Args:
-            root: Whose it is.
-            tokens: The tokens of the chunk; fewer than `MIN_MOVED_TOKENS` are not stored.
-            start: How many tokens were before it.
-            nbytes: Bytes that `copy_kv` will take.
-            copy_kv: Makes the copy; None if it can no longer be made.
-            parent: Key of the chunk that it was computed directly behind, of either kind (`content_only_key` tells
-                it), or bytes that name its history, such as a digest of it. None if nothing that is stored will ever
-                continue it.
-            pinned: Never evict it.
-        """
-        if len(tokens) < MIN_MOVED_TOKENS:
-            return Put.TOO_SHORT
-        index = self.moved_index(root)
-        for nearest in index.variants(tokens)[:1] if pinned else ():  # it must be in host memory to be pinned
-            if nearest.loaded is None and nearest.start <= start:
-                for loaded in self.fetch([nearest]).values():
-                    self._take_back(loaded, self._age)
-
-        def holder() -> bytes | None:
-            nearest = index.variants(tokens)[:1]
-            return nearest[0].key if nearest and nearest[0].start <= start else None
-
-        history = parent if parent is not None else os.urandom(KEY_BYTES)
-        key = content_only_key(root, history, start, tokens)
-        chunk = StoredChunk(key, root, history, start, tokens, None, nbytes + tokens.nbytes, content_only=True)
-        return self._open_insertion().take(chunk, copy_kv, holder, pinned)
-
-    def put_states(
-        self,
-        root: bytes,
-        parent: bytes,
-        tokens: Tokens,
-        nbytes: int,
-        copy_states: Callable[[], LayerStates],
-        *,
-        pinned: bool = False,
-        spare: bool = False,
-    ) -> Put:
-        """Offer the states after some token. They are copied only if they are new and room for them can be made.
-
-        Args:
-            root: The root that `parent` descends from.
-            parent: Prefix key of the last chunk border before that token, or `root`.
-            tokens: Tokens from that border to that token, at least `HEAD_TOKENS` of them.
-            nbytes: Bytes that `copy_states` will take.
-            copy_states: Makes the copy.
-            pinned: Never evict them.
-            spare: Keep them in host memory alone: others of the same prompt are close.
-        """
-        key = states_key(parent, tokens)
-        states = StoredStates(key, root, parent, tokens, None, nbytes + tokens.nbytes, spare=spare)
-        return self._open_insertion().take(states, copy_states, lambda: key if key in self.memory else None, pinned)
-
-    def _open_insertion(self) -> Insertion:
-        """What takes records in, unless the store was closed."""
-        self.require_open()
-        return self._insertion
 
     # Pinning, and letting go
 
@@ -462,7 +364,7 @@ class TieredRecords:
         with self.lock:
             for key in doomed:
                 if key in self.memory or key in below:
-                    self._insertion.offences[key] = self._insertion.offences.get(key, 0) + 1
+                    self.insertion.offences[key] = self.insertion.offences.get(key, 0) + 1
                     self.counts["quarantined"] += 1
             everything = with_descendants(doomed, [*entries, *self.memory.records()])
             self.take_out(everything)
@@ -567,7 +469,7 @@ class TieredRecords:
             for part in (self.memory, self.contents, self.text, self.payback, self.history, self.device):
                 part.clear()
             self.lower.forget_all()
-            self._insertion.offences.clear()
+            self.insertion.offences.clear()
 
     def _forget_after_fork(self) -> None:
         """In a process that was forked in the middle of a change: keep nothing of what is in memory."""

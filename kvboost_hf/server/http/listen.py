@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from kvboost_hf.server.http.connections import TURNS, ConnectionLimits, Connections, connections_that_fit, protocol_of
-from kvboost_hf.server.protocol import Engine
+from kvboost_hf.server.protocol import Drains
 from kvboost_hf.server.settings import ServerSettings
 
 _log = logging.getLogger("kvboost_hf.server")
@@ -45,7 +45,7 @@ class FrontServer(uvicorn.Server):
 
     Args:
         app: The app that `make_app` has made.
-        engine: That answers for it.
+        engine: What drains when the server is to end: an engine, or what hands requests on.
         settings: The settings of the server.
         started: Called with the addresses once the server listens; None logs them.
     """
@@ -53,7 +53,7 @@ class FrontServer(uvicorn.Server):
     def __init__(
         self,
         app: Any,
-        engine: Engine,
+        engine: Drains,
         settings: ServerSettings,
         started: Callable[[Sequence[str]], None] | None = None,
     ) -> None:

@@ -37,17 +37,22 @@ class SaidItem(Body):
     phase: str | None = None
 
 
-class CallItem(Body):
-    """A call of an earlier answer."""
+class _Call(Body):
+    """What calls of tools of any kind have."""
 
     place: ClassVar = "input"
-    type: Literal["function_call"]
     call_id: str
     name: str
     namespace: str | None = None
-    arguments: CallArguments = ""
     id: str | None = None
     status: str | None = None
+
+
+class CallItem(_Call):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    arguments: CallArguments = ""
 
     @property
     def function(self) -> CalledFunction:
@@ -55,17 +60,11 @@ class CallItem(Body):
         return CalledFunction(name=whole_name(self.namespace, self.name), arguments=self.arguments)
 
 
-class CustomCallItem(Body):
+class CustomCallItem(_Call):
     """A call of a custom tool."""
 
-    place: ClassVar = "input"
     type: Literal["custom_tool_call"]
-    call_id: str
-    name: str
-    namespace: str | None = None
     input: str = ""
-    id: str | None = None
-    status: str | None = None
 
     @property
     def function(self) -> CalledFunction:

@@ -1,0 +1,313 @@
+"""`front_app`: the app in front of several replicas of the server, which takes requests as one server does.
+
+client ──▶ connections ──▶ keys, hosts, sizes, deadlines ──▶ `Forwarding` ──▶ one replica, or all of them
+
+It has the limits of a server of its own: keys are checked before bodies are read, bodies have a deadline and a share
+of memory, and what takes time runs in threads, in which clients take turns. What concerns all replicas is asked of
+all: sessions, figures and statistics.
+"""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from kvboost_hf.server.app import add_middleware
+from kvboost_hf.server.http.errors import ApiError, add_handlers
+from kvboost_hf.server.http.turns import Turns, in_thread
+from kvboost_hf.server.prompt_keys import prompt_keys
+from kvboost_hf.server.settings import ServerSettings
+
+_SESSIONS = "/v1/kv/sessions"
+_OF_ALL = (_SESSIONS, "/v1/stats", "/metrics")
+_TRIES = 2  # of a request whose replica ends before it has answered anything
+_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (.+)")  # of Prometheus's text format
+
+
+class ReplicaLostError(RuntimeError):
+    """A replica has ended, or does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The whole answer of one replica.
+
+    Args:
+        replica: Its name.
+        status: The status of the HTTP response.
+        headers: Its headers, as ASGI has them.
+        body: Its body.
+    """
+
+    replica: str
+    status: int
+    headers: Sequence[tuple[bytes, bytes]]
+    body: bytes
+
+
+class Replicas(Protocol):
+    """Servers that answer requests as ASGI apps do."""
+
+    def ask(self, keys: Sequence[bytes], scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
+        """The messages of the replica that the keys of a prompt are for; closing it cancels the request.
+
+        Raises:
+            QueueFullError: No replica takes more requests.
+            ReplicaLostError: The replica has ended.
+        """
+        ...
+
+    async def ask_all(self, scope: dict[str, Any], body: bytes) -> list[Answer]:
+        """The answers of all replicas.
+
+        Raises:
+            ReplicaLostError: One of them does not answer.
+        """
+        ...
+
+
+def front_app(replicas: Replicas, settings: ServerSettings) -> FastAPI:
+    """Make the app in front of replicas.
+
+    Args:
+        replicas: They answer.
+        settings: The settings of each of them, which hold for what the front takes, too.
+    """
+    app = FastAPI(title="kvboost_hf", docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.default = app.state.forwarding = Forwarding(replicas, settings)
+    add_handlers(app, [])
+    add_middleware(app, settings, _OF_ALL, None)
+    return app
+
+
+class Forwarding:
+    """Hands requests to replicas, and their answers back.
+
+    Args:
+        replicas: They answer.
+        settings: How much of one client may wait.
+    """
+
+    def __init__(self, replicas: Replicas, settings: ServerSettings) -> None:
+        self._replicas, self._turns = replicas, Turns(2, settings.max_queue_size)
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._draining = self._ended = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way.add(task)
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._under_way.discard(task)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take no more requests, and wait for those under way, as an engine does; what is left then is cancelled."""
+        self._draining, end = True, time.monotonic() + timeout_s
+        while self._under_way and time.monotonic() < end:
+            time.sleep(0.02)
+        left = list(self._under_way)
+        for task in left:
+            task.get_loop().call_soon_threadsafe(task.cancel)
+        return not left
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/health" and scope["method"] == "GET":
+            return await JSONResponse({"status": "ok"})(scope, receive, send)
+        if self._draining:
+            raise ApiError(503, "The cluster is about to end.", code="draining", headers={"Retry-After": "5"})
+        body = await _read(receive)
+        headers = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
+        headers.append((b"x-request-id", scope["request_id"].encode()))
+        asked = {**{name: scope[name] for name in _SCOPE}, "headers": headers}
+        if scope["path"] in _OF_ALL or scope["path"].startswith(f"{_SESSIONS}/"):
+            return await (await self._of_all(asked, body))(scope, receive, send)
+        client = scope.get("api_key") or dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        async with self._turns.turn(scope.get("api_key", "").encode()):
+            keys = await in_thread(lambda: prompt_keys(body, client))
+        answering = asyncio.ensure_future(self._forward(keys, asked, body, send))
+        leaving = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            for task in (answering, leaving):
+                task.cancel()
+            await asyncio.wait({answering, leaving})
+        return None
+
+    async def _forward(self, keys: Sequence[bytes], scope: dict[str, Any], body: bytes, send: Send) -> None:
+        started = False
+        for attempt in range(_TRIES):
+            messages = self._replicas.ask(keys, scope, body)
+            try:
+                async with aclosing(messages):  # type: ignore[type-var]
+                    async for message in messages:
+                        started = True
+                        await send(message)
+                return
+            except ReplicaLostError as error:
+                if started:  # a stream that breaks off is known to be no whole one
+                    raise
+                if attempt + 1 == _TRIES:
+                    raise _lost(error) from error
+
+    async def _of_all(self, scope: dict[str, Any], body: bytes) -> Response:
+        try:
+            answers = await self._replicas.ask_all(scope, body)
+        except ReplicaLostError as error:
+            raise _lost(error) from error
+        if not answers:
+            raise _lost(ReplicaLostError("There is none."))
+        return merged(scope["path"], answers)
+
+
+async def _read(receive: Receive) -> bytes:
+    pieces: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b""  # its client is gone
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(pieces)
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _lost(error: Exception) -> ApiError:
+    told = f"A replica of the server has ended, or does not answer. {error}"[:500]
+    return ApiError(503, f"{told} Send the request again.", code="replica_lost", headers={"Retry-After": "1"})
+
+
+# Answers of all replicas as one
+
+
+def merged(path: str, answers: Sequence[Answer]) -> Response:
+    """One answer in place of those of all replicas.
+
+    Args:
+        path: What was asked of them.
+        answers: At least one.
+    """
+    failed = [each for each in answers if each.status >= 400]
+    # Who does not know a session has nothing to say of it; what one could not do is not done.
+    telling = [each for each in failed if each.status != 404] or (failed if len(failed) == len(answers) else [])
+    if telling:
+        return _as_told(max(telling, key=lambda each: each.status))
+    found = [each for each in answers if each.status < 400]
+    if path == "/metrics":
+        pages = {each.replica: each.body.decode() for each in found}
+        kind = dict(found[0].headers).get(b"content-type", b"text/plain").decode("latin-1")
+        return Response(merged_figures(pages), headers={"content-type": kind})
+    bodies = {each.replica: json.loads(each.body) for each in found}
+    if path == "/v1/stats":
+        return JSONResponse({"replicas": bodies})
+    told = list(bodies.values())
+    if path == _SESSIONS:
+        sessions: dict[tuple[str, Any], list[dict[str, Any]]] = {}
+        for each in (session for body in told for session in body["data"]):
+            sessions.setdefault((each["id"], each.get("key")), []).append(each)
+        data = sorted(map(merged_session, sessions.values()), key=lambda session: -session["last_used"])
+        return JSONResponse({"object": "list", "data": data})
+    if "deleted" in told[0]:
+        return JSONResponse({**told[0], "freed_bytes": _sums(body["freed_bytes"] for body in told)})
+    return JSONResponse(merged_session(told))
+
+
+def _as_told(answer: Answer) -> Response:
+    response = Response(answer.body, answer.status)
+    response.raw_headers = list(answer.headers)
+    return response
+
+
+def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for each in counts:
+        for name, count in each.items():
+            found[name] = found.get(name, 0) + count
+    return found
+
+
+def merged_session(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of one session, of which each replica has told its own."""
+    newest = max(told, key=lambda each: (each["requests"] > 0, each["last_used"]))
+    sums = {name: sum(each[name] for each in told) for name in ("requests", "prompt_tokens", "cached_tokens", "bytes")}
+    share = sums["cached_tokens"] / sums["prompt_tokens"] if sums["prompt_tokens"] else 0.0
+    pinned = [each for each in told if each["pinned"]]
+    ends = [each["pinned_until"] for each in pinned]
+    return {
+        **newest,
+        **sums,
+        "cached_share": round(share, 4),
+        "first_seen": min(each["first_seen"] for each in told),
+        "last_used": max(each["last_used"] for each in told),
+        "pinned": bool(pinned),
+        "pinned_until": max(ends) if ends and None not in ends else None,
+    }
+
+
+def merged_figures(pages: Mapping[str, str]) -> str:
+    """The figures of all replicas in Prometheus's text format, each with the label `replica`.
+
+    Args:
+        pages: The text of each, by name.
+    """
+    families: dict[str, list[str]] = {}  # by the comment that begins each, all lines
+    for replica, page in pages.items():
+        family = families.setdefault("", [])
+        label = f"replica={json.dumps(replica)}"
+        for line in page.splitlines():
+            if line.startswith("# HELP "):
+                family = families.setdefault(line, [])
+            elif line.startswith("#"):
+                if line not in family:
+                    family.append(line)
+            elif (found := _SAMPLE.fullmatch(line)) is not None:
+                name, labels, value = found.groups()
+                family.append(f"{name}{{{label}{',' + labels if labels else ''}}} {value}")
+    lines = [line for comment, family in families.items() for line in ([comment] if comment else []) + family]
+    return "\n".join(lines) + "\n"
+
+
+def lacking(wanted: Mapping[str, float], there: Mapping[str, float]) -> dict[str, float]:
+    """What a cluster lacks of some resources, by name.
+
+    Args:
+        wanted: What is needed.
+        there: What there is.
+    """
+    short = {name: amount - there.get(name, 0) for name, amount in wanted.items()}
+    return {name: amount for name, amount in short.items() if amount > 0}
+
+
+def needed(options: Mapping[str, Any] | None, count: int, default_cpus: float) -> dict[str, float]:
+    """The resources that so many actors with these options need, by the names that Ray gives them."""
+    options = options or {}
+    each = {
+        "CPU": options.get("num_cpus", default_cpus),
+        "GPU": options.get("num_gpus", 0),
+        "memory": options.get("memory", 0),
+    }
+    each |= options.get("resources") or {}
+    return {name: float(amount or 0) * count for name, amount in each.items() if amount}
+
+
+def names_of(resources: Mapping[str, float]) -> str:
+    """Resources for people, such as `3 CPU, 1 GPU`."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()))
