@@ -162,7 +162,7 @@ def _zeroed(store: FreezableStore) -> None:
 def _next_kl(reader: Reader, ids: Sequence[int], end: int, plain: torch.Tensor, store: FreezableStore) -> list[float]:
     """KL divergences of the tokens that follow the state at `end`; plain log-probabilities are [tokens, vocabulary].
 
-    None where a document ends less than 8 tokens behind a chunk, for no state is kept there.
+    Empty where a document ends less than 8 tokens behind a chunk, for no state is kept there.
     """
     found: list[float] = []
     for stop in range(end + 1, end + 1 + NEXT):
@@ -277,7 +277,7 @@ _ANSWERS = "computed | right | right, pronouns at starts | KL, answer | median |
 
 
 def markdown(result: Result) -> str:
-    lines = [measured_on(result["provenance"])]
+    lines = [*map(measured_on, result.get("provenances", [result["provenance"]]))]
     if found := result["codes"]:
         lines += ["", f"States in fewer bits, {found[0]['questions']} questions:", ""]
         lines += [f"| reader | states | one | KL, next tokens | {_ANSWERS}", "| --- | --- |" + " ---: |" * 7]
