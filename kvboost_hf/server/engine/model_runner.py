@@ -176,7 +176,7 @@ class ModelRunner:
         """
         policy = self.policy
         if job.reuse == "exact" or not job.options.max_tokens:
-            return replace(policy, mode="exact")
+            return replace(policy, mode="exact", repair="auto")
         kept = policy.keep_logprobs or policy.keep_hidden_states or policy.reproducible
         if job.reuse is None or kept or self._live_quant is not None:
             return policy
