@@ -299,7 +299,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     if ledger.blended is not None and may_repair(live):
         repair = partial(repair_more, live, model, new * columns_per_token(live))
     settled: Settled | None = None
-    if request.is_step and not request.carries and ledger.blended is None and mask is None:
+    if request.is_step and not request.carries and ledger.blended is None:
         if not (live.stateful or length_matters(parts, model) or live.static is not None):
             settled = Settled.of(request, live.hands_out)
     return Step(parts, held, inputs, mask, repair, settled)
