@@ -75,6 +75,18 @@ def test_only_the_first_steps_are_decided(model: PreTrainedModel, decided: list[
     assert cache.report.forwarded_tokens == 1
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "mistral", "gpt_oss"])
+def test_states_and_windows(name: str, decided: list[int]) -> None:
+    model = make_model(name)
+    plain, cache = generate(model, as_inputs(IDS)), ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
+    for _ in range(2):
+        decided.clear()
+        assert same(generate(model, as_inputs(IDS), cache), plain)
+        assert decided == [40, 1]
+    text = plain.sequences
+    assert same(generate(model, as_inputs(text), cache), generate(model, as_inputs(text)))
+
+
 def test_rows_with_padding(model: PreTrainedModel, decided: list[int]) -> None:
     inputs, store = left_pad(IDS, IDS[:, :25]), ChunkReuseCache(model).store
     cache, plain = ChunkReuseCache(model, store), generate(model, inputs)

@@ -300,7 +300,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
         repair = partial(repair_more, live, model, new * columns_per_token(live))
     settled: Settled | None = None
     if request.is_step and not request.carries and ledger.blended is None:
-        if not (live.stateful or length_matters(parts, model) or live.static is not None):
+        if not length_matters(parts, model) and live.static is None:
             settled = Settled.of(request, live.hands_out)
     return Step(parts, held, inputs, mask, repair, settled)
 

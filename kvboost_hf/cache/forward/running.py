@@ -347,7 +347,7 @@ class Step(Forward):
             or self.parts.binding.looks_changed
         ):
             return False
-        ledger = live.in_step(look=False)
+        ledger = live.in_step(look=live.stateful)
         if ledger is None or ledger.unconfirmed or ledger.blended is not None or len(ledger.log.pads) != len(ids):
             return False
         self.length, self._input_ids, self._position_ids = ledger.log.length, ids, positions
