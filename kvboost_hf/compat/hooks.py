@@ -73,19 +73,26 @@ class ShowsHidden(Protocol):
     take_hidden_states: Any
 
 
-def hook_hidden_states(model: PreTrainedModel) -> None:
+def hook_hidden_states(model: PreTrainedModel, *, selects: bool | None = None) -> None:
     """Pass the hidden states of each forward to its cache, if that is one that `ShowsHidden`.
 
     What that returns goes to the head of the model, and to the caller that has asked for it. The hooks stay on the
     model; a model whose head cannot be told from the rest gets none.
+
+    Args:
+        model: The model.
+        selects: Whether the model returns the layers that numbers choose, and not all; None leaves what is known.
     """
     if (inner := text_model(model)) is None:
         return
     with _hooking:
-        if not any(isinstance(getattr(hook, "__self__", None), _HiddenHook) for hook in inner._forward_hooks.values()):
+        owners = [getattr(hook, "__self__", None) for hook in inner._forward_hooks.values()]
+        hook = next((owner for owner in owners if isinstance(owner, _HiddenHook)), None)
+        if hook is None:
             hook = _HiddenHook()
             own_hook(inner.register_forward_pre_hook(hook.before, with_kwargs=True))
             own_hook(inner.register_forward_hook(hook.after, with_kwargs=True))
+        hook.selects = hook.selects if selects is None else selects
 
 
 _hooking = forks.lock()
@@ -129,10 +136,13 @@ class _HiddenHook:
 
     leaves_kv_alone = True  # read by the fingerprint
     stands_behind_others = True  # who are watched for changes of the output
+    selects = True  # numbers choose layers; False: any number gives all
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         layers: Sequence[int] = getattr(cache_in(kwargs), "hidden_layers", ())
-        return (args, _asking_for(module, kwargs, layers)) if any(layer != LAST for layer in layers) else None
+        if all(layer == LAST for layer in layers):
+            return None
+        return args, _asking_for(module, kwargs, layers, selects=self.selects)
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         cache = cache_in(kwargs)
@@ -155,11 +165,11 @@ class _Also(list[int]):
 
 # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _asking_for(module: Any, kwargs: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+def _asking_for(module: Any, kwargs: dict[str, Any], layers: Sequence[int], *, selects: bool) -> dict[str, Any]:
     """The arguments by which a forward shows these layers, and those that its caller has asked for."""
     asked = kwargs.get(_ASKED)
     asked = getattr(module.config, _ASKED, None) if asked is None else asked
-    if asked is True:
+    if asked is True or (asked and not selects):
         return kwargs
     theirs = [] if not asked else [asked] if isinstance(asked, int) else list(asked)
     return {**kwargs, _ASKED: _Also([*(layer for layer in layers if layer != LAST), *theirs], asked)}

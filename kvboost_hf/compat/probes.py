@@ -160,7 +160,7 @@ class HiddenForm:
 def hidden_form(model: PreTrainedModel) -> HiddenForm | str:
     """The hidden states that a model returns; or why those of reused tokens cannot be returned from kept ones.
 
-    Run once per dtype and attention: four short forwards.
+    Run once per dtype and attention: five short forwards.
     """
     known = known_hidden_states_reason(model)
     return known if known is not None else remember(model, _key(hidden_form, model), lambda: _find_hidden_form(model))
@@ -289,7 +289,8 @@ def _probe_hidden_form(model: PreTrainedModel) -> HiddenForm | str:
     """Compare the hidden states of a prompt in two parts, the first from kept ones, with those of the whole."""
     ids, cut = probe_ids(model), _PROBE_TOKENS // 2
     whole = _hidden_states(model, ids, PrivateCache(cache_layers(model)), True)
-    hook_hidden_states(model)
+    selected = _hidden_states(model, ids[:, :cut], PrivateCache(cache_layers(model)), len(whole) - 1)
+    hook_hidden_states(model, selects=selected[0] is None)
     parts, kept = PrivateCache(cache_layers(model)), []
 
     def keep(shown: Shown) -> Shown:
@@ -298,7 +299,7 @@ def _probe_hidden_form(model: PreTrainedModel) -> HiddenForm | str:
         return Shown(shown.last, tuple([torch.cat([part for part in of if part is not None], 1) for of in of_layers]))
 
     parts.hidden_layers, parts.take_hidden_states = range(len(whole)), keep
-    selected = _hidden_states(model, ids[:, :cut], parts, len(whole) - 1)
+    _hidden_states(model, ids[:, :cut], parts, False)
     found = _hidden_states(model, ids[:, cut:], parts, True)
     for theirs, ours in zip(whole, found, strict=True):
         if theirs.ndim != 3 or theirs.shape[:2] != ids.shape:

@@ -155,8 +155,9 @@ class _Draw:
             told["guidance_scale"] = 1.5
         if self._one_in(20):
             told["output_scores"] = True
-        if self._one_in(25):
-            told["output_hidden_states"] = True
+        if self._one_in(10):
+            drafted = way == "drafted"  # transformers cannot split a choice of layers into tokens
+            told["output_hidden_states"] = True if drafted else draw.choice([True, True, -1, [0, -1]])
         if self._static and not self._one_in(3):
             told["cache_implementation"] = "static"
         return told

@@ -529,6 +529,7 @@ def _compare(number: int, step: Step, inputs: dict[str, torch.Tensor], found: An
     right = expected["sequences"][:, step.inputs["input_ids"].shape[1] :]
     other = found["sequences"][:, inputs["input_ids"].shape[1] :]
     beams = step.call.options.get("num_beams", 1) > 1
+    _compare_hidden(step, inputs, found, at, same)
     own_draft = step.call.options.get("draft") in OWN_DRAFTS
     logits = list(zip(expected["logits"] or (), found.get("logits") or (), strict=False))
     going = torch.ones(len(logits[0][0]) if logits else len(right), dtype=torch.bool)  # rows that have not parted
@@ -557,6 +558,28 @@ def _compare(number: int, step: Step, inputs: dict[str, torch.Tensor], found: An
             raise _Parted
     if not torch.equal(right, other):
         raise Wrong("answer", f"{at}: {other.tolist()} instead of {right.tolist()}")
+
+
+def _compare_hidden(step: Step, inputs: dict[str, torch.Tensor], found: Any, at: str, same: float) -> None:
+    """Hidden states of all real tokens of a prompt, if the call has asked for them, and was given the whole prompt."""
+    shown = [each.get("hidden_states") for each in (step.expected, found)]
+    options, ids = step.call.options, inputs["input_ids"]
+    if not all(shown) or ids.shape != step.inputs["input_ids"].shape or options.get("use_cache") is False:
+        return
+    if "prefill_chunk_size" in options:  # those of the last piece are returned, but with drafts
+        return
+    theirs, ours = (each[0] for each in shown)
+    real = inputs["attention_mask"].bool()
+    times = next(len(each) for each in theirs if each is not None) // len(real)
+    real = real.repeat_interleave(times, dim=0)
+    for number, (right, other) in enumerate(zip(theirs, ours, strict=True)):
+        if (right is None) != (other is None) or (right is not None and right.shape != other.shape):
+            raise Wrong("hidden states", f"{at}: of layer {number} there is another shape")
+        if right is None or right.shape[1] != real.shape[1]:
+            continue
+        off = _apart(right[real].float(), other[real].float())
+        if bool((off > 10 * same).any()):
+            raise Wrong("hidden states", f"{at}: of layer {number} are off by {float(off.max()):.2g}")
 
 
 def _penalized(step: Step) -> bool:

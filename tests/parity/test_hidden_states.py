@@ -1,5 +1,6 @@
 """Calls that ask for hidden states reuse what is stored, and get those of all tokens, as from plain transformers."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,15 +22,18 @@ from kvboost_hf import (
 )
 from tests import multimodal
 from tests.architectures import make_architecture
+from tests.architectures.models import MULTIMODAL, TRIED
+from tests.architectures.outcome import text_ids
 from tests.conftest import counted, left_pad, make_model, random_ids
 from tests.internals.cache import HiddenStates
-from tests.internals.compat import hidden_form, padding_reason
+from tests.internals.compat import hidden_form, known_reason, padding_reason, probe_reason
 from tests.parity.test_audit import corrupt
 from tests.parity.test_loading import blobs, flip
 
 BASE = random_ids(200, seed=1)
 BRANCH = torch.cat([BASE[:, :140], random_ids(50, seed=2)], dim=1)
 ASKED: tuple[Any, ...] = (-1, [1], True)
+ALL = ["bloom", "falcon", "mamba2"]  # which return all layers for any number
 
 
 def probed(model: PreTrainedModel) -> Any:
@@ -55,21 +59,22 @@ def asks(
 ) -> tuple[Any, ChunkReuseCache, int]:
     """A forward in a new cache that asks for hidden states: its output, the cache, and the tokens forwarded."""
     cache = ChunkReuseCache(model, store, more.pop("policy", None))
+    given_ = {more.pop("named", None) or "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     with counted(model) as work:
-        found = model(ids, output_hidden_states=asked, past_key_values=cache, **{"logits_to_keep": 1, **more})
+        found = model(ids, output_hidden_states=asked, **{**given_, **more})
     return found, cache, work.tokens
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("asked", ASKED, ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "glm4_moe", "llama4_text", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "glm4_moe", "llama4_text", "qwen3_next", "lfm2", *ALL])
 def test_they_are_those_of_plain_forwards(name: str, asked: Any) -> None:
     known = ("llama", "gemma2", "qwen3_next")
     model, plain = (make_model(name) if name in known else make_architecture(name) for _ in range(2))
     store = ChunkStore(probed(model), chunk_size=32)
-    states = name in ("qwen3_next", "lfm2")
+    states = name in ("qwen3_next", "lfm2", "mamba2")
     for ids, most in zip((BASE, BASE, BRANCH, BRANCH[:, :150]), (200, 8, 62, 32), strict=True):
-        found, cache, tokens = asks(model, ids, asked, store)
+        found, cache, tokens = asks(model, ids, asked, store, named="cache_params" if name == "mamba2" else None)
         cache.store_tails()
         assert tokens == cache.report.forwarded_tokens <= most
         assert cache.report.bypass_reason is None
@@ -428,3 +433,30 @@ def test_a_decoder_that_is_run_past_its_hooks_is_told_apart(llama: PreTrainedMod
     llama.model._forward_hooks.clear()
     with pytest.raises(RuntimeError, match="run its decoder past the hooks"):
         llama(BASE, **options)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_of_all_architectures() -> None:
+    """What comes from the store is what was computed, and a model that shows several streams a token says so."""
+    served = 0
+    for name in (each for each in TRIED if each not in MULTIMODAL):
+        model = make_architecture(name)
+        if known_reason(model) or probe_reason(model):
+            continue
+        form, ids, store = hidden_form(model), text_ids(80, seed=1), ChunkStore(model, chunk_size=16)
+        assert not isinstance(form, str) or "have the shape" in form, name
+        named = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else None
+        for asked in (-1, True):
+            expected = model(ids, output_hidden_states=asked, logits_to_keep=1)
+            for _ in range(2):
+                found, cache, _ = asks(model, ids, asked, store, named=named)
+                assert len(found.hidden_states) == len(expected.hidden_states), name
+                for ours, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
+                    assert (ours is None) == (theirs is None), name
+                    if theirs is not None:
+                        assert float((ours - theirs).abs().max()) < 1e-2 * max(1.0, float(theirs.abs().max())), name
+            known = isinstance(form, str) or "without position_ids" in (cache.report.bypass_reason or "")
+            assert known or cache.report.forwarded_tokens <= 40, name
+            served += not known
+    assert served > 300
