@@ -2,7 +2,7 @@
 
 import sys
 
-from kvboost_hf.migration import TABLE, Replacement
+from kvboost_hf.old_names import TABLE, Replacement
 
 _TITLES = {
     "names": "Names of the package",

@@ -3,9 +3,10 @@
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from kvboost_hf.migration import OldModules, old_name
+from kvboost_hf.old_names import OldModules, old_name
 
 if TYPE_CHECKING:
     from kvboost_hf.public import *  # noqa: F403
@@ -22,7 +23,13 @@ if not TYPE_CHECKING:
     except ImportError:  # wrapt only keeps this import short
         import_module("kvboost_hf.attention")
     else:
-        when_imported("transformers.modeling_utils")(lambda _: import_module("kvboost_hf.attention"))
+        # `compat` imports transformers, and the attention needs all of `compat`.
+        @when_imported("kvboost_hf.compat")
+        @when_imported("transformers.modeling_utils")
+        def _register_attention(imported: ModuleType) -> ModuleType:
+            if imported.__name__ == "kvboost_hf.compat" or "kvboost_hf.compat" not in sys.modules:
+                import_module("kvboost_hf.attention")
+            return imported
 
     def __getattr__(name: str) -> Any:
         """A public name, all of which are loaded now; or why there is none."""

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from kvboost_hf.migration import refuse
+from kvboost_hf.old_names import refuse
 
 ReuseMode = Literal["exact", "blend"]
 Repair = Literal["auto", "query", "cacheblend", "first_k", "selective", "none"]
@@ -96,9 +96,9 @@ class ReusePolicy:
             without it. Not with mode `"blend"`, `live_quant`, `max_cache_len` or a lossy codec.
 
     Raises:
-        ValueError: for an unknown mode, repair or check, a negative count, a ratio or rate outside 0 to 1, a maximum
-            below its ratio, layers that are no numbers, or audits, `keep_logprobs`, `keep_hidden_states` or
-            `reproducible` with mode `"blend"`, whose answers differ by design.
+        ValueError: for an unknown mode, repair or check, a repair with mode `"exact"`, a negative count, a ratio or
+            rate outside 0 to 1, a maximum below its ratio, layers that are no numbers, or audits, `keep_logprobs`,
+            `keep_hidden_states` or `reproducible` with mode `"blend"`, whose answers differ by design.
     """
 
     mode: ReuseMode = "exact"
@@ -132,6 +132,11 @@ class ReusePolicy:
                     f"`max_recompute_ratio` must be at least `recompute_ratio` ({self.recompute_ratio}), got "
                     f"{self.max_recompute_ratio}. Pass None to keep the ratio fixed."
                 )
+        if self.mode == "exact" and self.repair != "auto":
+            raise ValueError(
+                f"`repair` must be left out with mode 'exact', which moves nothing, got {self.repair!r}. Pass "
+                f"ReusePolicy(mode='blend', repair={self.repair!r})."
+            )
         if self.mode == "blend" and self.audit_rate:
             raise ValueError(
                 f"`audit_rate` must be 0 with mode 'blend', whose answers may differ, got {self.audit_rate}. "
@@ -423,3 +428,11 @@ def _require_share(name: str, value: object) -> None:
         raise ValueError(f"`{name}` must be a number, got {value!r}.")
     if not 0 <= value <= 1:
         raise ValueError(f"`{name}` must be from 0 to 1, got {value}.")
+
+
+def require_streaming(config: object) -> None:
+    """Raise ValueError for what is no `StreamingConfig`, such as a dict with its fields."""
+    if not isinstance(config, StreamingConfig):
+        given = config.items() if isinstance(config, dict) else ()
+        fields = ", ".join(f"{name}={value!r}" for name, value in given) or "..."
+        raise ValueError(f"A StreamingConfig is needed, got {config!r}. Pass StreamingConfig({fields}).")

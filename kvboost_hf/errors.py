@@ -48,3 +48,8 @@ class StoreClosedError(KVBoostError):
 
 class StoreFullError(KVBoostError):
     """`ChunkStore.warm()` was given more text than the byte budget can hold pinned."""
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs the packages of an extra. The package is not on PyPI yet."""
+    return f"pip install '.[{extra}]' in a clone of kvboost_hf"

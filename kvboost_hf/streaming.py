@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.config import StreamingConfig
-from kvboost_hf.migration import old_name
 from kvboost_hf.offload.build import stop_streaming, stream_layers, streaming_plan, streaming_stats
 from kvboost_hf.offload.load import load_streamed
+from kvboost_hf.old_names import old_name
 
 __all__ = [
     "StreamingConfig",

@@ -138,7 +138,11 @@ def speculation_stats(assistant: PreTrainedModel | TreeDecoding) -> SpeculationS
         return heads.stats
     drafting = vars(assistant).get("generate")
     if not isinstance(drafting, Drafting):
-        raise ValueError(f"This {type(assistant).__name__} keeps no counts. Prepare it with load_assistant().")
+        raise ValueError(
+            f"`assistant` must be a model that load_assistant() has prepared, or a TreeDecoding, got "
+            f"{type(assistant).__name__}. For text that is looked up, pass "
+            "`custom_generate=TreeDecoding(lookup_assistant(model, store))` to generate(), and that here."
+        )
     return drafting.stats
 
 

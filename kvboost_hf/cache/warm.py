@@ -134,7 +134,7 @@ def _warm_documents(
 
 def _exact(policy: ReusePolicy | None) -> ReusePolicy:
     """A policy whose K/V is found by what `policy` is for, and computed in full."""
-    return replace(policy, mode="exact") if policy is not None else ReusePolicy()
+    return replace(policy, mode="exact", repair="auto") if policy is not None else ReusePolicy()
 
 
 class _Done:

@@ -15,6 +15,7 @@ from kvboost_hf.cache.store.settings import parse_tier
 from kvboost_hf.compat import available_device
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.engine.load import load
+from kvboost_hf.errors import how_to_install
 from kvboost_hf.offload.checkpoint import without_bars
 from kvboost_hf.outputs import Progress, output_path
 
@@ -43,7 +44,7 @@ def needs_extra(extra: str, command: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ValueError(f"`kvboost-hf {command}` needs {error.name}: pip install 'kvboost_hf[{extra}]'") from error
+        raise ValueError(f"`kvboost-hf {command}` needs {error.name}: {how_to_install(extra)}") from error
 
 
 def require_figures(path: Path | None) -> None:

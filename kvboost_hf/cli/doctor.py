@@ -18,6 +18,7 @@ from kvboost_hf.cli.arguments import add_model, load_shown, next_steps, positive
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.engine.load import naming
+from kvboost_hf.errors import how_to_install
 from kvboost_hf.kernels import missing_for_triton
 from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.sizes import what_fits
@@ -96,7 +97,7 @@ def _packages() -> Iterator[Checked]:
     requirements = [Requirement(text) for text in metadata.requires("kvboost_hf") or ()]
     for extra, use in _EXTRAS.items():
         missing = [one.name for one in requirements if _is_of(one, extra) and not _is_installed(one.name)]
-        remedy = f"pip install 'kvboost_hf[{extra}]', for {use}"
+        remedy = f"{how_to_install(extra)}, for {use}"
         found = f"without {', '.join(missing)}" if missing else "installed"
         yield Checked(f"extra {extra}", found, remedy if missing else None, optional=True)
 
@@ -108,7 +109,7 @@ def _kernels() -> Iterator[Checked]:
     if missing is not None:
         yield Checked("triton", f"lacks {missing.what}: PyTorch's operations run", missing.remedy, optional=True)
     slow = missing is None and backend in ("sdpa", "reference")
-    remedy = "`pip install 'kvboost_hf[cuda]'`, which has kernels for sm_70 and sm_75"
+    remedy = f"{how_to_install('cuda')}, which has kernels for sm_70 and sm_75"
     yield Checked("kvboost_fa2", f"runs as {backend!r}", remedy if slow else None, optional=True)
 
 
@@ -194,9 +195,8 @@ def run_fits(options: argparse.Namespace) -> int:
     with naming(options.model):
         config = AutoConfig.from_pretrained(options.model)
     streaming = StreamingConfig(max_tokens=options.max_tokens, prefill_chunk_size=options.prefill_chunk_size)
-    dtype = config.dtype or torch.float16
     with Progress(f"planning {options.model}"):
-        plan = what_fits(config, options.vram_budget, streaming=streaming, bits=options.bits, dtype=dtype)
+        plan = what_fits(config, options.vram_budget, streaming=streaming, bits=options.bits)
     sys.stdout.write(f"{plan}\n")
     if (other := _other_weights(config, options.bits)) is not None:
         sys.stdout.write(f"\nThis is a plan for other weights than {options.model} has: {other}.\n")

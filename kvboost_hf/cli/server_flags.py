@@ -6,7 +6,7 @@ from typing import get_args
 
 from kvboost_hf.config import DraftTreeConfig, ResidencyMode, StreamingConfig, parse_size
 from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy
-from kvboost_hf.migration import TABLE, refuse
+from kvboost_hf.old_names import TABLE, refuse
 from kvboost_hf.server.settings import ServerSettings
 
 REFUSED = "server flags"  # the section of the table of migration

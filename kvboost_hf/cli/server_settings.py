@@ -11,7 +11,7 @@ from kvboost_hf.cache.tiers.record import read_tier_key
 from kvboost_hf.cli.server_flags import REFUSED
 from kvboost_hf.config import DraftTreeConfig, StreamingConfig
 from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy
-from kvboost_hf.migration import refuse
+from kvboost_hf.old_names import refuse
 from kvboost_hf.server.settings import ServerSettings, TlsFiles, read_keys, require_closed
 
 _STREAMING = (

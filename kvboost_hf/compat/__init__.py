@@ -84,7 +84,7 @@ from kvboost_hf.compat.probes import (
 from kvboost_hf.compat.ranks import Ranks, ranks_of, require_one_process
 from kvboost_hf.compat.rotary import frequencies_vary, key_rotation, original_length, rope_regime
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Shifts
-from kvboost_hf.migration import old_name
+from kvboost_hf.old_names import old_name
 
 __all__ = [
     "CACHE",

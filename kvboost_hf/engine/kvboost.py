@@ -22,10 +22,10 @@ from kvboost_hf.engine.load import load
 from kvboost_hf.engine.prompts import CHECK_PROMPTS, Prompt, PromptEncoder, group_by_prefix
 from kvboost_hf.engine.results import GenerationMode, GenerationResult, WarmResult, warm
 from kvboost_hf.engine.runner import CallRunner, Watch, call_options
-from kvboost_hf.engine.settings import SETTINGS, checked_settings, choice
-from kvboost_hf.migration import refuse
+from kvboost_hf.engine.settings import SETTINGS, checked_settings, choice, settings_in_order
 from kvboost_hf.offload.build import streaming_stats
 from kvboost_hf.offload.stream import StreamingStats
+from kvboost_hf.old_names import refuse
 from kvboost_hf.verify import CorrectnessReport, verify_correctness
 from kvboost_hf.verify.correctness import require_plain
 
@@ -70,7 +70,7 @@ class KVBoost:
         self,
         model: PreTrainedModel,
         tokenizer: Any,
-        *,
+        *in_order: Any,
         device: torch.device | str | None = None,
         strict: bool = True,
         assistant: str | PreTrainedModel | TreeDecoding | None = None,
@@ -78,6 +78,10 @@ class KVBoost:
         store: ChunkStore | None = None,
         **options: Any,
     ) -> None:
+        if in_order:
+            named = settings_in_order(in_order, {**options, **({} if device is None else {"device": device})})
+            device = named.pop("device", device)
+            options |= named
         refuse("KVBoost", options)
         self.settings = checked_settings(options, policy, store)
         if device is not None:
@@ -376,12 +380,13 @@ class KVBoost:
     # Checks and figures
 
     def verify_correctness(
-        self, prompts: Sequence[Prompt] | None = None, max_new_tokens: int = 32
+        self, prompts: Sequence[Prompt] | int | None = None, max_new_tokens: int = 32
     ) -> CorrectnessReport:
         """Compare the answers of these settings with those of plain `generate()`, on new stores.
 
         Args:
             prompts: Texts or chats such as users would send, in the order in which they would; None for built-in ones.
+                A number is that of tokens of each answer, as kvboost takes it.
             max_new_tokens: Tokens of each answer.
 
         Returns:
@@ -391,11 +396,14 @@ class KVBoost:
         Raises:
             ValueError: There are no prompts, or the model has been attached.
         """
+        if isinstance(prompts, int):
+            max_new_tokens = prompts
+        asked = CHECK_PROMPTS if prompts is None or isinstance(prompts, int) else prompts
         live = self.settings.live_config
         with self._runner.lock:
             return verify_correctness(
                 self.model,
-                [row.tolist() for row in self._prompts.encode_all(CHECK_PROMPTS if prompts is None else prompts)],
+                [row.tolist() for row in self._prompts.encode_all(asked)],
                 policies=[self.policy] if self.policy.mode == "blend" else [],
                 live_quants=[] if live is None else [live],
                 max_new_tokens=max_new_tokens,

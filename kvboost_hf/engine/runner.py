@@ -26,7 +26,7 @@ from kvboost_hf.config import ReusePolicy
 from kvboost_hf.engine.prompts import Prompt
 from kvboost_hf.engine.results import GenerationMode, GenerationResult
 from kvboost_hf.engine.settings import EngineSettings
-from kvboost_hf.migration import refuse
+from kvboost_hf.old_names import refuse
 from kvboost_hf.verify.correctness import require_plain
 
 _log = logging.getLogger("kvboost_hf")
@@ -112,7 +112,9 @@ class CallRunner:
         self.lock, self._pid = forks.rlock(), os.getpid()
         self._model, self._tokenizer, self._assistant = model, tokenizer, assistant
         self._prefill_chunk_size = settings.prefill_chunk_size
-        exact = ChunkReuseCache(model, store, replace(policy, mode="exact"), live_quant=settings.live_config)
+        exact = ChunkReuseCache(
+            model, store, replace(policy, mode="exact", repair="auto"), live_quant=settings.live_config
+        )
         blend = exact if policy.mode == "exact" else ChunkReuseCache(model, store, policy)
         self._caches = {GenerationMode.PREFIX_CACHE: exact, GenerationMode.CHUNK_KV_REUSE: blend}
         self._said_no_drafts = False

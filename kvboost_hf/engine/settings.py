@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -202,6 +203,10 @@ class EngineSettings:
 
 
 SETTINGS = frozenset(field.name for field in fields(EngineSettings))
+_IN_ORDER = (  # behind model and tokenizer, as kvboost takes them
+    "chunk_size", "max_chunks", "recompute_overlap", "recompute_strategy", "recompute_ratio", "kv_cache_bits",
+    "disk_cache_dir", "device",
+)  # fmt: skip
 _OF_POLICY = frozenset(
     (
         *("recompute_strategy", "recompute_overlap", "recompute_ratio", "sink_tokens", "overlap_k", "progressive"),
@@ -214,6 +219,23 @@ _OF_STORE = frozenset(
         *("disk_cache_dir", "tiers", "tier_key", "salt"),
     )
 )
+
+
+def settings_in_order(given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that were given without names, in the order in which kvboost takes them.
+
+    Raises:
+        TypeError: for more than there are, or one that was named, too.
+    """
+    if len(given) > len(_IN_ORDER):
+        raise TypeError(
+            f"KVBoost takes a model, a tokenizer and {len(_IN_ORDER)} settings in order ({', '.join(_IN_ORDER)}), got "
+            f"{len(given)} settings. Name the others."
+        )
+    found = dict(zip(_IN_ORDER, given, strict=False))
+    if twice := sorted(found.keys() & named.keys()):
+        raise TypeError(f"`{twice[0]}` was given twice, as {found[twice[0]]!r} and as {named[twice[0]]!r}.")
+    return found
 
 
 def checked_settings(
@@ -239,6 +261,10 @@ def checked_settings(
                 f"{', '.join(f'`{key}`' for key in beside)} must be left out beside a `{name}`, which has its own. "
                 f"Pass what is meant to {kind.__name__}, or leave out the `{name}`."
             )
+    if unknown := sorted(given.keys() - SETTINGS):
+        close = get_close_matches(unknown[0], SETTINGS, n=1)
+        remedy = f"Did you mean `{close[0]}`?" if close else f"There are {', '.join(sorted(SETTINGS))}."
+        raise TypeError(f"KVBoost has no setting `{unknown[0]}`. {remedy}")
     settings = EngineSettings(**given)
     if policy is not None and policy.mode == "blend" and settings.live_quant is not None:
         raise ValueError(

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost_hf.compat import decoder_layers, weights_come_and_go
-from kvboost_hf.config import StreamingConfig
+from kvboost_hf.config import StreamingConfig, require_streaming
 from kvboost_hf.errors import StreamingError
 from kvboost_hf.offload.awq.experts import AwqExperts
 from kvboost_hf.offload.awq.linear import AwqLinear
@@ -193,6 +193,7 @@ def stream_layers(
         >>> model = stream_layers(load_embedded()[0], StreamingConfig(keep_first_k=1), device="cpu")
         >>> streaming_stats(model)  # host and device share their memory: nothing to stream
     """
+    require_streaming(config)
     if weights_come_and_go(model):
         raise StreamingError(
             f"This {type(model).__name__} has hooks of accelerate. Load it without a device_map, or take them off "

@@ -18,7 +18,7 @@ from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvboost_hf.compat import available_device, loader_of
-from kvboost_hf.config import StreamingConfig
+from kvboost_hf.config import StreamingConfig, require_streaming
 from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.awq.int4pack import order_name
 from kvboost_hf.offload.awq.swap import awq_config, expect_stored, lay_out, save_converted, swap_linears, to_gemm
@@ -119,6 +119,7 @@ def with_streaming(
         >>> config = with_streaming(EMBEDDED_MODEL_DIR, StreamingConfig(keep_first_k=1, keep_last_k=1))
         >>> model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL_DIR, config=config)
     """
+    require_streaming(streaming)
     if isinstance(name_or_config, PreTrainedConfig):
         config = copy.deepcopy(name_or_config)
     else:

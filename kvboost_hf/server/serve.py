@@ -14,13 +14,15 @@ from transformers import PreTrainedModel
 from kvboost_hf.assisted.lookup import LookupAssistant
 from kvboost_hf.cache.prompt.chats import ChatTemplate, Start, why_not_stored
 from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.compat import input_device
 from kvboost_hf.config import DraftTreeConfig
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.apis.context import RouteContext, as_templates_have_them
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.chats.template import Rendering
 from kvboost_hf.server.chats.tool_formats import ToolSupport
-from kvboost_hf.server.engine.model_runner import tokens_that_fit
+from kvboost_hf.server.engine.model_runner import live_token_bytes, tokens_that_fit
+from kvboost_hf.server.engine.neighbours import MemoryPlans
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.generation.sharing import choose_attention
 from kvboost_hf.server.http.listen import FrontServer
@@ -92,6 +94,7 @@ def serve(
             tracer_provider.shutdown()
         engine.close()
         engine.store.close()
+        MemoryPlans().release()
 
 
 def start_engine(
@@ -157,12 +160,26 @@ def _end(number: int, frame: object) -> None:
 def _live_tokens(
     model: PreTrainedModel, draft: PreTrainedModel | None, store: ChunkStore, settings: ServerSettings
 ) -> int | None:
-    if settings.max_live_tokens is not None or settings.safety_margin is None:
-        return settings.max_live_tokens
+    if settings.max_live_tokens is None and settings.safety_margin is None:
+        return None
     reserved = store.max_bytes - int(store.stats()["bytes"])
     rows = settings.max_batch_size * (2 if len(settings.api_keys) > 1 else 1)  # as clients without a place get one
     draft = draft if not isinstance(draft, LookupAssistant) else None  # which keeps no K/V
-    return tokens_that_fit(model, draft, rows=rows, reserved=reserved, safety_margin=settings.safety_margin)
+    plans = MemoryPlans()
+    with plans.locked() as promised:
+        tokens, margin = settings.max_live_tokens, settings.safety_margin
+        if tokens is None and margin is not None:
+            fit = {"rows": rows, "reserved": reserved, "promised": promised}
+            tokens = tokens_that_fit(model, draft, safety_margin=margin, **fit)
+        if promised:
+            _log.info("other servers on this machine may come to use %.1f GiB more", promised / 2**30)
+        live = 0
+        if tokens is not None and input_device(model).type == "cpu":
+            positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+            longest = settings.max_model_len or positions or tokens
+            live = live_token_bytes(model, draft) * min(tokens, rows * longest)
+        plans.claim(reserved + live)
+    return tokens
 
 
 def _starts(context: RouteContext, texts: Iterable[str], chats: Iterable[WarmRequest]) -> Iterator[list[int]]:

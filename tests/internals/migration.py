@@ -1,3 +1,3 @@
-"""Names of `kvboost_hf.migration`."""
+"""Names of `kvboost_hf.old_names`."""
 
-from kvboost_hf.migration import TABLE, Replacement, missing, refuse
+from kvboost_hf.old_names import ADAPTED, TABLE, Replacement, missing, refuse

@@ -24,6 +24,7 @@ from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns, emb
 from kvboost_hf.server.engine.intake import WaitingLine
 from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit
+from kvboost_hf.server.engine.neighbours import MemoryPlans
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.generation.batch import BatchKV, _BatchLayer
 from kvboost_hf.server.generation.prefix_tree import PrefixTree

@@ -280,7 +280,7 @@ def test_a_page_that_could_not_be_drawn(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "--html", str(tmp_path / "page.html")]) == 2
-    assert "pip install 'kvboost_hf[demo]'" in capsys.readouterr().err
+    assert "pip install '.[demo]' in a clone" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,6 +1,12 @@
 """Memory is planned before a request starts."""
 
+import multiprocessing
+import os
+import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +16,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.assets import load_embedded
 from tests.conftest import make_model, random_ids
 from tests.internals.compat import bytes_per_token
-from tests.internals.server import BatchKV, ModelEngine, ServerSettings, tokens_that_fit
+from tests.internals.server import BatchKV, MemoryPlans, ModelEngine, ServerSettings, tokens_that_fit
 from tests.internals.server import memory as room
 from tests.server.conftest import Listening
 
@@ -63,3 +69,48 @@ def test_settings_that_are_none() -> None:
     for wrong in ({"max_live_tokens": 1}, {"safety_margin": 1.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ServerSettings(model_name="reader", **wrong)
+
+
+def _claim(folder: Path, told: Connection) -> None:
+    plans = MemoryPlans(folder)
+    with plans.locked() as others:
+        plans.claim(3 * 2**30)
+    told.send(others)
+    time.sleep(60)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_plans_know_of_other_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What another process has promised itself and not used yet is not free; a plan ends with its process."""
+    folder = tmp_path / "plans"
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    own = MemoryPlans(folder)
+    with own.locked() as others:
+        assert others == 0
+        own.claim(2**30)
+    other = context.Process(target=_claim, args=(folder, theirs))
+    other.start()
+    assert abs(ours.recv() - 2**30) < 2**28
+    with own.locked() as others:
+        assert abs(others - 3 * 2**30) < 2**28
+    other.kill()
+    other.join()
+    with own.locked() as others:
+        assert others == 0
+    assert [path.name for path in folder.glob("plan-*")] == [f"plan-{os.getpid()}.json"]
+    own.release()
+    (folder / "plan-1.json").write_text("[nonsense")
+    with own.locked() as others:
+        assert others == 0
+    folder.chmod(0o777)
+    with own.locked() as others:  # anybody could write there
+        assert others == 0
+    memory = SimpleNamespace(available=4 * 2**30)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    model = make_model()
+    every = tokens_that_fit(model, safety_margin=0)
+    assert every is not None
+    assert tokens_that_fit(model, promised=2**30, safety_margin=0) == every * 3 // 4
+    with pytest.raises(ValueError, match=r"beside the 4\.0 GiB that other servers here may use"):
+        tokens_that_fit(model, promised=2**32)

@@ -160,9 +160,9 @@ def test_without_the_extra_the_error_says_so(
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     monkeypatch.delitem(sys.modules, "kvboost_hf.server.http.traces", raising=False)
     assert main(["serve", "--otel", "--port", "0"]) == 2
-    assert "pip install 'kvboost_hf[otel]'" in capsys.readouterr().err
+    assert "pip install '.[otel]' in a clone" in capsys.readouterr().err
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     assert main(["serve", "--port", "0"]) == 2
-    assert "pip install 'kvboost_hf[otel]'" in capsys.readouterr().err
+    assert "pip install '.[otel]' in a clone" in capsys.readouterr().err
     assert main(["serve", "--no-otel", "--chunk-size", "100"]) == 2
     assert "chunk_size" in capsys.readouterr().err

@@ -41,5 +41,5 @@ def test_what_is_to_be_done(
     told = "\n".join(lines)
     assert "set it to 64" in told
     assert "https://pytorch.org/get-started/locally" in told
-    assert "pip install 'kvboost_hf[server]', for `kvboost-hf serve`" in told
+    assert "pip install '.[server]' in a clone of kvboost_hf, for `kvboost-hf serve`" in told
     assert f"'{tmp_path}' does not load: the folder has no config.json" in told

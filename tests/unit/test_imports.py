@@ -38,7 +38,7 @@ def test_tests_reach_what_is_not_public_through_one_package() -> None:
     tests = Path(__file__).parents[1]
     files = [path for path in tests.rglob("*.py") if path.relative_to(tests).parts[0] not in _ALONE]
     assert len(files) > 300
-    old = {"kvboost_hf.compat", "kvboost_hf.streaming"}  # names that are gone, in the test of what is said of them
+    old = {"kvboost_hf.streaming"}  # names that are gone, in the test of what is said of them
     found = {path.name: _internals_of(path.read_text()) for path in files}
     assert {name: names for name, names in found.items() if names} == {"test_migration.py": old}
     assert _internals_of("def f():\n    from kvboost_hf.cache.reuse import ChunkReuseCache") == {

@@ -208,7 +208,7 @@ def test_without_matplotlib_nothing_is_measured(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*command.split(), str(tmp_path / "figure.png")]) == 2
-    assert "needs matplotlib: pip install 'kvboost_hf[demo]'" in capsys.readouterr().err
+    assert "needs matplotlib: pip install '.[demo]' in a clone" in capsys.readouterr().err
 
 
 def test_without_jinja_it_is_told_what_to_install(

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from kvboost_hf.attention.cuda.launch import Arguments, Kernel, shared_bytes
+from kvboost_hf.errors import how_to_install
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # a CUfunction_attribute
 SOURCE = Path(__file__).with_name("attend.cu")
@@ -72,7 +73,7 @@ def compile_attend(architecture: int, head_dim: int, value_dim: int, *options: s
 def _open() -> ctypes.CDLL:
     path = library()
     if path is None:
-        raise ImportError("The CUDA kernel needs NVRTC: pip install 'kvboost_hf[cuda]'.")
+        raise ImportError(f"The CUDA kernel needs NVRTC: {how_to_install('cuda')}.")
     nvrtc = ctypes.CDLL(str(path))
     nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
     return nvrtc

@@ -20,6 +20,7 @@ from typing import Any
 from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Guard, RemoteTier, without_secrets
 from kvboost_hf.cache.tiers.notices import Heard
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
+from kvboost_hf.errors import how_to_install
 
 _MAX_BLOB_BYTES = 512 * 2**20  # of one transaction the server takes no more than 1 GiB, unless it is told to
 _PIECE_BYTES = 2**20  # what has to get through within one timeout
@@ -247,7 +248,7 @@ def _client(url: str, timeout_s: float) -> Any:
     try:
         import valkey
     except ImportError as error:
-        raise ImportError("ValkeyTier needs the client: pip install 'kvboost_hf[valkey]'.") from error
+        raise ImportError(f"ValkeyTier needs the client: {how_to_install('valkey')}.") from error
     timeouts = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     try:
         client = valkey.Valkey.from_url(url, socket_read_size=_PIECE_BYTES, **timeouts)

@@ -176,7 +176,7 @@ class ModelRunner:
         """
         policy = self.policy
         if job.reuse == "exact" or not job.options.max_tokens:
-            return replace(policy, mode="exact")
+            return replace(policy, mode="exact", repair="auto")
         kept = policy.keep_logprobs or policy.keep_hidden_states or policy.reproducible
         if job.reuse is None or kept or self._live_quant is not None:
             return policy
@@ -210,12 +210,18 @@ def row_state_bytes(model: PreTrainedModel) -> int:
     return sum(state.nbytes for layer in stateful for state in states_of(layer))
 
 
+def live_token_bytes(model: PreTrainedModel, draft: PreTrainedModel | None = None) -> int:
+    """Bytes of K/V of one token of a running request; of a draft, too."""
+    return _COPIES * bytes_per_token(model) + (bytes_per_token(draft) if draft is not None else 0)
+
+
 def tokens_that_fit(
     model: PreTrainedModel,
     draft: PreTrainedModel | None = None,
     *,
     rows: int = 0,
     reserved: int = 0,
+    promised: int = 0,
     safety_margin: float = 0.15,
 ) -> int | None:
     """Plan how many tokens of K/V, of all running requests, fit into the free memory of the model's device.
@@ -225,6 +231,7 @@ def tokens_that_fit(
         draft: One that keeps K/V of the same texts; None for none.
         rows: Requests that run at the same time, whose states have room besides.
         reserved: Bytes of host memory that something else will take, such as a store.
+        promised: Bytes of host memory that other servers on this machine may still come to use.
         safety_margin: Share of the memory to leave free.
 
     Returns:
@@ -235,16 +242,18 @@ def tokens_that_fit(
     """
     if not 0 <= safety_margin < 1:
         raise ValueError(f"`safety_margin` must be from 0 to less than 1, got {safety_margin}.")
-    per_token = _COPIES * bytes_per_token(model) + (bytes_per_token(draft) if draft is not None else 0)
+    per_token = live_token_bytes(model, draft)
     states = _COPIES * rows * row_state_bytes(model)
     if not per_token + states:
         return None
     device = input_device(model)
     if device.type == "cuda":
+        others = ""
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, for others
         free = torch.cuda.mem_get_info(device)[0] + kept
     else:
-        free = psutil.virtual_memory().available - reserved
+        free = psutil.virtual_memory().available - reserved - promised
+        others = f" beside the {promised / 2**30:.1f} GiB that other servers here may use" if promised else ""
     usable = int(free * (1 - safety_margin))
     if states > max(usable, 0):
         raise ValueError(
@@ -257,7 +266,7 @@ def tokens_that_fit(
     tokens = (usable - states) // per_token
     if tokens < 1:
         raise ValueError(
-            f"There is no memory for K/V: {max(free, 0) / 2**30:.1f} GiB are free, of which {safety_margin:.0%} stay "
-            "so. Give the store less, or stream layers."
+            f"There is no memory for K/V: {max(free, 0) / 2**30:.1f} GiB are free{others}, of which "
+            f"{safety_margin:.0%} stay so. Give the store less, or stream layers."
         )
     return tokens

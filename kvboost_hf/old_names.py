@@ -3,9 +3,13 @@
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
-__all__ = ["TABLE", "OldModules", "Replacement", "missing", "old_name", "refuse"]
+__all__ = ["ADAPTED", "TABLE", "OldModules", "Replacement", "missing", "old_name", "refuse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,44 +70,37 @@ TABLE: Mapping[str, tuple[Replacement, ...]] = {
             "True if anything of the text can be reused; `int()` gives `chunks_stored`.",
         ),
         _same("check_model_compatibility", "check_model_compatibility", "It runs the model on a few tokens."),
-        _same(
+        _works(
             "SUPPORTED_ARCHITECTURES, UNSUPPORTED_ARCHITECTURES",
-            "check_model_compatibility",
-            "No lists: what a model allows is found out by running it. GPT-2, BLOOM and others can be served.",
+            "Those that were tried. What a model allows is found out by running it: call `check_model_compatibility`.",
         ),
         _same("KVCacheManager", "ChunkStore", "Passed to caches, not asked by hand."),
-        _same("CachedChunk", "ChunkStore", "Chunks stay inside the store; `stats()` counts them."),
+        _works("CachedChunk", "Of `DiskTier`. Chunks of a store stay inside it; `stats()` counts them."),
         _same(
             "AssembledPrompt, PromptAssembler, AssemblyMode",
             "ChunkReuseCache, ReusePolicy.mode",
             "A cache puts the prompt together when generate() runs; `cache.report` tells of what.",
         ),
-        _same("SelectiveRecompute", "ReusePolicy", 'ReusePolicy(mode="blend", repair="selective"), after seams.'),
-        _same("CacheBlendRecompute", "ReusePolicy", 'ReusePolicy(mode="blend", repair="cacheblend").'),
-        _same("ChunkRegistry", "ChunkStore, ContentChunker", "Pass `chunk_size` or a `chunker` to the store."),
-        _same("ChunkStrategy", "ContentChunker", "A store cuts at multiples of `chunk_size`, or by a chunker."),
+        _works(
+            "SelectiveRecompute, CacheBlendRecompute",
+            "Their `policy` goes to a cache or an engine, which repairs when generate() runs; `apply` says so.",
+        ),
+        _works("ChunkRegistry, ChunkStrategy", "Cut tokens by the chunkers of stores, which are cut by `chunk_size`."),
         _same(
             "content_hash_from_tokens, chained_hash",
             "ChunkStore",
             "Keys are made by the store, over the tokens, all that was before them, the weights and the salt.",
         ),
-        _same(
+        _works(
             "quantize_kv, dequantize_kv, QuantizedKV",
-            "ChunkStore, KVQuantConfig",
-            'Codecs are chosen for a whole store: ChunkStore(model, codec="int8"), or a KVQuantConfig; a cache in '
-            "use holds codes with ChunkReuseCache(model, live_quant=KVQuantConfig()).",
+            'The same. Stores do it themselves: ChunkStore(model, codec="int8"), or ChunkReuseCache(model, '
+            "live_quant=KVQuantConfig()) for a cache in use.",
         ),
-        _same("DiskTier", "ChunkStore", 'ChunkStore(model, tiers=["disk:FOLDER:50GB"]), with files per chunk.'),
-        _same(
-            "find_common_chunk_prefix",
-            "engine.group_by_prefix",
-            "`KVBoost.generate_batch` finds what all rows share, to the token.",
-        ),
-        Replacement("broadcast_kv", "Rows share stored chunks by themselves."),
-        _same(
-            "group_by_prefix",
-            "engine.group_by_prefix",
-            "Groups by the longest chain of chunks that prompts share, of any length, in place of a hash of three.",
+        _works("DiskTier", 'With a file for each chunk. Stores: ChunkStore(model, tiers=["disk:FOLDER:50GB"]).'),
+        _works(
+            "find_common_chunk_prefix, broadcast_kv, group_by_prefix",
+            "The same. `KVBoost.generate_batch` and `generate_many` do it themselves, to the token; "
+            "`engine.group_by_prefix` finds groups of any length.",
         ),
         Replacement("default_device", "Models stay where they are; `KVBoost.from_pretrained` takes the accelerator."),
         _same(
@@ -138,12 +135,11 @@ TABLE: Mapping[str, tuple[Replacement, ...]] = {
     ),
     "modules": (
         _works("kvboost.engine, kvboost.streaming, kvboost.compat", "For the names above that are here, too."),
-        _same("kvboost.kv_quantize", "ChunkStore, KVQuantConfig", "Codecs are chosen for a store or a cache."),
-        _same("kvboost.disk_tier", "ChunkStore", 'ChunkStore(model, tiers=["disk:FOLDER:50GB"]).'),
-        _same("kvboost.batch", "engine.group_by_prefix", "Batches are those of `KVBoost.generate_batch`."),
-        _same("kvboost.cacheblend", "ReusePolicy", 'ReusePolicy(mode="blend", repair="cacheblend").'),
-        _same("kvboost.selective_recompute", "ReusePolicy", 'ReusePolicy(mode="blend", repair="selective").'),
-        _same("kvboost.chunk_registry", "ChunkStore, ContentChunker", "A store cuts prompts by its chunker."),
+        _works(
+            "kvboost.kv_quantize, kvboost.disk_tier, kvboost.batch, kvboost.cacheblend, kvboost.selective_recompute, "
+            "kvboost.chunk_registry",
+            "For the names above: `kvboost_hf.kv_quantize` and so on.",
+        ),
         _same("kvboost.prompt_assembler", "ChunkReuseCache", "A cache puts the prompt together when generate() runs."),
         _same("kvboost.speculative", "load_assistant, TreeDecoding", "Pass a draft as `assistant` of `KVBoost`."),
         _same("kvboost.flash_attn_ext, kvboost.cpu_paged", "attention", "No patches, and no pages."),
@@ -222,16 +218,16 @@ TABLE: Mapping[str, tuple[Replacement, ...]] = {
         ),
     ),
     "arguments of parts": (
-        _same("quantize_kv: kv, bits", "ChunkStore", '`codec="int8"` or `"int4"`.'),
-        _same("DiskTier: cache_dir, max_chunks, slot_bytes", "ChunkStore", '`tiers=["disk:FOLDER:SIZE"]`, in bytes.'),
-        _same("ChunkRegistry: chunk_size, boundary_window", "ContentChunker"),
-        Replacement("ChunkRegistry: strategy, min_chunk_tokens", "Tails of 8 tokens or more are stored as they are."),
-        _same("CacheBlendRecompute: recompute_ratio", "ReusePolicy.recompute_ratio"),
-        _same("CacheBlendRecompute: min_deviation", "ReusePolicy.min_coverage, ReusePolicy.max_recompute_ratio"),
-        _same("SelectiveRecompute: recompute_overlap", "ReusePolicy.seam_tokens"),
-        Replacement("SelectiveRecompute: skip_if_no_seams", "Nothing is computed again where nothing was moved."),
-        _same("group_by_prefix: n_prefix_chunks", "engine.group_by_prefix", "Not needed: as many as prompts share."),
-        _same("find_common_chunk_prefix: all_token_ids, chunk_size", "engine.group_by_prefix"),
+        _works("quantize_kv: kv, bits", "The same; the result has the data type that the K/V had."),
+        _works("DiskTier: cache_dir, max_chunks, slot_bytes", "The budget is `max_chunks` times `slot_bytes`."),
+        _works("ChunkRegistry: chunk_size, strategy, min_chunk_tokens"),
+        _gone("ChunkRegistry: boundary_window", "Pass it to a ContentChunker.", "ContentChunker"),
+        _works("CacheBlendRecompute: recompute_ratio"),
+        _works("CacheBlendRecompute: min_deviation", "No effect; see `ReusePolicy.min_coverage`."),
+        _works("SelectiveRecompute: recompute_overlap"),
+        _works("SelectiveRecompute: skip_if_no_seams", "No effect: nothing is computed again where nothing moved."),
+        _works("group_by_prefix: prompts, token_ids_list, chunk_size, n_prefix_chunks"),
+        _works("find_common_chunk_prefix: all_token_ids, chunk_size"),
         _same("warm: position_offset", "ChunkStore.warm", "`documents=[...]` may stand anywhere in prompts."),
     ),
     "StreamingConfig": (
@@ -343,6 +339,19 @@ TABLE: Mapping[str, tuple[Replacement, ...]] = {
     ),
 }
 
+_HOMES = {  # modules of `kvboost_hf.migration`, and the names of the kvboost package that they have
+    "kv_quantize": ("quantize_kv", "dequantize_kv", "QuantizedKV"),
+    "disk_tier": ("DiskTier", "CachedChunk"),
+    "batch": ("find_common_chunk_prefix", "broadcast_kv", "group_by_prefix"),
+    "recompute": ("CacheBlendRecompute", "SelectiveRecompute"),
+    "chunk_registry": ("ChunkRegistry", "ChunkStrategy"),
+    "architectures": ("SUPPORTED_ARCHITECTURES", "UNSUPPORTED_ARCHITECTURES"),
+}
+ADAPTED = {name: home for home, names in _HOMES.items() for name in names}
+_ALIASES = {home: home for home in _HOMES if home != "architectures"} | {
+    "cacheblend": "recompute",
+    "selective_recompute": "recompute",
+}
 _NAMES = {name: entry for entries in TABLE.values() for entry in entries for name in entry.names}
 _MODULES = {name: entry for entry in TABLE["modules"] if entry.ours for name in entry.names}
 _REFUSED = {
@@ -384,6 +393,8 @@ def old_name(module: str, name: str) -> Any:
             `from kvboost_hf import ...` fails.
         AttributeError: for a name that kvboost does not have.
     """
+    if name in ADAPTED:
+        return getattr(import_module(f"kvboost_hf.migration.{ADAPTED[name]}"), name)
     if any(name in entry.names for entry in TABLE["names"]):
         package = sys.modules["kvboost_hf"]
         if name in package.__all__ and module != package.__name__:
@@ -393,24 +404,48 @@ def old_name(module: str, name: str) -> Any:
     raise AttributeError(missing(name, module), name=name)
 
 
+class _Alias(Loader):
+    """Loads a module of the kvboost package: the module of `kvboost_hf.migration` that has its names."""
+
+    def __init__(self, home: str) -> None:
+        self._home = home
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        names = vars(import_module(f"kvboost_hf.migration.{self._home}"))
+        module = ModuleType(spec.name, names["__doc__"])
+        vars(module).update({name: names[name] for name in (*names["__all__"], "__all__")})
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is left to do."""
+
+
 class OldModules:
-    """The last finder of `sys.meta_path`: raises an error with a remedy for modules of the kvboost package."""
+    """The last finder of `sys.meta_path`: finds modules of the kvboost package, or raises an error with a remedy."""
 
     @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        """Raise ModuleNotFoundError for a module that only the kvboost package has."""
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """The module that has the names of one of the kvboost package.
+
+        Raises:
+            ModuleNotFoundError: for a module that only the kvboost package has.
+        """
         package, _, module = name.partition(".")
-        entry = _MODULES.get(f"kvboost.{module}")
-        if package == "kvboost_hf" and entry is not None:
+        if package != "kvboost_hf":
+            return None
+        if module in _ALIASES:
+            return ModuleSpec(name, _Alias(_ALIASES[module]))
+        if (entry := _MODULES.get(f"kvboost.{module}")) is not None:
             raise ModuleNotFoundError(f"There is no module {name}. {entry.text}", name=name)
+        return None
 
 
 def missing(name: str, module: str = "kvboost_hf") -> str:
     """The message for a name that a module does not have.
 
     Example:
-        >>> missing("broadcast_kv")
-        'kvboost_hf has no `broadcast_kv`. Rows share stored chunks by themselves.'
+        >>> missing("default_device")[:62]
+        'kvboost_hf has no `default_device`. Models stay where they are'
     """
     entry = _NAMES.get(name)
     return f"{module} has no `{name}`. {entry.text}" if entry is not None else f"{module} has no `{name}`."
