@@ -137,6 +137,25 @@ def test_sessions_are_known_where_they_were_not_created(reader: Any, tiers: list
         assert cached(one, reader, "chat") == 0
 
 
+def test_who_is_cut_off_hears_when_it_is_back(reader: Any, tiers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile it serves what is in its memory; then it has missed nothing, whatever the clocks say."""
+    with opened(reader, tiers) as one, opened(reader, tiers) as away:
+        for engine in (one, away):
+            for name in NAMES[:4]:
+                cached(engine, reader, name)
+        board = away.store._records.lower.tiers.tiers[0]._board
+        assert board is not None
+        with monkeypatch.context() as cut:
+            cut.setattr(board, "heard", lambda since: None)
+            assert one.drop_session(b"", "s0", b"?")
+            with monkeypatch.context() as clock:
+                clock.setattr("time.time", lambda: 1e9)  # long ago
+                assert one.drop_session(b"", "s1", b"?")
+            assert cached(away, reader, "s0") > 60
+        assert [cached(away, reader, name) for name in ("s1", "s0")] == [0, 0]
+        assert cached(away, reader, "s2") > 60
+
+
 def test_a_request_under_way_elsewhere_keeps_nothing(reader: Any, tiers: list[str]) -> None:
     """Its session is dropped at another server while it decodes."""
     ids = text_of(reader, "chat")
