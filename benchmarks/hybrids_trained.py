@@ -159,16 +159,20 @@ def _zeroed(store: FreezableStore) -> None:
                     tensor.zero_()
 
 
-def _next_kl(reader: Reader, ids: Sequence[int], end: int, plain: torch.Tensor, store: FreezableStore) -> float:
-    """KL divergence of the tokens that follow the state at `end`; plain log-probabilities are [tokens, vocabulary]."""
-    found = []
+def _next_kl(reader: Reader, ids: Sequence[int], end: int, plain: torch.Tensor, store: FreezableStore) -> list[float]:
+    """KL divergences of the tokens that follow the state at `end`; plain log-probabilities are [tokens, vocabulary].
+
+    Empty where a document ends less than 8 tokens behind a chunk, for no state is kept there.
+    """
+    found: list[float] = []
     for stop in range(end + 1, end + 1 + NEXT):
         cache, given = ChunkReuseCache(reader.model, store), torch.tensor([list(ids[:stop])])
         logits = reader.model(input_ids=given, past_key_values=cache, logits_to_keep=1).logits[0, -1]
-        assert cache.report.reused_tokens == end, "the state must be that behind the documents"
+        if cache.report.reused_tokens != end:
+            return []
         here = plain[stop - 1]
         found.append(float((here.exp() * (here - logits.double().log_softmax(-1))).sum()))
-    return statistics.fmean(found)
+    return found
 
 
 def codes(reader: Reader, cases: int, asked: int) -> list[Result]:
@@ -192,7 +196,7 @@ def codes(reader: Reader, cases: int, asked: int) -> list[Result]:
             sizes.setdefault(arm, []).extend(saved.states.nbytes for saved in store.inspect().states.values())
             if arm == "zeroed":
                 _zeroed(store)
-            near.setdefault(arm, []).append(_next_kl(reader, ids, end, plain, store))
+            near.setdefault(arm, []).extend(_next_kl(reader, ids, end, plain, store))
             for question in given:
                 cache = ChunkReuseCache(reader.model, store)
                 found = _log_probs(reader.model, question.ids, question.answer, cache)
@@ -273,7 +277,7 @@ _ANSWERS = "computed | right | right, pronouns at starts | KL, answer | median |
 
 
 def markdown(result: Result) -> str:
-    lines = [measured_on(result["provenance"])]
+    lines = [*map(measured_on, result.get("provenances", [result["provenance"]]))]
     if found := result["codes"]:
         lines += ["", f"States in fewer bits, {found[0]['questions']} questions:", ""]
         lines += [f"| reader | states | one | KL, next tokens | {_ANSWERS}", "| --- | --- |" + " ---: |" * 7]

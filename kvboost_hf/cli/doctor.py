@@ -195,9 +195,8 @@ def run_fits(options: argparse.Namespace) -> int:
     with naming(options.model):
         config = AutoConfig.from_pretrained(options.model)
     streaming = StreamingConfig(max_tokens=options.max_tokens, prefill_chunk_size=options.prefill_chunk_size)
-    dtype = config.dtype or torch.float16
     with Progress(f"planning {options.model}"):
-        plan = what_fits(config, options.vram_budget, streaming=streaming, bits=options.bits, dtype=dtype)
+        plan = what_fits(config, options.vram_budget, streaming=streaming, bits=options.bits)
     sys.stdout.write(f"{plan}\n")
     if (other := _other_weights(config, options.bits)) is not None:
         sys.stdout.write(f"\nThis is a plan for other weights than {options.model} has: {other}.\n")

@@ -111,7 +111,7 @@ def estimate_sizes(
     *,
     bits: Literal[4, 16] | None = None,
     group_size: int | None = None,
-    dtype: torch.dtype = torch.float16,
+    dtype: torch.dtype | None = None,
 ) -> ModelSizes:
     """The sizes of a model on a GPU, without its weights.
 
@@ -124,12 +124,14 @@ def estimate_sizes(
         streaming: The settings; the mode, the numbers of tokens and `host_embeddings` are used.
         bits: Bits of a weight in decoder layers; None for 4 if the checkpoint of the configuration has 4, else 16.
         group_size: Rows that share a scale and a zero point; None for that of the checkpoint, or 128.
-        dtype: The dtype of weights that are not quantized, of K/V and of activations.
+        dtype: The dtype of weights that are not quantized, of K/V and of activations; None for that of the
+            configuration, or float16 where it names none.
 
     Raises:
         ValueError: no decoder of text, other bits, 4 for a model without weights that can be packed, a checkpoint that
             is quantized in another way, or as `find_units` does.
     """
+    dtype = dtype or (config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16)
     stored: Any = getattr(config, "quantization_config", None)
     packed = _own_format(stored, bits)
     bits = bits if bits is not None else 16 if packed is None else 4
@@ -172,7 +174,7 @@ def what_fits(
     streaming: StreamingConfig | None = None,
     bits: Literal[4, 16] | None = None,
     group_size: int | None = None,
-    dtype: torch.dtype = torch.float16,
+    dtype: torch.dtype | None = None,
 ) -> ResidencyPlan:
     """Which layers of a model would stay on a device, without downloading it.
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
 from tests.architectures.models import make_architecture
-from tests.conftest import STATEFUL, as_inputs, counted, make_model, random_ids
+from tests.conftest import STATEFUL, as_inputs, counted, left_pad, make_model, random_ids
 from tests.internals.cache import RAW, LayerState, LayerStates, StateCodes, StateFormat, foreign, make_codec
 from tests.parity.test_loading import blobs, flip
 
@@ -157,3 +157,32 @@ def test_states_of_other_kernels_are_not_found(disk: str, monkeypatch: pytest.Mo
                 tokens, _ = answer(model, ChunkReuseCache(model, store), TEXT)
                 known = found or (name == "llama" and bool(installed))
                 assert (tokens < 100) == known
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", STATEFUL)
+def test_rows(name: str) -> None:
+    model = make_model(name)
+    inputs = left_pad(OTHER, torch.cat([TEXT, random_ids(30, seed=3)], dim=1))
+    one: dict[str, Any] = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(**inputs, **one).logits[0]
+    for codec, least, most in (("raw", 0, 1e-3), ("int8", 1e-7, 0.05)):
+        cache = ChunkReuseCache(model, primed(model, state_codec=codec))
+        with counted(model) as work:
+            found = model.generate(**inputs, **one, past_key_values=cache).logits[0]
+        assert least <= float((found - expected).abs().max() / expected.std()) < most
+        assert work.tokens < inputs["input_ids"].numel() / 2
+
+
+def test_the_same_budget_holds_more_of_them() -> None:
+    model = make_architecture("qwen3_next")
+    size = max(saved.states.nbytes for saved in primed(model).inspect().states.values())
+    counts = []
+    for codec in ("raw", "int8"):
+        store = primed(model, max_bytes=40 * size, state_share=0.5, state_codec=codec)
+        for seed in (5, 6, 7):
+            ids = random_ids(1200, seed=seed)
+            assert answer(model, ChunkReuseCache(model, store), ids)[0] == 1200
+        assert _bytes(store) <= 20 * size
+        counts.append(store.stats()["states"])
+    assert counts[1] > 2 * counts[0]
