@@ -33,7 +33,7 @@ def load() -> tuple[Any, Any]:
     """The embedded model, of which loading any K/V pays, however busy the machine is."""
     from tests.internals.cache import ComputePace
 
-    ComputePace.seconds_per_token = lambda self, model: 1.0  # type: ignore[method-assign]
+    ComputePace.seconds_per_token = lambda self, model: 1.0
     return load_embedded()
 
 
