@@ -5,6 +5,7 @@ It reads the layers of the former from the files of the checkpoint in each call.
 counted, and passed as `assistant_model`, as other drafts are.
 """
 
+import dis
 import time
 import weakref
 from types import MethodType
@@ -56,6 +57,11 @@ def load_own_heads(target: PreTrainedModel) -> PreTrainedModel | str:
     kind: Any = getattr(transformers.modeling_layers, "MtpModel", None)
     if kind is None:
         return f"transformers {transformers.__version__} runs no multi-token-prediction layers; 5.24 does"
+    if _fields_of_generator() != _FIELDS:
+        return (
+            f"transformers {transformers.__version__} makes drafts of such layers in another way than is known here "
+            "(generate(use_mtp=True) runs them)"
+        )
     stateful: Any = target
     if stateful._is_stateful:
         return "transformers takes no such drafts for models with states"
@@ -145,8 +151,20 @@ def _make_generator(self: Any, generation_config: Any, *args: Any, **kwargs: Any
     return _Counted(_by_own_layers(draft, self, generation_config, kwargs.get("logits_processor")), heads.stats)
 
 
+_FIELDS = frozenset(
+    "num_mtp_layers model_kwargs_overrides device mtp_model mtp_cache do_sample logits_processor "
+    "is_main_model_prefill".split()
+)
+
+
+def _fields_of_generator() -> frozenset[str]:
+    """The fields that transformers' generator of candidates has from its beginning."""
+    made: Any = candidate_generator.MTPCandidateGenerator.__init__
+    return frozenset(each.argval for each in dis.get_instructions(made) if each.opname == "STORE_ATTR")
+
+
 def _by_own_layers(heads: Any, target: Any, config: Any, logits_processor: Any) -> Any:
-    """transformers' generator of candidates, with layers that were loaded before. A test compares its fields."""
+    """transformers' generator of candidates, with layers that were loaded before: it has `_FIELDS`."""
     kind: Any = candidate_generator.MTPCandidateGenerator
     made = kind.__new__(kind)
     made.num_mtp_layers, made.model_kwargs_overrides = heads.num_mtp_layers, {"output_hidden_states": -1}

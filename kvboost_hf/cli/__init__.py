@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from typing import NoReturn
 
 from kvboost_hf import __version__
 from kvboost_hf.errors import KVBoostError
@@ -28,6 +29,13 @@ _COMMANDS = {  # the file of each, and what it is for
     "inspect": ("inspect", "show what is stored: tokens, text, bytes, hits, tier"),
     "prune": ("inspect", "remove files of streamed layers that no process uses"),
 }
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors do not stand behind a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. All flags: {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +94,7 @@ def command_line(with_flags: Iterable[str] = _COMMANDS) -> argparse.ArgumentPars
     Args:
         with_flags: The subcommands that get their flags; for these torch is imported.
     """
-    parser = argparse.ArgumentParser(prog="kvboost-hf", description="K/V reuse for Hugging Face transformers.")
+    parser = _Parser(prog="kvboost-hf", description="K/V reuse for Hugging Face transformers.")
     parser.add_argument("--version", action="version", version=f"kvboost_hf {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (file, text) in _COMMANDS.items():

@@ -73,7 +73,7 @@ class ShowsHidden(Protocol):
     take_hidden_states: Any
 
 
-def hook_hidden_states(model: PreTrainedModel, *, selects: bool | None = None) -> None:
+def hook_hidden_states(model: PreTrainedModel, *, selects: bool | None = None, count: int = 0) -> None:
     """Pass the hidden states of each forward to its cache, if that is one that `ShowsHidden`.
 
     What that returns goes to the head of the model, and to the caller that has asked for it. The hooks stay on the
@@ -82,6 +82,7 @@ def hook_hidden_states(model: PreTrainedModel, *, selects: bool | None = None) -
     Args:
         model: The model.
         selects: Whether the model returns the layers that numbers choose, and not all; None leaves what is known.
+        count: The hidden states that the model returns if all are asked for; 0 leaves what is known.
     """
     if (inner := text_model(model)) is None:
         return
@@ -93,6 +94,7 @@ def hook_hidden_states(model: PreTrainedModel, *, selects: bool | None = None) -
             own_hook(inner.register_forward_pre_hook(hook.before, with_kwargs=True))
             own_hook(inner.register_forward_hook(hook.after, with_kwargs=True))
         hook.selects = hook.selects if selects is None else selects
+        hook.count = count or hook.count
 
 
 _hooking = forks.lock()
@@ -137,6 +139,7 @@ class _HiddenHook:
     leaves_kv_alone = True  # read by the fingerprint
     stands_behind_others = True  # who are watched for changes of the output
     selects = True  # numbers choose layers; False: any number gives all
+    count = 0  # hidden states in all; 0 if that is not known
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         layers: Sequence[int] = getattr(cache_in(kwargs), "hidden_layers", ())
@@ -147,7 +150,7 @@ class _HiddenHook:
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         cache = cache_in(kwargs)
         take = getattr(cache, "take_hidden_states", None)
-        return _with_hidden_states(output, take, kwargs.get(_ASKED)) if take is not None else None
+        return _with_hidden_states(output, take, kwargs.get(_ASKED), self.count) if take is not None else None
 
 
 class _Also(list[int]):
@@ -163,6 +166,12 @@ class _Also(list[int]):
         self.asked = asked
 
 
+class _All(int):
+    """All layers, for a caller that has asked for none, and a model that takes no choice: an int that is true."""
+
+    asked = False
+
+
 # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _asking_for(module: Any, kwargs: dict[str, Any], layers: Sequence[int], *, selects: bool) -> dict[str, Any]:
@@ -171,23 +180,27 @@ def _asking_for(module: Any, kwargs: dict[str, Any], layers: Sequence[int], *, s
     asked = getattr(module.config, _ASKED, None) if asked is None else asked
     if asked is True or (asked and not selects):
         return kwargs
+    if not selects:
+        return {**kwargs, _ASKED: _All(1)}
     theirs = [] if not asked else [asked] if isinstance(asked, int) else list(asked)
     return {**kwargs, _ASKED: _Also([*(layer for layer in layers if layer != LAST), *theirs], asked)}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _with_hidden_states(output: Any, take: Any, asked: Any) -> Any:
+def _with_hidden_states(output: Any, take: Any, asked: Any, count: int) -> Any:
     """The output to give in place of `output`, or None."""
     in_tuple = isinstance(output, tuple)
     last = output[0] if in_tuple else getattr(output, "last_hidden_state", None)
     if not isinstance(last, torch.Tensor) or last.ndim != 3:
         return None
     layers = getattr(output, "hidden_states", None) or ()
+    if count not in (0, len(layers)):  # transformers 5.17 leaves out others of a list, and numbers it otherwise
+        layers = ()
     shown = Shown(last, tuple(layers))
     wanted: Shown = take(shown)
     if in_tuple:
         return (wanted.last, *output[1:]) if wanted.last is not last else None
-    if isinstance(asked, _Also):
+    if isinstance(asked, _Also | _All):
         found = wanted.layers
         if not asked.asked:
             rest = {name: value for name, value in output.items() if name != "hidden_states"}

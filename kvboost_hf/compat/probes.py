@@ -139,19 +139,22 @@ class HiddenForm:
         count: How many there are: as a rule one for each layer, and the embeddings in front.
         tied: The last of them are those that the head takes.
         selects: Numbers choose among them; else any number gives all.
+        lists: A list numbers them as they are returned without one.
     """
 
     count: int
     tied: bool
     selects: bool
+    lists: bool
 
     def layers(self, asked: Any) -> tuple[int, ...]:
-        """The layers, by their numbers or `LAST`, that a value of `output_hidden_states` asks for.
+        """The layers, by their numbers or `LAST`, that a value of `output_hidden_states` gives."""
+        return self.numbered(asked if self.selects else True)
 
-        As transformers does it, numbers of no layer choose none.
-        """
+    def numbered(self, asked: Any) -> tuple[int, ...]:
+        """The layers of these numbers. As transformers does it, numbers of no layer choose none."""
         numbers: Iterable[int] = range(self.count)
-        if self.selects and asked is not True:
+        if asked is not True:
             numbers = [asked] if isinstance(asked, int) else asked
         found = {int(n) % self.count for n in numbers if -self.count <= n < self.count}
         return tuple(LAST if self.tied and n == self.count - 1 else n for n in sorted(found))
@@ -289,8 +292,10 @@ def _probe_hidden_form(model: PreTrainedModel) -> HiddenForm | str:
     """Compare the hidden states of a prompt in two parts, the first from kept ones, with those of the whole."""
     ids, cut = probe_ids(model), _PROBE_TOKENS // 2
     whole = _hidden_states(model, ids, PrivateCache(cache_layers(model)), True)
-    selected = _hidden_states(model, ids[:, :cut], PrivateCache(cache_layers(model)), len(whole) - 1)
-    hook_hidden_states(model, selects=selected[0] is None)
+    selected = _hidden_states(model, ids[:, :cut], PrivateCache(cache_layers(model)), [len(whole) - 1])
+    lists = len(selected) == len(whole)
+    selects = lists and selected[0] is None
+    hook_hidden_states(model, selects=selects, count=len(whole))
     parts, kept = PrivateCache(cache_layers(model)), []
 
     def keep(shown: Shown) -> Shown:
@@ -308,7 +313,7 @@ def _probe_hidden_form(model: PreTrainedModel) -> HiddenForm | str:
         if not off <= tolerance(model.dtype):
             return f"a prompt in two parts has other hidden states than in one (by {off:.2g} standard deviations)"
     last, top = kept[0].last, kept[0].layers[-1]
-    return HiddenForm(len(whole), top is not None and torch.equal(last, top), selected[0] is None)
+    return HiddenForm(len(whole), top is not None and torch.equal(last, top), selects, lists)
 
 
 def _hidden_states(model: PreTrainedModel, ids: torch.Tensor, cache: PrivateCache, asked: Any) -> Sequence[Any]:

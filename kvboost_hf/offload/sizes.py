@@ -131,7 +131,7 @@ def estimate_sizes(
         ValueError: no decoder of text, other bits, 4 for a model without weights that can be packed, a checkpoint that
             is quantized in another way, or as `find_units` does.
     """
-    dtype = dtype or config.dtype or torch.float16
+    dtype = dtype or (config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16)
     stored: Any = getattr(config, "quantization_config", None)
     packed = _own_format(stored, bits)
     bits = bits if bits is not None else 16 if packed is None else 4

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
@@ -75,11 +75,55 @@ def test_only_the_first_steps_are_decided(model: PreTrainedModel, decided: list[
     assert cache.report.forwarded_tokens == 1
 
 
-def test_rows_with_padding_are_decided_each_time(model: PreTrainedModel, decided: list[int]) -> None:
-    """Their masks are: nobody knows what the next one hides."""
-    inputs, cache = left_pad(IDS, IDS[:, :25]), ChunkReuseCache(model)
-    assert same(generate(model, inputs, cache), generate(model, inputs))
-    assert decided == [40, *[1] * (NEW - 1)]
+@pytest.mark.parametrize("name", ["qwen3_next", "mistral", "gpt_oss"])
+def test_states_and_windows(name: str, decided: list[int]) -> None:
+    model = make_model(name)
+    plain, cache = generate(model, as_inputs(IDS)), ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
+    for _ in range(2):
+        decided.clear()
+        assert same(generate(model, as_inputs(IDS), cache), plain)
+        assert decided == [40, 1]
+    text = plain.sequences
+    assert same(generate(model, as_inputs(text), cache), generate(model, as_inputs(text)))
+
+
+def test_rows_with_padding(model: PreTrainedModel, decided: list[int]) -> None:
+    inputs, store = left_pad(IDS, IDS[:, :25]), ChunkReuseCache(model).store
+    cache, plain = ChunkReuseCache(model, store), generate(model, inputs)
+    for _ in range(2):
+        decided.clear()
+        assert same(generate(model, inputs, cache), plain)
+        assert decided == [40, 1]
+    assert cache.parts.live.ledger is not None
+    assert cache.parts.live.ledger.log.trusted
+    text = plain.sequences[1:, 15:]
+    assert cache.stored_tokens(text) == text.shape[1] - 1
+    assert same(generate(model, as_inputs(text), ChunkReuseCache(model, store)), generate(model, as_inputs(text)))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvboost_fa2"])
+def test_a_mask_that_hides_more_from_some_token_on(model: PreTrainedModel, attention: str, decided: list[int]) -> None:
+    """It is obeyed, and what was computed behind it is not taken for a continuation of the text."""
+    model.set_attn_implementation(attention)
+    store = ChunkStore(model, chunk_size=16)
+    cache, stock = ChunkReuseCache(model, store), DynamicCache(config=model.config)
+    cache.in_own_loop = True
+    tokens, hidden = random_ids(60), torch.ones(1, 60, dtype=torch.long)
+    with torch.no_grad():
+        for each in (cache, stock):
+            model(tokens[:, :30], past_key_values=each, logits_to_keep=1)
+        for at in range(30, 59):
+            if at > 40:
+                hidden[:, 5:9] = 0
+            given = {"attention_mask": hidden[:, : at + 1], "position_ids": torch.tensor([[at]]), "logits_to_keep": 1}
+            ours, theirs = (
+                model(tokens[:, at : at + 1], past_key_values=each, **given).logits for each in (cache, stock)
+            )
+            assert torch.allclose(ours, theirs, atol=1e-4), at
+    assert len(decided) < 15  # until a chunk is complete, and the masks are read
+    fresh = ChunkReuseCache(model, store)
+    assert fresh.stored_tokens(tokens) <= 40
+    assert same(generate(model, as_inputs(tokens), fresh), generate(model, as_inputs(tokens)))
 
 
 def _hook(model: PreTrainedModel, cache: ChunkReuseCache, stack: ExitStack) -> None:

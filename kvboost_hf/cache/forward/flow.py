@@ -299,8 +299,8 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     if ledger.blended is not None and may_repair(live):
         repair = partial(repair_more, live, model, new * columns_per_token(live))
     settled: Settled | None = None
-    if request.is_step and not request.carries and ledger.blended is None and mask is None:
-        if not (live.stateful or length_matters(parts, model) or live.static is not None):
+    if request.is_step and not request.carries and ledger.blended is None:
+        if not length_matters(parts, model) and live.static is None:
             settled = Settled.of(request, live.hands_out)
     return Step(parts, held, inputs, mask, repair, settled)
 

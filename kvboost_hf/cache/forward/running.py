@@ -41,7 +41,7 @@ from kvboost_hf.errors import CacheInUseError, StoreClosedError
 _log = logging.getLogger("kvboost_hf")
 _MOMENT_S = 0.05  # in which a thread takes a token and goes on
 _CONSTANT = (bool, int, float, str, type(None))  # types of arguments that are the same if they are the same object
-_OF_EACH_STEP = ("input_ids", "position_ids", "cache_position")
+_OF_EACH_STEP = ("input_ids", "position_ids", "cache_position", "attention_mask")
 _ALIKE = 16  # columns in which two prompts agree that may share more
 
 
@@ -347,10 +347,11 @@ class Step(Forward):
             or self.parts.binding.looks_changed
         ):
             return False
-        ledger = live.in_step(look=False)
+        ledger = live.in_step(look=live.stateful)
         if ledger is None or ledger.unconfirmed or ledger.blended is not None or len(ledger.log.pads) != len(ids):
             return False
         self.length, self._input_ids, self._position_ids = ledger.log.length, ids, positions
+        self._mask = MaskShape.of(kwargs["attention_mask"]) if settled.is_masked else None
         live.hand_out(settled.hands_out)
         return True
 
@@ -378,7 +379,8 @@ class Settled:
     Args:
         constants: Those that are constants, by name.
         caches: Names of those that are caches.
-        count: How many arguments there were, with ids and positions.
+        count: How many arguments there were, with ids, positions and mask.
+        is_masked: There was a mask, of which nobody knows what the next one hides: it is noted each time.
         positions: The shape of the positions.
         depth: How many frames it is from the forward hook's cache up to the generate() call.
         code: That of the frame of this call; None for a loop of somebody else, who keeps the model as it is.
@@ -388,6 +390,7 @@ class Settled:
     constants: dict[str, Any]
     caches: frozenset[str]
     count: int
+    is_masked: bool
     positions: torch.Size
     depth: int
     code: CodeType | None
@@ -407,16 +410,20 @@ class Settled:
             or not (request.in_generate or request.in_own_loop)  # the model may change between two tokens
         ):
             return None
-        return cls(constants, caches, len(kwargs), positions.shape, request.depth, request.code, hands_out)
+        masked, where = "attention_mask" in kwargs and "attention_mask" not in constants, (request.depth, request.code)
+        return cls(constants, caches, len(kwargs), masked, positions.shape, *where, hands_out)
 
     def goes_on(self, kwargs: Kwargs) -> bool:
         """Whether these arguments are such ones, and the generate() call is the same."""
-        if len(kwargs) != self.count:
+        if len(kwargs) != self.count or (self.is_masked and "attention_mask" not in kwargs):
             return False
         constants = self.constants
         for name, value in kwargs.items():
             if name in constants:
                 if constants[name] is not value:
+                    return False
+            elif name == "attention_mask":
+                if not self.is_masked or not isinstance(value, torch.Tensor) or value.ndim != 2:
                     return False
             elif name not in _OF_EACH_STEP and not (name in self.caches and isinstance(value, Cache)):
                 return False

@@ -126,7 +126,7 @@ class Binding:
         if self.policy.keep_logprobs and known_hidden_states_reason(model) is None:
             layers = [LAST]
         if asked and not isinstance(form := hidden_form(model), str):
-            layers += form.layers(asked)
+            layers += form.numbered(asked)
         return in_order(layers)
 
     def hidden_layers_of(self, asked: Any) -> tuple[int, ...] | str:
@@ -136,8 +136,11 @@ class Binding:
             return "`keep_hidden_states` is False"
         if self.live_quant is not None:
             return "`live_quant` keeps none"
-        form = hidden_form(model)
-        return form if isinstance(form, str) else form.layers(asked)
+        if isinstance(form := hidden_form(model), str):
+            return form
+        if not form.lists and not isinstance(asked, int):
+            return "this release of transformers numbers the layers of a list otherwise"
+        return form.layers(asked)
 
     @property
     def all_logits_reason(self) -> str | None:
