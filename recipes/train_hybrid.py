@@ -7,8 +7,8 @@ No induction head is planted. Where the tokens of a sequence are few, copying is
 learns to say any token of the sequence, then the one that followed. A short convolution shows each layer the token
 before. From sequences of 256 tokens alone it learned nothing in as many steps.
 
-Run it as ``python -m recipes.train_hybrid --out DIR --minutes 20``, with more minutes where other programs use the core.
-It needs some 350 steps to copy, and 1,700 to answer 19 of 20 questions about what it reads.
+Run it as ``python -m recipes.train_hybrid --out DIR --minutes 20``, with more where other programs use the core. It
+needs some 375 steps to copy, and 1,700 more to answer 19 of 20 questions about what it reads.
 """
 
 import argparse
