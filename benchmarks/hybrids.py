@@ -7,7 +7,8 @@ linear attention runs in transformers' reference code.
 
 `edits`: a cache has seen a prompt; the clock runs from a call with one token of it changed to the first new token.
 `turns`: a chat over one store with a new cache each turn, as after a restart, or where answers come back as other
-tokens than were generated. `rules`: tokens forwarded by agents' sessions over one store, by its size and by where
+tokens than were generated. `cold`: prompts that nobody has seen, which leave states every 64 tokens, by the size of
+the model; plain calls take turns with them. `rules`: tokens forwarded by agents' sessions over one store, by its size and by where
 states are saved: this library's rule; the last border of each prompt, alone or with the columns where prompts part;
 borders of messages, and where prompts part; each border of a chunk; every 2,048 tokens. They are counted on a small
 model whose states are as large as the K/V of 228 tokens. `bytes`: the states of default configurations of
@@ -38,6 +39,8 @@ from kvboost_hf.cache.layers.stateful import states_of
 from kvboost_hf.compat import PrivateCache, cache_layers, run_model
 
 TOKENS = 3000
+COLD_TOKENS = 2048
+SHAPES = ((8, 256), (24, 512), (12, 1024))  # layers, width
 PLACES = (0.05, 0.25, 0.5, 0.75, 0.95)
 TURNS = 6
 CHUNK = 128
@@ -114,6 +117,25 @@ def turns(model: PreTrainedModel) -> list[Result]:
         found[-1]["forwarded"] = cache.report.forwarded_tokens
         print(found[-1], flush=True)
         ids = ids + fresh(200)
+    return found
+
+
+def cold(rounds: int) -> list[Result]:
+    """First token of a prompt whose tokens are all new."""
+    found: list[Result] = []
+    for layers, width in SHAPES:
+        model, fresh = make(layers, width), Ids(3)
+        times: dict[str, list[float]] = {"plain": [], "reused": []}
+        for number in range(rounds + 1):
+            store = ChunkStore(model)
+            plain = ttft(model, fresh(COLD_TOKENS))
+            reused = ttft(model, fresh(COLD_TOKENS), cache=ChunkReuseCache(model, store))
+            if number:  # the first of each is for caches of the allocator
+                times["plain"].append(plain)
+                times["reused"].append(reused)
+        middle = {name: statistics.median(values) for name, values in times.items()}
+        found.append({"layers": layers, "width": width, **middle, "states": store.stats()["states"]})
+        print(found[-1], flush=True)
     return found
 
 
@@ -243,6 +265,10 @@ def markdown(result: Result) -> str:
         lines += ["", "A chat over one store, with a new cache each turn:", ""]
         lines += ["| turn | tokens | plain | reused | forwarded |", "| ---: | ---: | ---: | ---: | ---: |"]
         lines += [f"| {t['turn']} | {t['tokens']:,} | {_times(t)} | {t['forwarded']:,} |" for t in chat]
+    if new := result.get("cold"):
+        lines += ["", f"Prompts of {COLD_TOKENS:,} new tokens, each the first of a store:", ""]
+        lines += ["| layers | width | plain | with a cache | states saved |", "| ---: | ---: | ---: | ---: | ---: |"]
+        lines += [f"| {n['layers']} | {n['width']} | {_times(n)} | {n['states']} |" for n in new]
     if kept := result.get("rules"):
         reused = {(r["rule"], r["mb"]): 1 - r["forwarded"] / r["asked"] for r in kept}
         sizes_mb = sorted({r["mb"] for r in kept})
@@ -287,14 +313,14 @@ def figure(result: Result, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="edits, turns, rules or bytes; all without")
+    parser.add_argument("parts", nargs="*", help="edits, turns, cold, rules or bytes; all without")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--figure", type=Path, help="where to draw edits and turns")
     add_options(parser, rounds=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    parts = options.parts or ["edits", "turns", "rules", "bytes"]
+    parts = options.parts or ["edits", "turns", "cold", "rules", "bytes"]
     result: Result = {
         "provenance": provenance(sys.argv[1:], "hybrids.py"),
         "model": f"Qwen3-Next, {options.layers} layers of width {options.width}, random, float32",
@@ -304,6 +330,7 @@ def main() -> None:
     work: dict[str, Callable[[], list[Result]]] = {
         "edits": partial(edits, model, options.rounds),
         "turns": partial(turns, model),
+        "cold": partial(cold, options.rounds),
         "rules": rules,
         "bytes": state_bytes,
     }

@@ -11,7 +11,21 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
 from tests.architectures.models import make_architecture
 from tests.conftest import STATEFUL, as_inputs, counted, left_pad, make_model, random_ids
-from tests.internals.cache import RAW, LayerState, LayerStates, StateCodes, StateFormat, foreign, make_codec
+from tests.internals.cache import (
+    RAW,
+    Blob,
+    DamagedBlobError,
+    Kind,
+    LayerState,
+    LayerStates,
+    ModelForm,
+    StateCodes,
+    StateFormat,
+    dump,
+    foreign,
+    make_codec,
+    read_states,
+)
 from tests.parity.test_loading import blobs, flip
 
 CHUNK, NEW = 32, 8
@@ -105,6 +119,30 @@ def test_they_outlive_the_process_and_damage_is_found(name: str, disk: str, tmp_
     assert off < 1e-3
     assert store.stats()["lost"] > 0
     store.close()
+
+
+def test_blobs_of_another_codec_are_damage(disk: str, tmp_path: Path) -> None:
+    """Whoever can write to a tier can write a layout: shapes and types are those of the model and of the store."""
+    model = make_model("qwen3_next")
+    primed(model, tiers=[disk], state_codec="int8").close()
+    form, checked = ModelForm.of(model), 0
+    assert form is not None
+    for path in blobs(tmp_path):
+        blob = Blob(memoryview(path.read_bytes()))
+        if blob.entry.kind is not Kind.STATES:
+            continue
+        checked += 1
+        states = read_states(blob, form, StateFormat(make_codec("int8")))
+        assert any(isinstance(t, StateCodes) for layer in states.layers if layer for t in layer.tensors)
+        for codec in ("raw", "int4", "turboquant"):
+            with pytest.raises(DamagedBlobError):
+                read_states(blob, form, StateFormat(make_codec(codec)))
+        tensors, layout = states.parts()
+        for change in ({"0.9.codes": torch.zeros(1, 4)}, {next(iter(tensors)): torch.zeros(1, 3)}):
+            _, parts = dump(blob.entry, {**tensors, **change}, layout)
+            with pytest.raises(DamagedBlobError):
+                read_states(Blob(memoryview(b"".join(parts))), form, StateFormat(make_codec("int8")))
+    assert checked
 
 
 def test_what_cannot_be_exact_is_refused() -> None:
