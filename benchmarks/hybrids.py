@@ -8,10 +8,10 @@ linear attention runs in transformers' reference code.
 `edits`: a cache has seen a prompt; the clock runs from a call with one token of it changed to the first new token.
 `turns`: a chat over one store with a new cache each turn, as after a restart, or where answers come back as other
 tokens than were generated. `cold`: prompts that nobody has seen, which leave states every 64 tokens, by the size of
-the model; plain calls take turns with them. `rules`: tokens forwarded by agents' sessions over one store, by its size and by where
-states are saved: this library's rule; the last border of each prompt, alone or with the columns where prompts part;
-borders of messages, and where prompts part; each border of a chunk; every 2,048 tokens. They are counted on a small
-model whose states are as large as the K/V of 228 tokens. `bytes`: the states of default configurations of
+the model; plain calls take turns with them. `rules`: tokens forwarded by agents' sessions over one store, by its size
+and by where states are saved: this library's rule; the last border of each prompt, alone or with the columns where
+prompts part; borders of messages, and where prompts part; each border of a chunk; every 2,048 tokens. They are counted
+on a small model whose states are as large as the K/V of 228 tokens. `bytes`: the states of default configurations of
 transformers, from models without weights.
 """
 
