@@ -469,3 +469,21 @@ def test_of_all_architectures() -> None:
             assert known or cache.report.forwarded_tokens <= 40, name
             served += not known
     assert served > 300
+
+
+def test_the_first_call_of_a_model_is_kept_whole() -> None:
+    """transformers puts its hooks for hidden states on a model in the first call, which are not taken for a change."""
+    model = make_model()
+    store, ids = ChunkStore(model), random_ids(75, seed=3)
+    for _ in range(2):
+        cache = ChunkReuseCache(model, store)
+        model.generate(
+            ids,
+            past_key_values=cache,
+            output_hidden_states=-1,
+            return_dict_in_generate=True,
+            max_new_tokens=2,
+            do_sample=False,
+        )
+        cache.store_tails()
+    assert cache.report.forwarded_tokens == 1
