@@ -153,6 +153,19 @@ def is_under_way(config: Any, thread: int) -> bool:
     return any(isinstance(owner, suspended) for owner in owners)
 
 
+def is_in_stock_loop(config: Any, thread: int) -> bool:
+    """Whether the generate() call that has made `config` is in a loop of transformers in `thread`, not in its own."""
+    inside = False
+    for frame in _frames_from(sys._current_frames().get(thread)):
+        if not is_generate(frame):
+            inside |= frame.f_code in _CODE
+        elif frame.f_locals.get("generation_config") is config:
+            return inside
+        else:
+            inside = False
+    return False
+
+
 def is_in_forward(cache: Any, thread: int) -> bool:
     """Whether `thread` runs a forward with `cache`."""
     for frame in _frames_from(sys._current_frames().get(thread)):

@@ -240,6 +240,33 @@ def test_one_cache_for_a_call_and_one_within_it_is_refused(
     assert cache.store.check_integrity().wrong == 0
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_call_within_another_that_has_not_begun_to_compute(name: str) -> None:
+    """Prompt lookup asks the processors of a call before its first forward."""
+    model, calls = make_model(name), list[int]()
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
+
+    def within(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(input_ids.shape[1])
+        with pytest.raises(CacheInUseError, match=r"generate\(\) call around this one, in the same thread"):
+            model.generate(**as_inputs(SECOND), **{CACHE: cache}, max_new_tokens=2)
+        return scores
+
+    ids = torch.cat([FIRST, FIRST[:, :-3]], dim=1)
+    for _ in range(2):
+        found = model.generate(
+            **as_inputs(ids),
+            **{CACHE: cache},
+            prompt_lookup_num_tokens=4,
+            logits_processor=[within],
+            max_new_tokens=8,
+            do_sample=False,
+        )
+        assert torch.equal(found, plain(name, ids))
+    assert len(calls) > 10
+    assert cache.store.check_integrity().wrong == 0
+
+
 def test_a_loop_may_hand_its_cache_on(llama: PreTrainedModel) -> None:
     """A `custom_generate` that calls generate() with the cache that it was given, and goes on with it."""
 

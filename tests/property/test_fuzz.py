@@ -17,6 +17,21 @@ ONCE_WRONG = [
     # A `generate()` in a LogitsProcessor took over the cache of the call around it.
     History(reuse="a kept cache", calls=(Call(new=3, nested="processor"),)),
     History(reuse="attach", max_cache_len=512, calls=(Call(new=3, nested="criterion"),)),
+    # So did one that came before the first forward of the call around it.
+    History(
+        reuse="a kept cache",
+        calls=(Call(rows=(Row(head=56),), options={"prompt_lookup_num_tokens": 4}, nested="processor"),),
+    ),
+    # A mask of fewer columns than a cache of a fixed size has.
+    History(
+        attention="kvboost_fa2",
+        reuse="attach",
+        max_cache_len=512,
+        calls=(
+            Call(new=1),
+            Call(rows=(Row(head=2),), new=1, options={"prefill_chunk_size": 24, "cache_implementation": "static"}),
+        ),
+    ),
 ]
 
 

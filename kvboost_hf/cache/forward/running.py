@@ -33,6 +33,7 @@ from kvboost_hf.compat import (
     Shown,
     at_end,
     is_in_forward,
+    is_in_stock_loop,
     is_under_way,
     steps_reason,
 )
@@ -546,7 +547,7 @@ class CacheUse:
         if other is None or other is config:
             return
         here = self._thread == threading.get_ident()
-        if here and not self._ran:  # a loop of its own that hands the cache on to another call
+        if here and not self._ran and not is_in_stock_loop(other, self._thread):  # it may hand the cache on
             return
         if not is_under_way(other, self._thread):  # it has failed, and somebody keeps the exception
             self._config = None

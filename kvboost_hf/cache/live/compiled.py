@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.kv.model_form import in_place_of
@@ -363,7 +364,8 @@ def _seen(mask: Any, own: torch.Tensor, total: int) -> torch.Tensor | None:
             columns, total = own[None], keep.shape[-1] if keep is not None else total
         behind = columns[:, :, None] - torch.arange(total, device=mask.device)
         seen = behind >= 0
-        seen = seen if keep is None else seen & keep[:, None]
+        if keep is not None:  # a mask of the caller's own prompt ends with it: no query sees a column behind that
+            seen = seen & nn.functional.pad(keep, (0, total - keep.shape[-1]), value=True)[:, None]
         return seen if reach is None else seen & (behind < reach[:, None])
     if mask.dtype == torch.bool or mask.is_floating_point():
         return mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
