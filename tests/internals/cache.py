@@ -104,7 +104,6 @@ from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import below, record
 from kvboost_hf.cache.tiers.base import Entry, Guard, Kind, MadeWith, Tier, secrets_in, without_secrets
 from kvboost_hf.cache.tiers.below import MeasuredTier
-from kvboost_hf.cache.tiers.disk_files import NoticeFile
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier
 from kvboost_hf.cache.tiers.notices import NoticeBoard
 from kvboost_hf.cache.tiers.record import (

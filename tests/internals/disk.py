@@ -2,4 +2,5 @@
 
 from kvboost_hf.cache.tiers import disk_files
 from kvboost_hf.cache.tiers.disk import DiskTier
+from kvboost_hf.cache.tiers.disk_files import NoticeFile
 from kvboost_hf.cache.tiers.disk_index import charge

@@ -13,7 +13,8 @@ import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.assets import load_embedded
-from tests.internals.cache import ComputePace, NoticeFile
+from tests.internals.cache import ComputePace
+from tests.internals.disk import NoticeFile
 from tests.internals.server import Job, Keep, ModelEngine, SamplingOptions, SessionChange, UnreachableTierError
 from tests.server.test_sessions import ask, engine_of
 from tests.server.test_worker import Told
