@@ -39,6 +39,7 @@ STATEFUL_LAYERS = frozenset(
         "DeepseekV4CSACache",
     )
 )
+_WITHOUT_KV = frozenset(("LinearAttentionLayer", "DummyLayer"))
 SERVED_LAYERS = STATEFUL_LAYERS | {
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
@@ -227,13 +228,20 @@ def available_device(device: torch.device | str) -> torch.device:
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of K/V per token by the configuration: a lower bound if layers differ, 0 if unknown."""
+    """Bytes of K/V per token, of layers that keep any: a lower bound if they differ, 0 if unknown."""
     return kv_bytes_per_token(model.config, model.dtype)
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """As `bytes_per_token`, from a configuration and a dtype."""
-    return sum(map(_kv_elements, layer_configs(config))) * dtype.itemsize
+    layers = layer_configs(config)
+    try:
+        kinds = [type(layer).__name__ for layer in DynamicCache(config=config.get_text_config(decoder=True)).layers]
+    except (AttributeError, KeyError, TypeError, ValueError):  # transformers makes no cache for it
+        kinds = []
+    if len(kinds) == len(layers):
+        layers = [layer for layer, kind in zip(layers, kinds, strict=True) if kind not in _WITHOUT_KV]
+    return sum(map(_kv_elements, layers)) * dtype.itemsize
 
 
 def layer_configs(config: PreTrainedConfig) -> list[Any]:

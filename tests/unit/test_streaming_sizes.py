@@ -23,7 +23,15 @@ from transformers import (
 from kvboost_hf import load_streamed, streaming_plan
 from kvboost_hf.config import StreamingConfig
 from recipes.awq import write_random_awq
-from tests.internals.compat import bytes_per_token, decoder_layers, kv_bytes_per_token
+from tests.architectures.models import make_architecture
+from tests.internals.compat import (
+    PrivateCache,
+    bytes_per_token,
+    cache_layers,
+    decoder_layers,
+    kv_bytes_per_token,
+    run_model,
+)
 from tests.internals.offload import (
     CUBLAS_BYTES,
     ModelSizes,
@@ -87,6 +95,20 @@ def test_feed_forward_parts_alone() -> None:
 def test_feed_forward_parts_without_a_module_of_their_own() -> None:
     config = OPTConfig(hidden_size=128, ffn_dim=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
     assert sizes(config, mode="ffn_only_stream").layer_bytes == ((2 * 128 * 256 + 256 + 128) * 2,) * 2
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "olmo_hybrid", "zamba2", "mamba2", "gemma3n_text"])
+def test_layers_without_kv_take_none(name: str) -> None:
+    model = make_architecture(name)
+    cache = PrivateCache(cache_layers(model))
+    run_model(model, torch.arange(3, 13)[None], cache)
+    held = sum(
+        part.nbytes
+        for layer in cache.layers
+        for part in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        if part is not None
+    )
+    assert held == 10 * bytes_per_token(model)
 
 
 def test_kv_is_what_a_cache_takes() -> None:
