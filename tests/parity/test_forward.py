@@ -152,7 +152,7 @@ def test_a_loop_by_hand(llama: PreTrainedModel) -> None:
 WANTS_ALL: dict[str, tuple[dict[str, Any], str]] = {
     "all logits": ({}, "logits of all tokens"),
     "labels": ({"labels": BASE, "logits_to_keep": 0}, "logits of all tokens"),
-    "hidden states": ({"output_hidden_states": True, "logits_to_keep": 1}, "output_hidden_states"),
+    "hidden states": ({"output_hidden_states": True, "logits_to_keep": 1}, "without the hidden states"),
 }
 
 

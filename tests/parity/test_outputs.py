@@ -402,7 +402,10 @@ def test_a_bare_forward_returns_what_it_returns_without_reuse(moe: Any, case: st
     assert (cache.report.bypass_reason is not None) == whole
     if whole:
         name, value = next(iter(given.items()))
-        assert f"`{name}={value!r}`" in (cache.report.bypass_reason or "")
+        # Hidden states of a prompt that was stored without them are computed once more.
+        served = name == "output_hidden_states" and returned and not isinstance(value, tuple)
+        reason = "without the hidden states" if served else f"`{name}={value!r}`"
+        assert reason in (cache.report.bypass_reason or "")
     # What follows is computed whole in any case, and returned as it is without reuse.
     more, again = random_ids(3, seed=5), DynamicCache(config=moe.config)
     moe(PROMPT, past_key_values=again)
