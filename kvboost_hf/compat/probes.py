@@ -74,6 +74,9 @@ def probe_reason(model: PreTrainedModel) -> str | None:
 
 def padding_reason(model: PreTrainedModel) -> str | None:
     """Why a run on a few tokens rules out storing K/V of padded rows, or None. Run once per dtype and attention."""
+    text = model.config.get_text_config(decoder=True)
+    if getattr(text, "attn_temperature_tuning", False):  # Llama 4, for columns that a probe does not reach
+        return "its attention scales queries by their columns, padding included"
     return _once(model, padding_reason, _probe_padding)
 
 

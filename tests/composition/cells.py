@@ -90,8 +90,9 @@ def run(cell: Cell, *, spoiled: bool = False) -> Done:
 def reference(cell: Cell) -> Cell:
     """The cell that must say the same: plain `generate()`, or where a cell loses, the simplest that loses the same."""
     simpler = replace(cell, buffers="growing")
-    # A prompt over states takes one pass, but two where weights are streamed.
-    if cell.live == "exact" or cell.model != "qwen3_next":
+    # A prompt over states takes one pass, but two where weights are streamed; and where they are, the first pass has
+    # drafts, too.
+    if cell.live == "exact" or not (cell.model == "qwen3_next" or cell.assistant in CHAINS):
         weights = cell.weights.replace("streamed AWQ", "AWQ").replace("streamed", "resident")
         simpler = replace(simpler, weights=weights)
     drawn = cell.decoding == "sampled" and cell.assistant in CHAINS  # rejection sampling takes other random numbers

@@ -22,6 +22,18 @@ ONCE_WRONG = [
         reuse="a kept cache",
         calls=(Call(rows=(Row(head=56),), options={"prompt_lookup_num_tokens": 4}, nested="processor"),),
     ),
+    # A copy of a cache went on with rows that are alike.
+    History(
+        calls=(
+            Call(rows=(Row(head=1), Row(head=1)), new=1),
+            Call(rows=(Row(tail=1),), follows=1, only_new=True, copied="deepcopy", new=1),
+        )
+    ),
+    # Llama 4 scales queries by their columns, so that rows which begin alike behind other padding are not alike.
+    History(
+        family="llama4_text",
+        calls=(Call(rows=(Row(head=7), Row(head=17)), new=1, options={"output_hidden_states": -1}),),
+    ),
     # A mask of fewer columns than a cache of a fixed size has.
     History(
         attention="kvboost_fa2",

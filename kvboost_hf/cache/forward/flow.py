@@ -314,7 +314,9 @@ def _piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Fo
         return _lose_track(parts, request, held, found)
     ledger.log.pads = found.pads
     parts.live.expect_padding(found.pads)
-    columns = held + found.inputs.input_ids.shape[1]
+    batch, columns = len(found.pads), held + found.inputs.input_ids.shape[1]
+    if len(parts.live.tally.rows) != batch:  # a copy of a cache has no counts of its own yet
+        parts.live.tally.rows = [0] * batch
     parts.live.tally.bypass = parts.live.tally.bypass or found.inputs.computes_all
     parts.live.tally.prompt += int((columns - np.maximum(found.pads, held)).sum())
     ids = np.concatenate([ledger.log.columns(), found.prompt.column_ids], axis=1)
