@@ -409,7 +409,7 @@ class _Played:
                 given[CACHE] = cache
                 given.pop("cache_implementation", None)  # transformers takes one of the two
             with self._taking_part(call, lane, given):
-                if call.copied is not None and step.of is not None:
+                if call.copied is not None and step.of is not None and CACHE in given:
                     given[CACHE] = _copy(given[CACHE], call.copied)
                 looped = call.loop and bool(inputs["attention_mask"].all())  # else it would have to pass positions
                 looped = looped and history.reuse != REUSES[2]  # who calls a model by themselves, has a cache alone
@@ -545,7 +545,8 @@ def _compare(number: int, step: Step, inputs: dict[str, torch.Tensor], found: An
         if i < right.shape[1] and i < other.shape[1]:
             unlike = (right[:, i] != other[:, i]) & going
             if unlike.any():
-                if not own_draft and step.call.options.get("do_sample"):
+                # Whoever passes new ids alone has penalties for these alone, with plain generate(), too.
+                if not own_draft and step.call.options.get("do_sample") and not _penalized(step):
                     raise Wrong("answer", f"{at}: another token {i} was drawn, from equal logits")
                 best = theirs[unlike].topk(2).values
                 if bool(((best[:, 0] - best[:, 1]) > same * theirs[unlike].std(-1)).any()) and not _penalized(step):

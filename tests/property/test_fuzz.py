@@ -22,6 +22,13 @@ ONCE_WRONG = [
         reuse="a kept cache",
         calls=(Call(rows=(Row(head=56),), options={"prompt_lookup_num_tokens": 4}, nested="processor"),),
     ),
+    # States of a cache whose tokens are not recorded were left behind when it was given buffers that grow.
+    History(
+        family="nemotron_h",
+        reuse="attach",
+        max_cache_len=512,
+        calls=(Call(rows=(Row(head=1),)), Call(rows=(Row(head=1),), follows=1, only_new=True, new=1)),
+    ),
     # A copy of a cache went on with rows that are alike.
     History(
         calls=(

@@ -24,6 +24,7 @@ from kvboost_hf.cache.identity.weights import are_held_by_more, references
 from kvboost_hf.cache.kv.model_form import make_layers
 from kvboost_hf.cache.layers.base import ReuseLayer, kv_layers, natives_of
 from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.stateful import states_of
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.live.compiled import StaticDecoding
@@ -583,8 +584,10 @@ class LiveKV:
 
 def _move(old: ReuseLayer, new: ReuseLayer, rows: int | None) -> None:
     """Fill an empty layer with what another one holds, `rows` if they are known: in the same buffers where it can."""
-    if old.is_stateful and rows is not None:
-        new.load_states([old.save_state(row) for row in range(rows)])
+    if old.is_stateful:
+        states = states_of(old) if hasattr(old, "conv_states") else []
+        count = len(states[0]) if states else rows or 0
+        new.load_states([old.save_state(row) for row in range(count)])
     if not isinstance(old, GrowingLayer) or not isinstance(new, GrowingLayer):
         return
     if not old.length:
