@@ -62,7 +62,7 @@ test: $(VENV)/installed server browser npm
 	PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not nightly"
 
 # Slow tests, the cases that every commit is not tested with, and real clients and libraries: an hour on two cores.
-nightly: $(VENV)/installed clients libraries-quick
+nightly: $(VENV)/installed clients libraries-quick fuzz
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu and nightly"
 
 # Checkpoints in 4 bits by their own tools, streamed beside these tools' own forward: some minutes, and 300 MB of packages.
@@ -148,7 +148,8 @@ ATTACK_S ?= 3600
 attack: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/server_attack.py --seconds $(ATTACK_S)
 
-# Random histories of generate() calls beside plain generate(): CI plays them for a minute, each time from another seed.
+# Random histories of generate() calls beside plain generate(). CI plays those of one seed for a minute; without SEED
+# they are others each time.
 # `make fuzz FUZZ_S=1800` is for a night; SEED=N plays those of a seed again.
 FUZZ_S ?= 60
 fuzz: $(VENV)/installed
