@@ -231,38 +231,33 @@ def soak(work: Work, rounds: int, seed: int) -> Tally:
     return tally
 
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+}
+
+
 def dense() -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=200,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.2,
-        eos_token_id=None,
-    )
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
 
 
 def hybrid() -> PreTrainedModel:
     config = Qwen3NextConfig(
-        vocab_size=200,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
+        **SMALL,
         layer_types=["linear_attention", "full_attention"],
         mlp_only_layers=[0, 1],
-        num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=16,
         linear_num_key_heads=2,
         linear_num_value_heads=2,
         linear_key_head_dim=8,
         linear_value_head_dim=8,
-        initializer_range=0.2,
-        eos_token_id=None,
     )
     torch.manual_seed(0)
     return Qwen3NextForCausalLM(config).eval()

@@ -116,14 +116,19 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     )
     model = LlamaForCausalLM(config)
     _plant_induction_head(model)
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = greedy_answers(tokenizer)
+    return model
+
+
+def greedy_answers(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
+    """How a reader answers if nobody says otherwise."""
+    return GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         max_new_tokens=32,
     )
-    return model
 
 
 @torch.no_grad()

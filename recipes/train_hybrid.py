@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from recipes.train import (
     MAX_POSITIONS,
@@ -26,6 +26,7 @@ from recipes.train import (
     Stage,
     begin,
     build_tokenizer,
+    greedy_answers,
     padded_vocabulary,
     save,
     train,
@@ -80,13 +81,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, layers: str = LAYERS) -> Qwe
         for kind, layer in zip(layers, model.model.layers, strict=True):
             if kind == "L":
                 _make_memory_long(layer.linear_attn.dt_bias)
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        max_new_tokens=32,
-    )
+    model.generation_config = greedy_answers(tokenizer)
     return model
 
 

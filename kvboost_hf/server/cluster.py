@@ -42,10 +42,10 @@ class Answer:
     """The whole answer of one replica.
 
     Args:
-        replica: Its name.
-        status: The status of the HTTP response.
-        headers: Its headers, as ASGI has them.
-        body: Its body.
+        replica: Name of the replica.
+        status: Status of the HTTP response.
+        headers: Headers of the response, as ASGI has them.
+        body: Body of the response.
     """
 
     replica: str

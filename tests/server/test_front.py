@@ -28,7 +28,7 @@ from tests.server import test_attacks_wire as suite
 from tests.server.conftest import SETTINGS
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_sessions import BOOK, engine_of
-from tests.server.wire import WAIT_S, Wire, post, until
+from tests.server.wire import WAIT_S, Wire, in_a_thread, post, until
 
 # The attacks on one server.
 endless, engine, log = suite.endless, suite.engine, suite.log
@@ -98,16 +98,8 @@ def fronted(replicas: Any, tokenizer: Any = None, **changes: Any) -> Iterator[Wi
     if not isinstance(replicas, Local):
         replicas = Local({"one": make_app(replicas, tokenizer, settings)})
     app = front_app(replicas, settings)
-    server = FrontServer(app, app.state.forwarding, settings)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    until(lambda: server.started or not thread.is_alive(), "it never started")
-    try:
-        yield Wire(server.servers[0].sockets[0].getsockname()[1], server)
-    finally:
-        server.should_exit = True
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
+    with in_a_thread(FrontServer(app, app.state.forwarding, settings)) as wire:
+        yield wire
 
 
 @pytest.fixture(autouse=True)

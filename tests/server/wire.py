@@ -84,7 +84,13 @@ class Wire:
 def running(engine: Engine, tokenizer: Any, **changes: Any) -> Iterator[Wire]:
     """The server in a thread; keywords change the settings."""
     settings = replace(SETTINGS, **({"port": 0, "drain_s": 1.0} | changes))
-    server = FrontServer(make_app(engine, tokenizer, settings), engine, settings)
+    with in_a_thread(FrontServer(make_app(engine, tokenizer, settings), engine, settings)) as wire:
+        yield wire
+
+
+@contextmanager
+def in_a_thread(server: FrontServer) -> Iterator[Wire]:
+    """A server in a thread, until it is left."""
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started or not thread.is_alive(), "it never started")

@@ -8,6 +8,7 @@ at both ends of a mixer, which in pieces would take longer.
 import contextlib
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,6 +104,7 @@ class Checkpoints:
         self._mixers, self._layers = mixers, layers
         self._start, self._columns = start, columns
         self._stops, self._spaced, self._room = tuple(stops), tuple(spaced), room
+        self._cuts = sorted({*stops, *spaced})
         self._fits: bool | None = None  # None until the size of a state is known
         self._saved: dict[int, dict[int, list[LayerState | None]]] = {}  # by column and layer: of each row
         self._outputs: dict[int, list[Any]] = {}  # of the segments so far, by layer
@@ -159,7 +161,7 @@ class Checkpoints:
                 outputs.append(segment.output(module.forward(*cut, **named)))
             if self._fits is None:
                 self._choose(layer.state_bytes() * len(hidden) * len(self._mixers))
-            if stop in self._stops or stop in self._spaced:
+            if stop == self._next(start):  # it was not left out just now
                 rows = [layer.save_state(row) for row in range(len(hidden))]
                 self._saved.setdefault(stop, {})[idx] = rows
             start = stop
@@ -228,7 +230,8 @@ class Checkpoints:
         return idx < len(cache.layers) and cache.layers[idx] is self._layers[idx].native
 
     def _next(self, start: int) -> int | None:
-        return min((stop for stop in (*self._stops, *self._spaced) if stop > start), default=None)
+        at = bisect_right(self._cuts, start)
+        return self._cuts[at] if at < len(self._cuts) else None
 
     def _choose(self, nbytes: int) -> None:
         """Leave out so many of the others, evenly, that the states, of `nbytes` each, fit."""
@@ -237,6 +240,7 @@ class Checkpoints:
         if len(self._spaced) > most:
             count = len(self._spaced)
             self._spaced = tuple(self._spaced[(number * count + count // 2) // most] for number in range(most))
+            self._cuts = sorted({*self._stops, *self._spaced})
 
 
 @dataclass(eq=False)

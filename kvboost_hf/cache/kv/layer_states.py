@@ -21,9 +21,9 @@ class StateCodes(NamedTuple):
     """A tensor of a state, encoded.
 
     Args:
-        planes: Its planes, [1, …] each, in host memory.
-        shape: Its shape.
-        dtype: Its data type.
+        planes: Codes and scales, [1, …] each, in host memory.
+        shape: Shape of the tensor.
+        dtype: Data type of the tensor.
         codec: Decodes it.
     """
 

@@ -269,7 +269,8 @@ def read_inputs(
         kwargs: The arguments by name.
         all_logits_reason: Why the logits of reused tokens cannot be had, or None.
         settings: Gives `returns_of_each_token(model)`.
-        hidden_of: See `read_forward`.
+        hidden_of: Gives the layers that a value of `output_hidden_states` asks for, or why they cannot be had; None
+            where nothing is kept.
     """
     ids, mask, positions = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
     if model.training and (reason := checkpointing_reason(model)) is not None:

@@ -208,7 +208,7 @@ class SessionTable:
 
         Args:
             client: Whose it is.
-            id: Its name.
+            id: Name of the session.
             roots: All that is stored under these is the session's, too.
             tasks: All tasks under way.
 
