@@ -33,6 +33,9 @@ def parse_size(text: str) -> int | None:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper())) or None
 
 
+Progressive = bool | int | Literal["ride"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReusePolicy:
     """How stored K/V may be used.
@@ -69,16 +72,18 @@ class ReusePolicy:
         audit_rate: Share of the reused prompts, from 0 to 1, that are also computed whole, to compare the answers. If
             they differ, the plain answer is returned, the stored chunks that differ are no longer used, and `stats()`,
             the report and the log say so. An audit costs as much as reuse saves.
-        progressive: With `"blend"`, go on with the repair after the first token: before the second one, everything
-            from the first moved token on is computed again, in order, so that all K/V is that of plain `generate()`.
-            Prompts of more than 2,048 tokens are computed again in steps of 2,048 tokens, or of a third of the prompt
-            if that is more, one before each next token. Then later tokens and turns are exact, and the prompt is
-            stored as if it had been computed whole. It costs what moving has saved, a token later; False leaves it at
-            the first repair. None goes on where moved text has a seam every 1,024 tokens or more often, as documents
-            in another order have, and leaves it where it has fewer, as behind an edit: K/V changes most near a seam.
-            `ChunkReuseCache.repair` does all of it at once. Not where layers with a sliding window have let go of
-            tokens, where an image came behind moved text, where drafts branch, or while a server decodes several
-            requests in one batch.
+        progressive: With `"blend"`, how the repair goes on after the first token: everything from the first moved
+            token on is computed again, in order, until all K/V is that of plain `generate()`. Then later tokens and
+            turns are exact, and the prompt is stored as if it had been computed whole. `True`: before the second
+            token, which costs what moving has saved, a token later; of more than 2,048 tokens, as many or a third of
+            them before each of the next ones. A number: so many tokens in the forward of each new token, and the rest
+            when the call has ended, in a thread of its own, which leaves off when the model or the cache is used
+            again. `"ride"`: the same, with as many tokens as a forward takes at hardly more cost, which is measured
+            once: many on a GPU, none on most CPUs. `False`: never. None is `"ride"` where moved text has a seam every
+            1,024 tokens or more often, as documents in another order have, and `False` where it has fewer, as behind
+            an edit: K/V changes most near a seam. `ChunkReuseCache.repair` does all of it at once. Not where layers
+            with a sliding window have let go of tokens, where an image came behind moved text, where drafts branch, or
+            while a server decodes several requests in one batch.
         keep_logprobs: Keep the last hidden states of all tokens beside their K/V (`hidden_size` numbers a token), so
             that calls which want the logits of all tokens, or a loss, reuse as others do: the head of the model
             computes the logits of reused tokens from them. K/V stored with it is not found without it. Not with mode
@@ -112,7 +117,7 @@ class ReusePolicy:
     min_prefill_saving: int = 64
     weights_check: WeightsCheck = "sample"
     audit_rate: float = 0.0
-    progressive: bool | None = None
+    progressive: Progressive | None = None
     keep_logprobs: bool = False
     keep_hidden_states: bool | int | tuple[int, ...] | None = None
     reproducible: bool = False
@@ -146,8 +151,7 @@ class ReusePolicy:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
         _require_layers(self.keep_hidden_states)
-        if self.progressive is not None and not isinstance(self.progressive, bool):
-            raise ValueError(f"`progressive` must be True, False or None, got {self.progressive!r}.")
+        _require_progressive(self.progressive)
         for name in ("keep_logprobs", "keep_hidden_states"):
             if self.mode == "blend" and getattr(self, name):
                 raise ValueError(
@@ -382,6 +386,14 @@ class DraftTreeConfig:
         _require_choice("policy", self.policy, get_args(DraftPolicy))
         for name in ("branching", "width", "depth", "max_nodes"):
             _require_count(name, getattr(self, name), least=1)
+
+
+def _require_progressive(value: object) -> None:
+    known = value is None or isinstance(value, bool) or value == "ride"
+    if not known and not (type(value) is int and value > 0):
+        raise ValueError(
+            f"`progressive` must be True, False, None, 'ride' or a positive number of tokens, got {value!r}."
+        )
 
 
 def _require_layers(layers: object) -> None:

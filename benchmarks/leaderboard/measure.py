@@ -50,6 +50,7 @@ class Answer(NamedTuple):
     first: float  # seconds to the first logits
     wait: float  # seconds between two tokens, at most
     whole: float  # seconds in all
+    times: list[float]  # seconds to the logits of each token
 
 
 def ways(methods: dict[str, Method]) -> dict[str, Way]:
@@ -156,7 +157,8 @@ def answer(model: PreTrainedModel, ids: Sequence[int], tokens: Sequence[int] | i
     ended = _now(model.device)
     logits = torch.stack([step[0] for step in out.logits])
     wait = max((after - before for before, after in pairwise(feed.times)), default=0.0)
-    return Answer(out.sequences[0, len(ids) :].tolist(), logits, feed.times[0] - began, wait, ended - began)
+    times = [at - began for at in feed.times]
+    return Answer(out.sequences[0, len(ids) :].tolist(), logits, times[0], wait, ended - began, times)
 
 
 def _now(device: torch.device) -> float:

@@ -55,7 +55,7 @@ def _chat(text: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
 
 
-def _prompt(tokenizer: Any, documents: Sequence[str], question: str) -> list[int]:
+def prompt_of(tokenizer: Any, documents: Sequence[str], question: str) -> list[int]:
     """Token ids of a chat that asks about documents."""
     text = "".join(f"Document:\n{document}\n\n" for document in documents)
     return encode(tokenizer, _chat(f"{text}Question: {question}"))
@@ -92,9 +92,9 @@ class Pool:
         for _ in range(4):
             order = chance.sample(range(len(documents)), self.take)
             known |= set(order)
-            seen.append(_prompt(tokenizer, [documents[i] for i in order], chance.choice(_QUESTIONS)))
+            seen.append(prompt_of(tokenizer, [documents[i] for i in order], chance.choice(_QUESTIONS)))
         wanted = [chance.sample(sorted(known), self.take) for _ in range(asked)]
-        prompts = [_prompt(tokenizer, [documents[i] for i in order], chance.choice(_QUESTIONS)) for order in wanted]
+        prompts = [prompt_of(tokenizer, [documents[i] for i in order], chance.choice(_QUESTIONS)) for order in wanted]
         return Case([Question(ids) for ids in prompts], seen)
 
     def alone(self, tokenizer: Any, seed: int, asked: int) -> Case:
@@ -114,9 +114,9 @@ def linked(tokenizer: Any, seed: int | str, asked: int, count: int = 10) -> Case
     seen = []
     for _ in range(2):
         order = chance.sample(range(count), count)
-        seen.append(_prompt(tokenizer, [texts[i] for i in order], chance.choice(facts).question))
+        seen.append(prompt_of(tokenizer, [texts[i] for i in order], chance.choice(facts).question))
     wanted = chance.sample(facts, asked)
-    return Case([Question(_prompt(tokenizer, texts, fact.question), fact.value) for fact in wanted], seen)
+    return Case([Question(prompt_of(tokenizer, texts, fact.question), fact.value) for fact in wanted], seen)
 
 
 def facts(tokenizer: Any, seed: int, asked: int) -> Case:

@@ -33,7 +33,8 @@ from kvboost_hf.cache.forward.loans import (
     root_of,
     stored_tokens,
 )
-from kvboost_hf.cache.forward.moved import PIECE, may_repair, movable_spans, repair_more
+from kvboost_hf.cache.forward.moved import movable_spans
+from kvboost_hf.cache.forward.repair_later import PIECE, IdleRepair, may_repair, repair_more
 from kvboost_hf.cache.forward.running import (
     CacheParts,
     CacheUse,
@@ -140,7 +141,8 @@ class ChunkReuseCache(DynamicCache):
             model, static, live_quant, hidden_layers=binding.hidden_layers, reproducible=binding.policy.reproducible
         )
         writer = StoreWriter(binding, live)
-        self._take(CacheParts(binding, live, writer, DecodingForm(model, max_cache_len, binding, live, writer)))
+        form = DecodingForm(model, max_cache_len, binding, live, writer)
+        self._take(CacheParts(binding, live, writer, form, IdleRepair()))
         install(model)
         if binding.hidden_layers:
             hook_hidden_states(model)
@@ -149,6 +151,7 @@ class ChunkReuseCache(DynamicCache):
     def over(cls, parts: CacheParts) -> "ChunkReuseCache":
         """A cache that goes on with what one has left to which nobody refers any more."""
         cache = cls.__new__(cls)
+        parts.idle.stop()
         if parts.live.in_forward:  # it has failed
             parts.live.in_forward = False
             parts.live.drop()
@@ -178,6 +181,7 @@ class ChunkReuseCache(DynamicCache):
         """The layers that transformers sees."""
         if self._of_call and self._live.static is not None:
             self._go_on()
+        self._parts.idle.stop()
         return self._live.visible
 
     @layers.setter
@@ -400,7 +404,7 @@ class ChunkReuseCache(DynamicCache):
                 f"{type(model).__name__} that it was passed to. Make one for it: ChunkReuseCache(model)."
             )
         self._go_on()
-        if live.behind is not None and not may_carry(model, kwargs, live.behind):
+        if live.behind is not None and not may_carry(model, kwargs, len(live.behind.ids)):
             call = self._call
             if not (self._begins_anew or (call is not None and call.is_at(generate_frame(sys._getframe())))):
                 self.catch_up()
@@ -510,6 +514,7 @@ class ChunkReuseCache(DynamicCache):
             forward.abandon()
 
     def _settle_last(self) -> None:
+        self._parts.idle.stop()
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is not None:
             unsettled.settle()

@@ -12,13 +12,14 @@ from kvboost_hf.cache.forward import (
     flow,
     loading,
     moved,
+    repair_later,
     reused,
     running,
     scatter,
 )
 from kvboost_hf.cache.forward.admission import blend_reason
 from kvboost_hf.cache.forward.fill import StemReader
-from kvboost_hf.cache.forward.moved import goes_on
+from kvboost_hf.cache.forward.repair_later import IdleRepair, goes_on
 from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.identity import fingerprint, foreign
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, ModelWalk, model_name
@@ -123,3 +124,10 @@ from kvboost_hf.scoring import plan_batches
 def records_of(store: ChunkStore) -> TieredRecords:
     """The records behind the verbs of a store."""
     return store._records
+
+
+def idle_of(cache: ChunkReuseCache) -> IdleRepair:
+    """What repairs a cache between its calls."""
+    idle = cache.parts.idle
+    assert isinstance(idle, IdleRepair)
+    return idle

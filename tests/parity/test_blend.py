@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 from tests.internals.assisted import branch_reason
-from tests.internals.cache import REPAIRS, RepairRow, admission, blend_reason, moved, only_looks, scatter
+from tests.internals.cache import REPAIRS, RepairRow, admission, blend_reason, only_looks, repair_later, scatter
 from tests.internals.compat import probe_reason
 
 MOVABLE = ["llama", "qwen2", "qwen3", "phi", "mistral", "gemma2", "deepseek_v3"]
@@ -178,7 +178,7 @@ def off_from_plain(model: PreTrainedModel, found: Any) -> list[float]:
 @torch.no_grad()
 def test_a_longer_prompt_is_repaired_in_thirds(monkeypatch: pytest.MonkeyPatch, at_once: int, steps: int) -> None:
     """As few tokens wait as the number of columns at once allows, and three at most. Only then it is plain."""
-    monkeypatch.setattr(moved, "_AT_ONCE", at_once)
+    monkeypatch.setattr(repair_later, "_AT_ONCE", at_once)
     model = make_model("llama")
     assert blend_reason(model, REPAIRS["none"].measure) is None
     cache = ChunkReuseCache(model, store_with_documents(model), blend("none", progressive=True))

@@ -69,9 +69,9 @@ def test_far_from_its_seam_hardly_anything_is_computed_again_unless_a_ratio_is_g
 
 @pytest.mark.parametrize(
     ("given_policy", "goes_on_after"),
-    [(None, (False, True, True)), (True, (True, True, True)), (False, (False, False, False))],
+    [(None, (False, "ride", "ride")), *((each, (each,) * 3) for each in (True, False, 16, "ride"))],
 )
-def test_the_repair_goes_on_where_seams_are_dense(given_policy: bool | None, goes_on_after: tuple[bool, ...]) -> None:
+def test_the_repair_goes_on_where_seams_are_dense(given_policy: Any, goes_on_after: tuple[Any, ...]) -> None:
     """Not behind an edit, but with six notes, and with four documents of 800 tokens."""
     found = policy("query", progressive=given_policy)
     assert tuple(goes_on(found, moved, seams) for moved, seams in ((4000, 1), (1400, 6), (3300, 4))) == goes_on_after
@@ -164,7 +164,10 @@ class TestBlended:
     [
         ({"repair": "all"}, r"`repair` must be one of .*'query'.*, got 'all'\."),
         ({"recompute_ratio": 1.5}, r"`recompute_ratio` must be from 0 to 1, got 1.5\."),
-        ({"progressive": 1}, r"`progressive` must be True, False or None, got 1\."),
+        *[
+            ({"progressive": value}, r"`progressive` must be True, False, None, 'ride' or a positive number .*, got ")
+            for value in (0, -1, 1.5, "idle", [1])
+        ],
         ({"recompute_ratio": True}, r"`recompute_ratio` must be a number, got True\."),
         (
             {"max_recompute_ratio": 0.1, "recompute_ratio": 0.15},

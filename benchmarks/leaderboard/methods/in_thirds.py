@@ -5,17 +5,17 @@ from contextlib import contextmanager
 
 from benchmarks.leaderboard.method import Method
 from kvboost_hf import ChunkStore, ReusePolicy
-from kvboost_hf.cache.forward import moved
+from kvboost_hf.cache.forward import repair_later
 
 
 @contextmanager
 def thirds(_store: ChunkStore) -> Iterator[None]:
     """Within it, a third of a prompt is computed again with each token, and not all of it at once."""
-    before, moved._AT_ONCE = moved._AT_ONCE, 128
+    before, repair_later._AT_ONCE = repair_later._AT_ONCE, 128
     try:
         yield
     finally:
-        moved._AT_ONCE = before
+        repair_later._AT_ONCE = before
 
 
 METHOD = Method(

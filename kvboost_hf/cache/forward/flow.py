@@ -33,8 +33,15 @@ from kvboost_hf.cache.forward.admission import (
     length_matters,
     reason_for_stock_layers,
 )
-from kvboost_hf.cache.forward.moved import Moved, columns_per_token, may_repair, repair_more
+from kvboost_hf.cache.forward.moved import Moved
 from kvboost_hf.cache.forward.prompt_plan import choose_hidden, min_saving_of, plan_prompt
+from kvboost_hf.cache.forward.repair_later import (
+    RidingStep,
+    columns_per_token,
+    may_repair,
+    repair_more,
+    riding_columns,
+)
 from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.forward.running import (
     CacheParts,
@@ -94,14 +101,14 @@ def carrying_forward(parts: CacheParts, request: Request, behind: Behind) -> For
     return found
 
 
-def may_carry(model: PreTrainedModel, kwargs: Kwargs, behind: Behind) -> bool:
-    """Whether a forward can compute tokens in front of its own, so that what it returns is of its own only."""
+def may_carry(model: PreTrainedModel, kwargs: Kwargs, rows: int) -> bool:
+    """Whether a forward of `rows` can compute tokens in front of its own, and return nothing of them."""
     ids, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     keep = kwargs.get("logits_to_keep")
     return (
         isinstance(ids, torch.Tensor)
         and ids.ndim == 2
-        and len(ids) == len(behind.ids)
+        and len(ids) == rows
         and (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2))
         and (positions is None or positions.shape[-1] == ids.shape[1])
         and (keep is None or type(keep) is int)
@@ -297,7 +304,11 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
             request.kwargs = {**request.kwargs, "attention_mask": None}
     repair: Callable[[], None] | None = None
     if ledger.blended is not None and may_repair(live):
-        repair = partial(repair_more, live, model, new * columns_per_token(live))
+        if ledger.progressive is True:
+            repair = partial(repair_more, live, model, new * columns_per_token(live))
+        elif not request.carries and may_carry(model, request.kwargs, len(inputs.input_ids)):
+            if most := riding_columns(live, model):
+                return RidingStep(parts, held, inputs, mask, most)
     settled: Settled | None = None
     if request.is_step and not request.carries and ledger.blended is None:
         if not length_matters(parts, model) and live.static is None:

@@ -5,11 +5,9 @@ fill      stored K/V into the layers, keys turned           fill.py
 look      where the end of the prompt attends to            scatter.py, for repairs that ask
 choose    what to compute again                             planning/moved.py, pure
 scatter   the caller's forward over the chosen columns      scatter.py
-later     what is left, with the tokens that follow         `repair_more`
+later     what is left, with the tokens that follow         repair_later.py
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +24,12 @@ from kvboost_hf.cache.forward.admission import (
 )
 from kvboost_hf.cache.forward.fill import fill_turned
 from kvboost_hf.cache.forward.loans import root_of
+from kvboost_hf.cache.forward.repair_later import goes_on
 from kvboost_hf.cache.forward.reused import note_served
 from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass, attention_of_the_end, num_queries
 from kvboost_hf.cache.kv.records import Stored
-from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.live.live_kv import LiveKV
-from kvboost_hf.cache.planning.chunks import Tokens, is_text
+from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.match import find_moved
 from kvboost_hf.cache.planning.moved import (
     BlendPlan,
@@ -47,15 +44,11 @@ from kvboost_hf.cache.planning.moved import (
 )
 from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.prompt.forward_call import Kwargs, returns_of_each_token, without_router_logits
-from kvboost_hf.compat import KeyRotation, PrivateCache, input_device, key_rotation, rope_regime, run_model
+from kvboost_hf.compat import KeyRotation, key_rotation, rope_regime
 from kvboost_hf.config import ReusePolicy
 
 _MEASURED_LAYER = 1  # values of layer 0 depend on nothing but the token
 _SLACK = (1.15, 1.0)  # a few more columns than wanted go on from it, and are measured again in the next layer
-PIECE = 512  # columns at once where nobody waits
-_TOKENS_FOR_A_SEAM = 1024  # documents of 800 tokens, and what stands between them
-_AT_ONCE = 2048  # columns: with so many, the first token alone stands on repaired K/V, and all later ones on exact K/V
-_TOKENS = 3  # with which all of a longer prompt is computed again: its mask has columns by columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +193,7 @@ class Moved(Forward):
             progressive = goes_on(parts.binding.policy, int(moved.sum()), seams)
             if ledger.blended is not None:
                 ledger.blended = ledger.blended.extend(moved, stale)
-                ledger.progressive |= progressive
+                ledger.progressive = ledger.progressive or progressive
             elif stale.any():
                 ledger.blended, ledger.progressive = MovedColumns(moved, stale), progressive
             self._served = note_served(parts, self._loaded, self._prompt.ids)
@@ -266,62 +259,3 @@ def _measures(plan: BlendPlan, repair: Repair, policy: ReusePolicy) -> Measure:
     """The measurement that a repair needs for a prompt: none, where positions alone decide."""
     needed = any(repair.needs_scores(row, policy) for row in plan.rows)
     return repair.measure if needed or repair.measure is Measure.DEVIATION else Measure.NOTHING
-
-
-def may_repair(live: LiveKV, *, at_once: bool = False) -> bool:
-    """Whether a cache holds tainted columns that can be computed again, and are to be: with later tokens, or now."""
-    ledger = live.ledger
-    return (
-        ledger is not None
-        and ledger.blended is not None
-        and (at_once or ledger.progressive)
-        and not ledger.unconfirmed
-        and ledger.log.trusted
-        and _holds_all(live.layers)
-        and is_text(ledger.log.columns())  # images would have to be shown again
-    )
-
-
-def goes_on(policy: ReusePolicy, moved: int, seams: int) -> bool:
-    """Whether what moved chunks have left is computed again with later tokens, where so many tokens have moved."""
-    return policy.progressive if policy.progressive is not None else moved <= _TOKENS_FOR_A_SEAM * seams
-
-
-def columns_per_token(live: LiveKV) -> int:
-    """How many columns of each row to compute again with a new token: all, or a third of a long prompt."""
-    assert live.ledger is not None
-    return max(_AT_ONCE, math.ceil(live.ledger.log.length / _TOKENS))
-
-
-@torch.no_grad()
-def repair_more(live: LiveKV, model: PreTrainedModel, most: int) -> None:
-    """Compute the next tainted columns again, at most `most` of each row.
-
-    A column is exact if every column before it is. So each piece begins where the last one has ended, and what was
-    chosen by the repair is computed a second time. When no column is left, the row is stored under its history.
-
-    An interrupt leaves some layers with new K/V and others with old: the ledger still says that it is tainted.
-    """
-    ledger, layers = live.ledger, live.layers
-    assert ledger is not None
-    assert ledger.blended is not None
-    ids = ledger.log.columns()
-    wanted = ledger.blended.next_tainted(ids.shape[1], most)
-    columns = choose_columns(list(wanted), list(np.ones_like(wanted)))
-    cache = PrivateCache([layer.native for layer in layers])
-    pads = ledger.log.pads.tolist()
-    scatter = ScatterPass(model, cache, layers, columns, pads, unmasked=needs_no_mask(model))
-    cache.take = scatter.update
-    try:
-        given = scatter.arguments(torch.from_numpy(ids).to(input_device(model)), 0)
-        run_model(model, cache=cache, **given)
-    finally:
-        scatter.close()
-        cache.take = None
-    live.tally.repaired += int((columns >= ledger.log.pads[:, None]).sum())
-    live.repaired(wanted)
-
-
-def _holds_all(layers: Sequence[ReuseLayer]) -> bool:
-    """Whether no layer has let go of columns, as windows do."""
-    return not any(layer.first for layer in layers)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -46,6 +46,16 @@ _OF_EACH_STEP = ("input_ids", "position_ids", "cache_position", "attention_mask"
 _ALIKE = 16  # columns in which two prompts agree that may share more
 
 
+class Idle(Protocol):
+    """Work on a cache between two calls."""
+
+    def begin(self, parts: "CacheParts") -> None:
+        """A call has ended."""
+
+    def stop(self) -> None:
+        """Somebody needs the cache: leave its layers alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheParts:
     """The parts of one `ChunkReuseCache`.
@@ -55,12 +65,14 @@ class CacheParts:
         live: What it holds.
         writer: Offers that to the store.
         form: Whether its buffers grow, or are of a fixed size.
+        idle: Repairs what it holds while nobody uses it.
     """
 
     binding: Binding
     live: LiveKV
     writer: StoreWriter
     form: DecodingForm
+    idle: "Idle"
 
 
 @dataclass(slots=True)
@@ -213,6 +225,7 @@ class SettledLater:
 
     def __init__(self, forward: Forward, config: Any) -> None:
         self._forward: Forward | None = forward
+        self._parts = forward.parts
         self._thread, self._config, self._pid = threading.get_ident(), weakref.ref(config), os.getpid()
         self._lock = forward.parts.writer.settling
         self._begun = threading.Event()
@@ -238,6 +251,7 @@ class SettledLater:
                 self.settle()
             finally:
                 self._lock.release()
+            self._parts.idle.begin(self._parts)
 
     def settle_here(self) -> None:
         """Settle it, unless another thread may still be running the call."""

@@ -9,6 +9,7 @@ layer with a window to those inside it. Where tokens are chosen by what an early
 what goes on.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,10 @@ class _Measured(Exception):
     """Ends a layer's forward when its keys and values are known."""
 
 
+class Stopped(Exception):
+    """Ends a forward that nobody waits for."""
+
+
 class ScatterPass:
     """One such forward.
 
@@ -71,6 +76,9 @@ class ScatterPass:
         narrowing: Or None where `columns` go through all layers.
         unmasked: Layers that are given a whole prompt need no mask.
         compact: Where the attention can be told the columns of its queries, do not make a matrix of both.
+        new: How many of the last columns the layers do not hold yet: whoever calls `update` makes room for them.
+        stop: Ends the forward with `Stopped` once it is set. It is set, too, where another forward of the model comes
+            by a layer.
     """
 
     def __init__(
@@ -85,14 +93,17 @@ class ScatterPass:
         narrowing: Narrowing | None = None,
         unmasked: bool = False,
         compact: bool = True,
+        new: int = 0,
+        stop: threading.Event | None = None,
     ) -> None:
         self.columns = self._all = columns
         self.layer_tokens = [0] * len(layers)  # that went through each layer, padding left out
+        self.writes = 0  # to layers
         self.current = 0  # the layer that has asked for its keys and values last
         self._layers, self._narrowing = layers, narrowing
         self._sources = kv_sources(model, [isinstance(layer, GrowingLayer) for layer in layers])
         self._pads = np.asarray(pads)
-        self._length = max(layer.length or 0 for layer in layers)
+        self._length, self._stop = max(layer.length or 0 for layer in layers) + new, stop
         self._present, self._unmasked = present, unmasked
         windows = [layer.sliding_window or 0 if isinstance(layer, SlidingLayer) else 0 for layer in layers]
         kinds = [(windows[source], self._length - layers[source].first) for source in self._sources]
@@ -132,11 +143,13 @@ class ScatterPass:
         """Put keys and values [batch, heads, m, dim] in place; returns those of all columns."""
         layer = self._layers[idx]
         assert isinstance(layer, GrowingLayer)
+        self._require_wanted()
         self.current = idx
         at = self._columns_on(values.device)
         if self._measuring or self._measures(idx):
             self._scores = self._deviation(layer, at, (keys, values))
         found = layer.scatter(at, keys, values)
+        self.writes += 1
         if self._measuring:
             raise _Measured
         if self._narrowing is None or idx != self._narrowing.first:  # that one was counted when it was measured
@@ -158,7 +171,10 @@ class ScatterPass:
     def before_layer(self, idx: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook of a decoder layer."""
         if not self._masks.concern(args, kwargs):
+            if self._stop is not None:
+                self._stop.set()
             return None
+        self._require_wanted()
         kwargs = dict(kwargs)
         if self._narrowing is not None and idx == self._narrowing.first:
             self._measuring = True
@@ -181,6 +197,10 @@ class ScatterPass:
             self._count(idx)
         # Layers without K/V of their own may be shown only those of the last tokens whose logits are wanted.
         return self._masks.put(idx, (hidden, *rest), kwargs, hidden.shape[-2], self._see)
+
+    def _require_wanted(self) -> None:
+        if self._stop is not None and self._stop.is_set():
+            raise Stopped
 
     def _own(self, given: Any) -> Any:
         """The part for the present columns of an argument that every layer is given for all; taken once."""

@@ -27,6 +27,7 @@ from kvboost_hf.cache.planning.plan import (
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
 from kvboost_hf.compat import Ranks
+from kvboost_hf.config import Progressive
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class Ledger:
             were changed behind its back.
         unconfirmed: The last columns are candidates that `crop()` has yet to judge.
         blended: What of the K/V is not that of a plain forward, or None.
-        progressive: That is computed again after the prompt.
+        progressive: How that is computed again after the prompt; False if it is not.
         content_keys: The keys of what was stored to be found by its content only.
         in_pieces: With `ReusePolicy(reproducible=True)`, columns [0, in_pieces) were computed in whole pieces: only
             these are stored, and kept for the next prompt. None stores and keeps all.
@@ -54,7 +55,7 @@ class Ledger:
     version: int = 0
     unconfirmed: bool = False
     blended: MovedColumns | None = None
-    progressive: bool = False
+    progressive: Progressive = False
     in_pieces: int | None = None
     quiet: tuple[int, int] = 0, 0
     content_keys: set[bytes] = field(default_factory=set)

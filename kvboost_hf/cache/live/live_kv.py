@@ -404,6 +404,11 @@ class LiveKV:
         self.ledger.repaired(columns)
         self._note(self.ledger)
 
+    def rewritten(self, writes: int) -> None:
+        """The layers were given K/V anew, in so many writes; whatever else has changed them shows as before."""
+        if self.ledger is not None:
+            self.ledger.version += writes
+
     def appended(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, mask: MaskShape | None, stop: int
     ) -> None:

@@ -1,0 +1,191 @@
+"""Whole answers about moved documents: their time over that of plain `generate()`, how near they are, how often right.
+
+    python benchmarks/whole_answers.py --out benchmarks/results
+
+A word is hidden in each document: "The secret word of the bakery is amber." A store has seen documents in four earlier
+prompts, in other orders and choices; then the word of one of them is asked for. Each way to serve the prompt answers
+by itself, and is right if its first 24 tokens hold the word. For the first prompts, the plain answer of 128 tokens is
+fed to each way as well: KL and same first choices are those of `benchmarks.leaderboard`, and times are those of the
+first token, of 24 and of 128 tokens. Seconds are those that one thread was computing. What the JSON holds is not
+measured again.
+"""
+
+import argparse
+import json
+import logging
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import write
+from targets import Result
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from benchmarks.leaderboard.measure import Answer, answer, primed
+from benchmarks.leaderboard.workloads import CHAPTERS, NOTES, SOURCES, Case, Pool, Question, prompt_of
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
+from kvboost_hf.bench.run import provenance
+from recipes.real_model import FLOAT32, fetch
+
+NAME, SHORT, LONG = "whole-answers-cpu", 24, 128
+KINDS = {"notes": NOTES, "sources": SOURCES, "chapters": CHAPTERS}
+PLACES = "bakery lighthouse violin tunnel garden harbour library windmill school station bridge museum".split()
+WORDS = (
+    "amber basalt cedar dahlia ember falcon garnet hazel indigo juniper kestrel lotus marble nectar onyx poppy quartz "
+    "raven saffron topaz umber violet willow zephyr"
+).split()
+
+
+WAYS: dict[str, ReusePolicy | None] = {
+    "plain": None,
+    "the default": ReusePolicy(mode="blend"),
+    "30%": ReusePolicy(mode="blend", recompute_ratio=0.3),
+    "50%": ReusePolicy(mode="blend", recompute_ratio=0.5),
+    '`repair="none"`': ReusePolicy(mode="blend", repair="none"),
+    # These are fed the plain answer only.
+    "exact": ReusePolicy(),
+    "`progressive=16`": ReusePolicy(mode="blend", progressive=16),
+    "`progressive=True`": ReusePolicy(mode="blend", progressive=True),
+}
+FED_ONLY = ("exact", "`progressive=16`", "`progressive=True`")
+
+
+def hidden(document: str, sentence: str, chance: random.Random, *, code: bool) -> str:
+    """A document with one more sentence, or one more line of comment."""
+    parts = document.split("\n" if code else ". ")
+    parts.insert(chance.randrange(1, len(parts)) if len(parts) > 1 else 0, f"# {sentence}." if code else sentence)
+    return ("\n" if code else ". ").join(parts)
+
+
+def draw(pool: Pool, tokenizer: Any, seed: int, asked: int) -> Case:
+    """Questions about words in documents that four earlier prompts had in other orders."""
+    chance = random.Random(f"words/{pool.title}/{seed}")
+    documents = pool.drawn(tokenizer, seed)
+    places, words = chance.sample(PLACES, len(documents)), chance.sample(WORDS, len(documents))
+    told = [f"The secret word of the {place} is {word}" for place, word in zip(places, words, strict=True)]
+    texts = [hidden(text, each, chance, code=pool is SOURCES) for text, each in zip(documents, told, strict=True)]
+
+    def prompt(order: list[int], about: int) -> list[int]:
+        question = f"What is the secret word of the {places[about]}?"
+        return prompt_of(tokenizer, [texts[i] for i in order], question)
+
+    seen, known = [], set[int]()
+    for _ in range(4):
+        order = chance.sample(range(len(texts)), pool.take)
+        known |= set(order)
+        seen.append(prompt(order, chance.choice(order)))
+    questions = []
+    for _ in range(asked):
+        order = chance.sample(sorted(known), pool.take)
+        about = chance.choice(order)
+        questions.append(Question(prompt(order, about), words[about]))
+    return Case(questions, seen)
+
+
+def is_right(tokenizer: Any, question: Question, found: Answer) -> bool:
+    assert question.truth is not None
+    return question.truth in tokenizer.decode(found.tokens[:SHORT]).lower()
+
+
+def measured(
+    model: PreTrainedModel, tokenizer: Any, store: ChunkStore, question: Question, *, fed: bool
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Figures of each way for one prompt."""
+    plain = answer(model, question.ids, LONG) if fed else None
+    for name, policy in WAYS.items():
+
+        def cache(policy: ReusePolicy | None = policy) -> Any:
+            return ChunkReuseCache(model, store, policy) if policy is not None else None
+
+        row: dict[str, float] = {}
+        if name not in FED_ONLY:
+            own = answer(model, question.ids, SHORT, cache())
+            row |= {"right": float(is_right(tokenizer, question, own)), "first": own.first, "short": own.whole}
+        if plain is not None:
+            used = cache()
+            found = answer(model, question.ids, plain.tokens, used) if used is not None else plain
+            target, logs = (each.logits.double().log_softmax(-1) for each in (plain, found))
+            kl = (target.exp() * (target - logs)).sum(-1)
+            same = (plain.logits.argmax(-1) == found.logits.argmax(-1)).double()
+            row |= {"first": found.first, "short": found.times[SHORT - 1], "long": found.whole}
+            row |= {"kl_short": float(kl[:SHORT].mean()), "kl_long": float(kl.mean())}
+            row |= {"same_short": float(same[:SHORT].mean()), "same_long": float(same.mean())}
+        yield name, row
+
+
+def table(result: Result) -> str:
+    lines = [
+        "# Whole answers about moved documents",
+        "",
+        f"SmolLM2-135M-Instruct, float32, sdpa, one thread; {result['provenance']}",
+        "",
+        "A word is hidden in each document, and asked for. `right`: prompts whose own greedy answer of 24 tokens has",
+        "it. KL and same first choices: the plain answer of 128 tokens is fed to each way, for the first prompts.",
+        "Times are medians over prompts, over that of plain `generate()`.",
+    ]
+    for kind, prompts in result["kinds"].items():
+        fed = [each for each in prompts if "long" in each["plain"]]
+        lines += [
+            "",
+            f"## {KINDS[kind].title}: {len(prompts)} prompts, of {len(fed)} the plain answer is fed",
+            "",
+            "| way | right | first token | 24 tokens | 128 tokens | KL, 24 | KL, 128 | same first choices, 24 | 128 |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        for name in WAYS:
+            asked = [each[name]["right"] for each in prompts if "right" in each[name]]
+            right = f"{sum(asked):.0f} of {len(asked)}" if asked else ""
+
+            def over(what: str, name: str = name, fed: list[Any] = fed) -> str:
+                return f"{statistics.median(each[name][what] / each['plain'][what] for each in fed):.2f}"
+
+            def mean(what: str, form: str, name: str = name, fed: list[Any] = fed) -> str:
+                return format(statistics.mean(each[name][what] for each in fed), form)
+
+            lines.append(
+                f"| {name} | {right} | {over('first')} | {over('short')} | {over('long')} "
+                f"| {mean('kl_short', '.4f')} | {mean('kl_long', '.4f')} | {mean('same_short', '.1%')} "
+                f"| {mean('same_long', '.1%')} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON and the table")
+    parser.add_argument("--prompts", type=int, default=40, help="of each kind")
+    parser.add_argument("--fed", type=int, default=4, help="of these, to which the plain answer is fed")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    fetch()
+    model = AutoModelForCausalLM.from_pretrained(FLOAT32, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(FLOAT32)
+    path = options.out / f"{NAME}.json"
+    result: Result = json.loads(path.read_text()) if path.exists() else {"kinds": {}}
+    result["provenance"] = str(provenance(f"`python benchmarks/whole_answers.py {' '.join(sys.argv[1:])}`", "cpu"))
+    for kind in options.kinds:
+        prompts = result["kinds"].setdefault(kind, [])
+        for seed in range(len(prompts) // 8, -(-options.prompts // 8)):
+            case = draw(KINDS[kind], tokenizer, seed, 8)
+            store = primed(model, tokenizer, case)
+            for number, question in enumerate(case.asked):
+                if seed * 8 + number < len(prompts):
+                    continue
+                began = time.time()
+                fed = seed * 8 + number < options.fed
+                prompts.append(dict(measured(model, tokenizer, store, question, fed=fed)))
+                right = {name: row["right"] for name, row in prompts[-1].items() if "right" in row}
+                print(kind, len(prompts), f"{time.time() - began:.0f} s", list(right.values()), flush=True)
+                write(options.out, NAME, result, table(result))
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""The repair that follows the first token: what moved chunks have left is computed again, in order.
+
+A column is exact if every column before it is. So each piece begins where the last one has ended, and what was chosen
+before the first token is computed a second time. When no column is left, the row is stored under its history.
+
+at once     before the next token, in a forward of its own           `repair_more`
+riding      some columns in the forward of each next token           `RidingStep`
+idle        when the call has ended, until somebody needs the cache  `IdleRepair`
+"""
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf import forks
+from kvboost_hf.cache.costs import free_columns
+from kvboost_hf.cache.forward.admission import needs_no_mask
+from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
+from kvboost_hf.cache.forward.scatter import Columns, ScatterPass, Stopped
+from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.live.live_kv import LiveKV
+from kvboost_hf.cache.planning.chunks import is_text
+from kvboost_hf.cache.planning.moved import Mask, choose_columns
+from kvboost_hf.cache.prompt.forward_call import ForwardInputs, Kwargs
+from kvboost_hf.cache.prompt.token_log import MaskShape
+from kvboost_hf.compat import PrivateCache, input_device, run_model
+from kvboost_hf.config import Progressive, ReusePolicy
+
+_log = logging.getLogger("kvboost_hf")
+_worker = forks.Worker("kvboost_hf-idle")
+_running = forks.lock()
+
+PIECE = 512  # columns at once where nobody waits
+_IDLE_PIECE = 128  # columns at once that are lost where somebody comes
+_TOKENS_FOR_A_SEAM = 1024  # documents of 800 tokens, and what stands between them
+_AT_ONCE = 2048  # columns: with so many, the first token alone stands on repaired K/V, and all later ones on exact K/V
+_TOKENS = 3  # with which all of a longer prompt is computed again: its mask has columns by columns
+
+
+def may_repair(live: LiveKV, *, at_once: bool = False) -> bool:
+    """Whether a cache holds tainted columns that can be computed again, and are to be: with later tokens, or now."""
+    ledger = live.ledger
+    return (
+        ledger is not None
+        and ledger.blended is not None
+        and (at_once or ledger.progressive is not False)
+        and not ledger.unconfirmed
+        and ledger.log.trusted
+        and _holds_all(live.layers)
+        and is_text(ledger.log.columns())  # images would have to be shown again
+    )
+
+
+def goes_on(policy: ReusePolicy, moved: int, seams: int) -> Progressive:
+    """How what moved chunks have left is computed again with later tokens, where so many tokens have moved."""
+    if policy.progressive is not None:
+        return policy.progressive
+    return "ride" if moved <= _TOKENS_FOR_A_SEAM * seams else False
+
+
+def columns_per_token(live: LiveKV) -> int:
+    """How many columns of each row to compute again before a new token: all, or a third of a long prompt."""
+    assert live.ledger is not None
+    return max(_AT_ONCE, math.ceil(live.ledger.log.length / _TOKENS))
+
+
+def riding_columns(live: LiveKV, model: PreTrainedModel) -> int:
+    """How many columns of each row to compute again in the forward of a new token."""
+    assert live.ledger is not None
+    asked, rows = live.ledger.progressive, live.ledger.log.batch_size
+    return free_columns(model) // rows if asked == "ride" else int(asked)
+
+
+def repair_more(live: LiveKV, model: PreTrainedModel, most: int) -> None:
+    """Compute the next tainted columns again, at most `most` of each row.
+
+    An interrupt leaves some layers with new K/V and others with old: the ledger still says that it is tainted.
+    """
+    _note_repaired(live, *_compute_again(live, model, most))
+
+
+@torch.no_grad()
+def _compute_again(
+    live: LiveKV, model: PreTrainedModel, most: int, stop: threading.Event | None = None
+) -> tuple[Columns, Mask]:
+    """Put new K/V of the next tainted columns into the layers; returns what `_note_repaired` is to be told.
+
+    Raises:
+        Stopped: `stop` was set.
+    """
+    ledger, layers = live.ledger, live.layers
+    assert ledger is not None
+    assert ledger.blended is not None
+    ids = ledger.log.columns()
+    wanted = ledger.blended.next_tainted(ids.shape[1], most)
+    columns = choose_columns(list(wanted), list(np.ones_like(wanted)))
+    cache = PrivateCache([layer.native for layer in layers])
+    pads = ledger.log.pads.tolist()
+    scatter = ScatterPass(model, cache, layers, columns, pads, unmasked=needs_no_mask(model), stop=stop)
+    cache.take = scatter.update
+    try:
+        given = scatter.arguments(torch.from_numpy(ids).to(input_device(model)), 0)
+        run_model(model, cache=cache, **given)
+    finally:
+        scatter.close()
+        cache.take = None
+        live.rewritten(scatter.writes)
+    return columns, wanted
+
+
+def _note_repaired(live: LiveKV, columns: Columns, wanted: Mask) -> None:
+    """The layers hold new K/V of `columns` [batch, m], of which `wanted` ones [batch, length] were tainted."""
+    assert live.ledger is not None
+    live.tally.repaired += int((columns >= live.ledger.log.pads[:, None]).sum())
+    live.repaired(wanted)
+
+
+def _holds_all(layers: Sequence[ReuseLayer]) -> bool:
+    """Whether no layer has let go of columns, as windows do."""
+    return not any(layer.first for layer in layers)
+
+
+class RidingStep(Forward):
+    """A decoding step, or candidates to verify, whose forward computes some tainted columns again on the way.
+
+    A pass over the weights that one token needs has room for some more. The new tokens attend to the new K/V of those.
+
+    Args:
+        parts: The parts of the cache.
+        held: Columns in the layers before it.
+        inputs: The arguments of the forward.
+        mask: The attention mask, or None for one that hides nothing.
+        most: Tainted columns of each row.
+    """
+
+    takes_kv = True
+
+    def __init__(self, parts: CacheParts, held: int, inputs: ForwardInputs, mask: MaskShape | None, most: int) -> None:
+        super().__init__(parts, held)
+        self._inputs, self._mask, self._most = inputs, mask, most
+        self._wanted: Mask | None = None
+        self._scatter: ScatterPass | None = None
+
+    @property
+    def _stop(self) -> int:
+        return self.length + self._inputs.input_ids.shape[1]
+
+    def begin(self, request: Request) -> Kwargs:
+        live, own = self.parts.live, self._inputs.input_ids
+        ledger, model, new = live.ledger, request.model, own.shape[1]
+        assert ledger is not None
+        assert ledger.blended is not None
+        known = ledger.log.columns()
+        self._wanted = np.pad(
+            ledger.blended.next_tainted(self.length, self._most), ((0, 0), (0, new)), constant_values=True
+        )
+        columns = choose_columns(list(self._wanted), list(np.ones_like(self._wanted)))
+        self._scatter = ScatterPass(model, request.cache, live.layers, columns, ledger.log.pads.tolist(), new=new)
+        ids = torch.cat([torch.from_numpy(known).to(own.device), own], dim=1)
+        given = {**request.kwargs, **self._scatter.arguments(ids, 0)}
+        if self._inputs.position_ids is not None:
+            given["position_ids"][:, -new:] = self._inputs.position_ids
+        given["logits_to_keep"] = min(request.kwargs.get("logits_to_keep") or new, new)
+        given.pop("cache_position", None)
+        return given
+
+    def update(
+        self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        assert self._scatter is not None
+        layer = self.parts.live.layers[layer_idx]
+        assert isinstance(layer, GrowingLayer)
+        with torch.no_grad():
+            layer.open(self._stop, (keys[:1, :, :1], values[:1, :, :1]), len(keys))
+        return self._scatter.update(layer_idx, keys, values)
+
+    def record(self, output: Any) -> Any:
+        assert self._scatter is not None
+        assert self._wanted is not None
+        self._scatter.close()
+        live, inputs = self.parts.live, self._inputs
+        live.appended(inputs.input_ids, inputs.position_ids, self._mask, self._stop)
+        if live.ledger is not None:
+            columns = self._scatter.columns[:, : -inputs.input_ids.shape[1]]
+            _note_repaired(live, columns, self._wanted)
+        note_hooks(self.parts, confirmed=not inputs.verifies)
+
+    def settle(self) -> None:
+        offer(self.parts, self._stop, confirmed=not self._inputs.verifies, root_checked=False)
+
+    def abandon(self) -> None:
+        if self._scatter is not None:
+            self._scatter.close()
+        super().abandon()
+
+
+class IdleRepair:
+    """The repair of one cache while nobody uses it, in a thread that all caches share.
+
+    It ends where the cache is used again, and where somebody else runs the model: whoever comes waits for a part of
+    one layer at most. What was under way is lost, and what was done before stays. A piece counts only if the model
+    was the same before and after it.
+    """
+
+    def __init__(self) -> None:
+        self._stop, self._ended = threading.Event(), threading.Event()
+        self._ended.set()
+        self._pid = os.getpid()
+
+    def begin(self, parts: CacheParts) -> None:
+        """A call has ended. One repair runs at a time; others are left to the next turn."""
+        ledger = parts.live.ledger
+        if ledger is None or ledger.progressive is True or parts.live.in_forward or not may_repair(parts.live):
+            return
+        if not _running.acquire(blocking=False):
+            return
+        self._stop.clear()
+        self._ended.clear()
+        self._pid = os.getpid()
+        try:
+            _worker.submit(self._run, parts)
+        except RuntimeError:  # the interpreter ends
+            self._end()
+
+    def stop(self) -> None:
+        """Somebody needs the cache: wait until its layers are left alone."""
+        if self._ended.is_set():
+            return
+        self._stop.set()
+        if self._pid == os.getpid():  # a forked child has no such thread
+            self.wait()
+        self._ended.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended, for so many seconds at most; returns whether it has."""
+        return self._ended.wait(timeout)
+
+    def _end(self) -> None:
+        _running.release()
+        self._ended.set()
+
+    def _run(self, parts: CacheParts) -> None:
+        try:
+            with torch.inference_mode(_made_in_inference_mode(parts.live.layers)):
+                while self._goes_on(parts):
+                    self._repair_piece(parts)
+        except Exception as error:  # of the model, as where memory runs out: the next turn will tell
+            _log.warning("The repair of moved K/V between calls has ended: %s", error)
+        finally:
+            self._end()
+
+    def _goes_on(self, parts: CacheParts) -> bool:
+        """Whether there is something to repair, and all is as it was when the rest was computed."""
+        return (
+            not self._stop.is_set()
+            and threading.main_thread().is_alive()  # else the interpreter waits for this
+            and may_repair(parts.live)
+            and parts.binding.reason_in_training is None
+            and parts.writer.storable() is not None
+        )
+
+    def _repair_piece(self, parts: CacheParts) -> None:
+        live, model = parts.live, parts.binding.model()
+        if model is None:
+            self._stop.set()
+            return
+        try:
+            columns, wanted = _compute_again(live, model, _IDLE_PIECE, self._stop)
+        except Stopped:
+            return
+        if parts.writer.storable() is not None and parts.binding.reason_in_training is None:
+            _note_repaired(live, columns, wanted)
+            if live.ledger is not None and not may_repair(live):
+                parts.writer.confirm(live.ledger)
+
+
+def _made_in_inference_mode(layers: Sequence[ReuseLayer]) -> bool:
+    """Whether the buffers of layers can be written to in inference mode only."""
+    return any(
+        tensor.is_inference() for layer in layers if isinstance(layer, GrowingLayer) for tensor in layer.buffers
+    )
