@@ -2,7 +2,7 @@
 
     python benchmarks/whole_answers.py --out benchmarks/results
 
-A word is hidden in each document: "The secret word of the bakery is amber." A store has seen documents in four earlier
+A word is hidden in each document: "The name of the dog is amber." A store has seen documents in four earlier
 prompts, in other orders and choices; then the word of one of them is asked for. Each way to serve the prompt answers
 by itself, and is right if its first 24 tokens hold the word. For the first prompts, the plain answer of 128 tokens is
 fed to each way as well: KL and same first choices are those of `benchmarks.leaderboard`, and times are those of the
@@ -34,7 +34,20 @@ from recipes.real_model import FLOAT32, fetch
 
 NAME, SHORT, LONG = "whole-answers-cpu", 24, 128
 KINDS = {"notes": NOTES, "sources": SOURCES, "chapters": CHAPTERS}
-PLACES = "bakery lighthouse violin tunnel garden harbour library windmill school station bridge museum".split()
+THINGS = (
+    "the password",
+    "the name of the dog",
+    "the code name of the project",
+    "the colour of the door",
+    "the captain's nickname",
+    "the title of the song",
+    "the last word of the poem",
+    "the stone in the ring",
+    "the flower on the table",
+    "the name of the boat",
+    "the tree by the gate",
+    "the street of the office",
+)
 WORDS = (
     "amber basalt cedar dahlia ember falcon garnet hazel indigo juniper kestrel lotus marble nectar onyx poppy quartz "
     "raven saffron topaz umber violet willow zephyr"
@@ -66,12 +79,12 @@ def draw(pool: Pool, tokenizer: Any, seed: int, asked: int) -> Case:
     """Questions about words in documents that four earlier prompts had in other orders."""
     chance = random.Random(f"words/{pool.title}/{seed}")
     documents = pool.drawn(tokenizer, seed)
-    places, words = chance.sample(PLACES, len(documents)), chance.sample(WORDS, len(documents))
-    told = [f"The secret word of the {place} is {word}" for place, word in zip(places, words, strict=True)]
+    things, words = chance.sample(THINGS, len(documents)), chance.sample(WORDS, len(documents))
+    told = [f"{thing[0].upper()}{thing[1:]} is {word}" for thing, word in zip(things, words, strict=True)]
     texts = [hidden(text, each, chance, code=pool is SOURCES) for text, each in zip(documents, told, strict=True)]
 
     def prompt(order: list[int], about: int) -> list[int]:
-        question = f"What is the secret word of the {places[about]}?"
+        question = f"What is {things[about]}?"
         return prompt_of(tokenizer, [texts[i] for i in order], question)
 
     seen, known = [], set[int]()

@@ -34,7 +34,7 @@ from kvboost_hf.cache.forward.loans import (
     stored_tokens,
 )
 from kvboost_hf.cache.forward.moved import movable_spans
-from kvboost_hf.cache.forward.repair_later import PIECE, IdleRepair, may_repair, repair_more
+from kvboost_hf.cache.forward.repair_later import PIECE, may_repair, repair_more, repair_while_idle
 from kvboost_hf.cache.forward.running import (
     CacheParts,
     CacheUse,
@@ -142,7 +142,7 @@ class ChunkReuseCache(DynamicCache):
         )
         writer = StoreWriter(binding, live)
         form = DecodingForm(model, max_cache_len, binding, live, writer)
-        self._take(CacheParts(binding, live, writer, form, IdleRepair()))
+        self._take(CacheParts(binding, live, writer, form, repair_while_idle))
         install(model)
         if binding.hidden_layers:
             hook_hidden_states(model)
@@ -151,7 +151,8 @@ class ChunkReuseCache(DynamicCache):
     def over(cls, parts: CacheParts) -> "ChunkReuseCache":
         """A cache that goes on with what one has left to which nobody refers any more."""
         cache = cls.__new__(cls)
-        parts.idle.stop()
+        if parts.idle.busy:
+            parts.idle.stop()
         if parts.live.in_forward:  # it has failed
             parts.live.in_forward = False
             parts.live.drop()
@@ -181,7 +182,8 @@ class ChunkReuseCache(DynamicCache):
         """The layers that transformers sees."""
         if self._of_call and self._live.static is not None:
             self._go_on()
-        self._parts.idle.stop()
+        if self._parts.idle.busy:
+            self._parts.idle.stop()
         return self._live.visible
 
     @layers.setter
@@ -514,7 +516,8 @@ class ChunkReuseCache(DynamicCache):
             forward.abandon()
 
     def _settle_last(self) -> None:
-        self._parts.idle.stop()
+        if self._parts.idle.busy:
+            self._parts.idle.stop()
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is not None:
             unsettled.settle()

@@ -19,8 +19,9 @@ from kvboost_hf.cache.forward import (
 )
 from kvboost_hf.cache.forward.admission import blend_reason
 from kvboost_hf.cache.forward.fill import StemReader
-from kvboost_hf.cache.forward.repair_later import IdleRepair, goes_on
+from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
+from kvboost_hf.cache.forward.running import Idle
 from kvboost_hf.cache.identity import fingerprint, foreign
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, ModelWalk, model_name
 from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache, only_looks
@@ -126,8 +127,6 @@ def records_of(store: ChunkStore) -> TieredRecords:
     return store._records
 
 
-def idle_of(cache: ChunkReuseCache) -> IdleRepair:
-    """What repairs a cache between its calls."""
-    idle = cache.parts.idle
-    assert isinstance(idle, IdleRepair)
-    return idle
+def idle_of(cache: ChunkReuseCache) -> Idle:
+    """What is done with a cache between its calls."""
+    return cache.parts.idle

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ReusePolicy
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
-from tests.internals.cache import REPAIRS, blend_reason, costs, idle_of, repair_later
+from tests.internals.cache import REPAIRS, blend_reason, costs, idle_of, repair_later, running
 from tests.parity.test_blend import (
     MOVABLE,
     OutOfLuck,
@@ -45,7 +45,7 @@ def wait_until_idle_work_is_done(cache: ChunkReuseCache) -> None:
 
 @pytest.fixture
 def no_idle_repair(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repair_later.IdleRepair, "begin", lambda self, parts: None)
+    monkeypatch.setattr(running.Idle, "begin", lambda self, parts: None)
 
 
 # Riding

@@ -303,7 +303,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
             # Releases of transformers before 5.23 pass a mask of ones, which no kernel need read.
             request.kwargs = {**request.kwargs, "attention_mask": None}
     repair: Callable[[], None] | None = None
-    if ledger.blended is not None and may_repair(live):
+    if ledger.blended is not None and ledger.progressive is not False and may_repair(live):
         if ledger.progressive is True:
             repair = partial(repair_more, live, model, new * columns_per_token(live))
         elif not request.carries and may_carry(model, request.kwargs, len(inputs.input_ids)):

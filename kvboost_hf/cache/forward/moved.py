@@ -24,7 +24,6 @@ from kvboost_hf.cache.forward.admission import (
 )
 from kvboost_hf.cache.forward.fill import fill_turned
 from kvboost_hf.cache.forward.loans import root_of
-from kvboost_hf.cache.forward.repair_later import goes_on
 from kvboost_hf.cache.forward.reused import note_served
 from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass, attention_of_the_end, num_queries
@@ -45,9 +44,10 @@ from kvboost_hf.cache.planning.moved import (
 from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.prompt.forward_call import Kwargs, returns_of_each_token, without_router_logits
 from kvboost_hf.compat import KeyRotation, key_rotation, rope_regime
-from kvboost_hf.config import ReusePolicy
+from kvboost_hf.config import Progressive, ReusePolicy
 
 _MEASURED_LAYER = 1  # values of layer 0 depend on nothing but the token
+_TOKENS_FOR_A_SEAM = 1024  # documents of 800 tokens, and what stands between them
 _SLACK = (1.15, 1.0)  # a few more columns than wanted go on from it, and are measured again in the next layer
 
 
@@ -259,3 +259,10 @@ def _measures(plan: BlendPlan, repair: Repair, policy: ReusePolicy) -> Measure:
     """The measurement that a repair needs for a prompt: none, where positions alone decide."""
     needed = any(repair.needs_scores(row, policy) for row in plan.rows)
     return repair.measure if needed or repair.measure is Measure.DEVIATION else Measure.NOTHING
+
+
+def goes_on(policy: ReusePolicy, moved: int, seams: int) -> Progressive:
+    """How what moved chunks have left is computed again with later tokens, where so many tokens have moved."""
+    if policy.progressive is not None:
+        return policy.progressive
+    return "ride" if moved <= _TOKENS_FOR_A_SEAM * seams else False

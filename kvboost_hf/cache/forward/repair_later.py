@@ -5,12 +5,10 @@ before the first token is computed a second time. When no column is left, the ro
 
 at once     before the next token, in a forward of its own           `repair_more`
 riding      some columns in the forward of each next token           `RidingStep`
-idle        when the call has ended, until somebody needs the cache  `IdleRepair`
+idle        when the call has ended, until somebody needs the cache  `repair_while_idle`
 """
 
-import logging
 import math
-import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +17,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf import forks
 from kvboost_hf.cache.costs import free_columns
 from kvboost_hf.cache.forward.admission import needs_no_mask
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
@@ -32,15 +29,9 @@ from kvboost_hf.cache.planning.moved import Mask, choose_columns
 from kvboost_hf.cache.prompt.forward_call import ForwardInputs, Kwargs
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import PrivateCache, input_device, run_model
-from kvboost_hf.config import Progressive, ReusePolicy
-
-_log = logging.getLogger("kvboost_hf")
-_worker = forks.Worker("kvboost_hf-idle")
-_running = forks.lock()
 
 PIECE = 512  # columns at once where nobody waits
 _IDLE_PIECE = 128  # columns at once that are lost where somebody comes
-_TOKENS_FOR_A_SEAM = 1024  # documents of 800 tokens, and what stands between them
 _AT_ONCE = 2048  # columns: with so many, the first token alone stands on repaired K/V, and all later ones on exact K/V
 _TOKENS = 3  # with which all of a longer prompt is computed again: its mask has columns by columns
 
@@ -57,13 +48,6 @@ def may_repair(live: LiveKV, *, at_once: bool = False) -> bool:
         and _holds_all(live.layers)
         and is_text(ledger.log.columns())  # images would have to be shown again
     )
-
-
-def goes_on(policy: ReusePolicy, moved: int, seams: int) -> Progressive:
-    """How what moved chunks have left is computed again with later tokens, where so many tokens have moved."""
-    if policy.progressive is not None:
-        return policy.progressive
-    return "ride" if moved <= _TOKENS_FOR_A_SEAM * seams else False
 
 
 def columns_per_token(live: LiveKV) -> int:
@@ -202,84 +186,38 @@ class RidingStep(Forward):
         super().abandon()
 
 
-class IdleRepair:
-    """The repair of one cache while nobody uses it, in a thread that all caches share.
+def repair_while_idle(parts: CacheParts, stop: threading.Event) -> None:
+    """Compute tainted columns again until none is left, `stop` is set, or somebody else runs the model.
 
-    It ends where the cache is used again, and where somebody else runs the model: whoever comes waits for a part of
-    one layer at most. What was under way is lost, and what was done before stays. A piece counts only if the model
-    was the same before and after it.
+    A piece counts only if the model was the same before and after it.
     """
+    ledger = parts.live.ledger
+    if ledger is None or ledger.progressive is True or parts.live.in_forward:
+        return
+    with torch.inference_mode(_made_in_inference_mode(parts.live.layers)):
+        while not stop.is_set() and may_repair(parts.live) and _is_as_it_was(parts):
+            _repair_piece(parts, stop)
 
-    def __init__(self) -> None:
-        self._stop, self._ended = threading.Event(), threading.Event()
-        self._ended.set()
-        self._pid = os.getpid()
 
-    def begin(self, parts: CacheParts) -> None:
-        """A call has ended. One repair runs at a time; others are left to the next turn."""
-        ledger = parts.live.ledger
-        if ledger is None or ledger.progressive is True or parts.live.in_forward or not may_repair(parts.live):
-            return
-        if not _running.acquire(blocking=False):
-            return
-        self._stop.clear()
-        self._ended.clear()
-        self._pid = os.getpid()
-        try:
-            _worker.submit(self._run, parts)
-        except RuntimeError:  # the interpreter ends
-            self._end()
+def _repair_piece(parts: CacheParts, stop: threading.Event) -> None:
+    live, model = parts.live, parts.binding.model()
+    if model is None:
+        stop.set()
+        return
+    try:
+        columns, wanted = _compute_again(live, model, _IDLE_PIECE, stop)
+    except Stopped:
+        return
+    if not _is_as_it_was(parts):
+        return
+    _note_repaired(live, columns, wanted)
+    if live.ledger is not None and live.ledger.blended is None:
+        parts.writer.confirm(live.ledger)
 
-    def stop(self) -> None:
-        """Somebody needs the cache: wait until its layers are left alone."""
-        if self._ended.is_set():
-            return
-        self._stop.set()
-        if self._pid == os.getpid():  # a forked child has no such thread
-            self.wait()
-        self._ended.set()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended, for so many seconds at most; returns whether it has."""
-        return self._ended.wait(timeout)
-
-    def _end(self) -> None:
-        _running.release()
-        self._ended.set()
-
-    def _run(self, parts: CacheParts) -> None:
-        try:
-            with torch.inference_mode(_made_in_inference_mode(parts.live.layers)):
-                while self._goes_on(parts):
-                    self._repair_piece(parts)
-        except Exception as error:  # of the model, as where memory runs out: the next turn will tell
-            _log.warning("The repair of moved K/V between calls has ended: %s", error)
-        finally:
-            self._end()
-
-    def _goes_on(self, parts: CacheParts) -> bool:
-        """Whether there is something to repair, and all is as it was when the rest was computed."""
-        return (
-            not self._stop.is_set()
-            and threading.main_thread().is_alive()  # else the interpreter waits for this
-            and may_repair(parts.live)
-            and parts.binding.reason_in_training is None
-            and parts.writer.storable() is not None
-        )
-
-    def _repair_piece(self, parts: CacheParts) -> None:
-        live, model = parts.live, parts.binding.model()
-        if model is None:
-            self._stop.set()
-            return
-        try:
-            columns, wanted = _compute_again(live, model, _IDLE_PIECE, self._stop)
-        except Stopped:
-            return
-        if parts.writer.storable() is not None and parts.binding.reason_in_training is None:
-            _note_repaired(live, columns, wanted)
-            if live.ledger is not None and not may_repair(live):
-                parts.writer.confirm(live.ledger)
+def _is_as_it_was(parts: CacheParts) -> bool:
+    """Whether the model computes what it did when the rest of the prompt was computed, and nobody has touched that."""
+    return parts.binding.reason_in_training is None and parts.writer.storable() is not None
 
 
 def _made_in_inference_mode(layers: Sequence[ReuseLayer]) -> bool:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -43,17 +43,66 @@ _log = logging.getLogger("kvboost_hf")
 _MOMENT_S = 0.05  # in which a thread takes a token and goes on
 _CONSTANT = (bool, int, float, str, type(None))  # types of arguments that are the same if they are the same object
 _OF_EACH_STEP = ("input_ids", "position_ids", "cache_position", "attention_mask")
+_idle_thread, _idle_work = forks.Worker("kvboost_hf-idle"), forks.lock()
+_NEVER = threading.Event()
+_NEVER.set()
 _ALIKE = 16  # columns in which two prompts agree that may share more
 
 
-class Idle(Protocol):
-    """Work on a cache between two calls."""
+class _Stop(threading.Event):
+    """Is set at the end of the interpreter, too, which waits for the thread."""
+
+    def is_set(self) -> bool:
+        return super().is_set() or not threading.main_thread().is_alive()
+
+
+class Idle:
+    """Work on what a cache holds between two calls, in a thread that all caches share.
+
+    One cache is worked on at a time; others are left to their next turn.
+
+    Attributes:
+        busy: It has begun, and nobody has stopped it: `stop` is to be called before anything else.
+    """
+
+    busy = False
+    _pid = 0
+    _stop = _ended = _NEVER
 
     def begin(self, parts: "CacheParts") -> None:
         """A call has ended."""
+        if not _idle_work.acquire(blocking=False):
+            return
+        self.busy, self._pid = True, os.getpid()
+        self._stop, self._ended = _Stop(), threading.Event()
+        try:
+            _idle_thread.submit(self._run, parts, self._stop, self._ended)
+        except RuntimeError:  # the interpreter ends
+            self._end(self._ended)
 
     def stop(self) -> None:
-        """Somebody needs the cache: leave its layers alone."""
+        """Somebody needs the cache: wait until its layers are left alone."""
+        self._stop.set()
+        if self._pid == os.getpid():  # a forked child has no such thread
+            self.wait()
+        self.busy = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the work has ended, for so many seconds at most; returns whether it has."""
+        return self._ended.wait(timeout)
+
+    def _run(self, parts: "CacheParts", stop: threading.Event, ended: threading.Event) -> None:
+        try:
+            parts.when_idle(parts, stop)
+        except Exception as error:  # of the model, as where memory runs out
+            _log.warning("What was to be computed between two calls has failed: %s", error)
+        finally:
+            self._end(ended)
+
+    @staticmethod
+    def _end(ended: threading.Event) -> None:
+        _idle_work.release()
+        ended.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +114,16 @@ class CacheParts:
         live: What it holds.
         writer: Offers that to the store.
         form: Whether its buffers grow, or are of a fixed size.
-        idle: Repairs what it holds while nobody uses it.
+        when_idle: Done between two calls. It returns soon once the event is set: whoever needs the cache waits.
+        idle: Does that.
     """
 
     binding: Binding
     live: LiveKV
     writer: StoreWriter
     form: DecodingForm
-    idle: "Idle"
+    when_idle: "Callable[[CacheParts, threading.Event], None]"
+    idle: Idle = field(default_factory=Idle)
 
 
 @dataclass(slots=True)
@@ -251,7 +302,9 @@ class SettledLater:
                 self.settle()
             finally:
                 self._lock.release()
-            self._parts.idle.begin(self._parts)
+            ledger = self._parts.live.ledger
+            if ledger is not None and ledger.blended is not None:
+                self._parts.idle.begin(self._parts)
 
     def settle_here(self) -> None:
         """Settle it, unless another thread may still be running the call."""
