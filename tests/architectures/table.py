@@ -60,7 +60,7 @@ without reuse: the same again, longer ones, shorter ones, unrelated ones, and a 
 
 - **reuse yes**: the answers were those of plain `generate()`, in tokens and logits, with fewer tokens computed.
 - **reuse no**: the same answers, but all was computed. The reason is that of `cache.report.bypass_reason`.
-- **refused**: plain `generate()` itself takes no cache for this architecture; `ChunkReuseCache(model)` raises an error.
+- **refused**: plain `generate()` itself takes no cache for this class; `ChunkReuseCache(model)` raises an error.
 
 {counts}.
 
