@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -87,7 +87,15 @@ def _for_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
             each = copy.copy(each)
             each.prompt_ignore_length = ignored[row : row + 1]
         found.append(each)
-    return found
+    return cast(LogitsProcessorList, found)
+
+
+def _pad_token(config: Any) -> int:
+    """What follows a row that has ended: as in generate(), the first token that ends one where there is no padding."""
+    ends = config.eos_token_id
+    if config.pad_token_id is not None or ends is None:
+        return int(config.pad_token_id or 0)
+    return int(ends if isinstance(ends, int) else list(ends)[0])
 
 
 class _Row:
@@ -255,9 +263,8 @@ class RowRounds:
         if drafts:
             cache.activate_past_recording()
         branches = RowBranches(model, cache, positions[..., -1:] + 1, keep, branching=drafts)
-        pad = getattr(asked, "_pad_token_tensor", None)
         drafters = [drafter(ends) for _ in texts] if drafter is not None else []
-        batch = _Batch(branches, texts, drafters, int(pad) if pad is not None else 0)
+        batch = _Batch(branches, texts, drafters, _pad_token(asked))
         account = Account(self._times, len(texts), min(text.room for text in texts))
         while batch.active:
             self._run(batch, account, plain=greedy is not None, drafts=drafts)

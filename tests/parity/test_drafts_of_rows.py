@@ -88,7 +88,7 @@ def random_case(chance: random.Random, seed: int) -> tuple[dict[str, Any], float
         lengths = [24, *[1] * (rows - 1)]  # all padded except one
     told = {**batch(lengths, seed), "max_new_tokens": chance.choice([1, 2, 3, 7, 8, 9, 16, 21])}
     most = chance.choice([1, 2, 7, 8, 30])
-    policy = chance.choice(["tree", "tree", "auto"])
+    policy: Any = chance.choice(["tree", "tree", "auto"])
     return told, chance.choice([0.0, 0.1, 0.5, 1.0]), DraftTreeConfig(policy=policy, max_nodes=most)
 
 
@@ -161,7 +161,7 @@ def test_wrong_masks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_is_left_as_plain_decoding_leaves_it(name: str) -> None:
     """Layers and store, with a row that ends early; and a next turn begins from there."""
     target = make_model(name)
-    told = {**batch(UNEVEN), "max_new_tokens": 40, "pad_token_id": PAD}
+    told: dict[str, Any] = {**batch(UNEVEN), "max_new_tokens": 40, "pad_token_id": PAD}
     free = target.generate(**told, eos_token_id=None)
     told["eos_token_id"] = [int(free[2, -36]), int(free[5, -20])]
     stores = [ChunkStore(target, chunk_size=16) for _ in range(2)]
@@ -283,7 +283,7 @@ def test_scores_and_logits() -> None:
 
 def test_a_seed_gives_the_same_answers_whatever_is_drafted() -> None:
     target = make_model()
-    told = {**batch(UNEVEN), "max_new_tokens": 12, "do_sample": True}
+    told: dict[str, Any] = {**batch(UNEVEN), "max_new_tokens": 12, "do_sample": True}
     torch.manual_seed(3)
     first = target.generate(**told, custom_generate=looked_up(target, told["input_ids"], 0.0, CHAINS))
     torch.manual_seed(3)
