@@ -95,7 +95,7 @@ def _pad_token(config: Any) -> int:
     ends = config.eos_token_id
     if config.pad_token_id is not None or ends is None:
         return int(config.pad_token_id or 0)
-    return int(ends if isinstance(ends, int) else list(ends)[0])
+    return int(ends if isinstance(ends, int) else next(iter(ends)))
 
 
 class _Row:
