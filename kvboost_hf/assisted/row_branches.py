@@ -12,26 +12,23 @@ So a row never waits for another one, no column is moved, and the cache holds wh
 While no row is ahead and nothing is drafted, a forward is that of plain decoding, with the cache itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf.assisted.branches import Lender, lender_of
+from kvboost_hf.assisted.branches import Lender, Pair, Running, lender_of
 from kvboost_hf.assisted.tree import as_bits, depths, lineage
-from kvboost_hf.compat import LayerMasks, PrivateCache, hook_layers, kv_sources, run_model
+from kvboost_hf.compat import hook_layers, run_model
 from kvboost_hf.visibility import Visibility
 
 _BITS = 64  # queries of a tree mask of bits, at most
-
-Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [rows, num_kv_heads, tokens, head_dim]
 
 
 class RowBranches:
@@ -65,6 +62,7 @@ class RowBranches:
         self._depths = np.zeros((rows, 0), dtype=np.int64)
         self._seen = np.zeros((rows, 0, 0), dtype=np.bool_)
         self._kv: list[Pair | None] = []  # of each layer, of tails and trees
+        self._hidden: dict[int, torch.Tensor] = {}  # [rows, tokens, hidden_size] of layers that are kept, likewise
 
     @property
     def lengths(self) -> list[int]:
@@ -127,7 +125,8 @@ class RowBranches:
         self._seen = np.stack([lineage(row) for row in above])
         layers, handles = self._lender.lend(), list[RemovableHandle]()
         try:
-            running = _Running(self, layers, count)
+            running = Running(self, layers, count)
+            running.show(self._lender.kept_layers)
             handles = hook_layers(self.model, running)
             found = run_model(
                 self.model,
@@ -141,7 +140,11 @@ class RowBranches:
             for handle in handles:
                 handle.remove()
             self._lender.give_back()
-        self._kv = running.kv
+        self._kv, before = running.kv, self._hidden
+        self._hidden = {
+            layer: torch.cat([before[layer], new], dim=1) if layer in before else new
+            for layer, new in running.hidden.items()
+        }
         logits: torch.Tensor = found.logits
         return logits
 
@@ -160,26 +163,28 @@ class RowBranches:
             tail += [row[node] for node in path]
         most, ready = max(map(len, places)), min(map(len, places))
         at = torch.tensor([[*row, *[0] * (most - len(row))] for row in places], dtype=torch.long)
-        kv = [None if pair is None else (_gathered(pair[0], at), _gathered(pair[1], at)) for pair in self._kv]
-        self._flush(kv, ready)
+        self._kv = [None if pair is None else (_gathered(pair[0], at), _gathered(pair[1], at)) for pair in self._kv]
+        self._hidden = {layer: _gathered(found[:, None], at)[:, 0] for layer, found in self._hidden.items()}
+        self._flush(ready)
 
     def settle(self, length: int) -> None:
         """Leave `length` columns of each row behind the first ones in the cache. All rows must have as many."""
         for tail in self._tails:
             del tail[length - self._flushed :]
         if not self.is_even:
-            self._flush(self._kv, self._longest)
+            self._flush(self._longest)
 
-    def _flush(self, kv: Sequence[Pair | None], count: int) -> None:
-        """Move the first columns of all tails into the cache; `kv` is that of the tails."""
-        rest = slice(count, self._longest)
+    def _flush(self, count: int) -> None:
+        """Move the first columns of all tails into the cache."""
+        kv, hidden, rest = self._kv, self._hidden, slice(count, self._longest)
         self._kv = [None if pair is None else (pair[0][:, :, rest], pair[1][:, :, rest]) for pair in kv]
+        self._hidden = {layer: found[:, rest] for layer, found in hidden.items()}
         if not count:
             return
         ids = torch.tensor([tail[:count] for tail in self._tails], device=self._position.device)
         positions = self._position + torch.arange(count, device=self._position.device)
         first = [None if pair is None else (pair[0][:, :, :count], pair[1][:, :, :count]) for pair in kv]
-        self._lender.extend(ids, positions, first)
+        self._lender.extend(ids, positions, first, hidden={layer: found[:, :count] for layer, found in hidden.items()})
         for tail in self._tails:
             del tail[:count]
         self._held, self._flushed, self._position = self._held + count, self._flushed + count, self._position + count
@@ -238,46 +243,6 @@ class RowBranches:
         """Keys and values of a layer behind those of the cache: of the tails, and of the trees."""
         pair = self._kv[idx] if self._kv else None
         return (keys, values) if pair is None else (torch.cat([pair[0], keys], 2), torch.cat([pair[1], values], 2))
-
-
-class _Running:
-    """One forward: its cache, and the masks of its layers."""
-
-    def __init__(self, branches: RowBranches, layers: list[Any], queries: int) -> None:
-        self.cache = PrivateCache(layers)
-        self.kv: list[Pair | None] = [None] * len(layers)
-        self.cache.take = _append_behind(branches, layers, self.kv)
-        self._queries, self._branches = queries, branches
-        # Before anything is appended.
-        columns = [layer.get_mask_sizes(branches.count)[0] if _has_kv(layer) else branches.count for layer in layers]
-        windows = [getattr(layer, "sliding_window", None) or 0 for layer in layers]
-        sources = kv_sources(branches.model, list(map(_has_kv, layers)))
-        self.masks = LayerMasks(branches.model, self.cache, [(windows[at], columns[at]) for at in sources])
-
-    def before_layer(self, idx: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook of a decoder layer."""
-        if not self.masks.concern(args, kwargs):
-            return None
-        return self.masks.put(idx, args, kwargs, self._queries, self._branches.see)
-
-
-def _append_behind(
-    branches: RowBranches, layers: Sequence[Any], kv: list[Pair | None]
-) -> Callable[[int, torch.Tensor, torch.Tensor], Pair]:
-    """Appends new K/V to lent layers, behind that of the tails, and notes both in `kv`."""
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def take(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        pair = kv[layer_idx] = branches.with_new(layer_idx, keys, values)
-        found: Pair = layers[layer_idx].update(*pair)
-        return found
-
-    taken: Callable[[int, torch.Tensor, torch.Tensor], Pair] = take
-    return taken
-
-
-def _has_kv(layer: Any) -> bool:
-    return type(layer).__name__ != "DummyLayer"
 
 
 def _gathered(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

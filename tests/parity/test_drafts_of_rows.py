@@ -14,6 +14,7 @@ from kvboost_hf import (
     ChunkReuseCache,
     ChunkStore,
     DraftTreeConfig,
+    ReusePolicy,
     TreeDecoding,
     attach,
     detach,
@@ -185,6 +186,30 @@ def test_a_cache_is_left_as_plain_decoding_leaves_it(name: str) -> None:
         found = target.generate(**again, past_key_values=kept[1], custom_generate=trees)
     assert torch.equal(found, target.generate(**again))
     assert work.tokens < texts[0].numel() / 2
+
+
+def test_hidden_states_are_kept() -> None:
+    """As plain decoding keeps them, of all rows."""
+    target = make_model()
+    told = {**batch((20, 9, 14)), "max_new_tokens": 20}
+    policy = ReusePolicy(keep_hidden_states=-1)
+    caches = [ChunkReuseCache(target, policy=policy) for _ in range(2)]
+    wanted = target.generate(**told, past_key_values=caches[0])
+    trees = looked_up(target, wanted, 0.3, CHAINS)
+    assert torch.equal(target.generate(**told, past_key_values=caches[1], custom_generate=trees), wanted)
+    assert speculation_stats(trees).accepted > 10
+    mask = torch.nn.functional.pad(told["attention_mask"], (0, wanted.shape[1] - 20), value=1)
+    again = {"input_ids": wanted, "attention_mask": mask, "max_new_tokens": 1, "return_dict_in_generate": True}
+    shown, works = list[torch.Tensor](), []
+    for cache in caches:
+        with Work(target) as work:
+            found = target.generate(**again, past_key_values=cache, output_hidden_states=-1)
+        works.append(work.tokens)
+        states = found.hidden_states[0]
+        shown.append((states[-1] if isinstance(states, tuple) else states)[mask.bool()])
+    assert works[0] == works[1] < wanted.numel() / 2
+    assert len(shown[0]) == int(mask.sum())
+    assert torch.allclose(*shown, atol=1e-4)
 
 
 def test_a_stock_cache_is_left_as_plain_decoding_leaves_it() -> None:
