@@ -333,7 +333,7 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]
         for segment in row_plan.segments:
             if segment.start < reach:
                 assert isinstance(segment.chunk, StoredChunk)
-                chunks.append(segment.chunk)
+                chunks += [] if segment.chunk.is_live else [segment.chunk]
                 tokens = min(segment.stop, reach) - segment.start
                 tier = segment.chunk.tier
                 tiers[tier] = tiers.get(tier, 0) + tokens
@@ -343,7 +343,8 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]
             tally.serve(row, tiers, moved)
         saved = row_plan.states.get(plan.filled - pad) if row_plan.states is not None else None
         states = saved if isinstance(saved, StoredStates) else None
-        store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=bool(moved))
+        if "live" not in tiers:  # an edit asks no store
+            store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=bool(moved))
         found += [*chunks, *([states] if states is not None else [])]
         if (miss := row_plan.miss) is not None:
             tokens_of = ids[row, pad:]

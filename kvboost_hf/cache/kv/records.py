@@ -29,10 +29,13 @@ class StoredChunk:
     content_only: bool = False  # its K/V is not that of a prompt computed whole
     found: Found | None = None  # where it was found, if not in host memory
     on_device: bool = False  # it was found where the model computes
+    is_live: bool = False  # a copy of what a cache holds, in no store
 
     @property
     def tier(self) -> str:
         """Name of the tier that it was found in."""
+        if self.is_live:
+            return "live"
         if self.on_device:
             return "device"
         return self.found.tier.tier.name if self.found is not None else "ram"
