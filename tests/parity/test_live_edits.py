@@ -1,6 +1,7 @@
-"""Edits of a live cache: the state is that of a blended prompt; repaired it is plain; what cannot be moved is refused."""
+"""Edits of a live cache: its state is that of a blended prompt, and plain once repaired; refusals say why."""
 
 from collections.abc import Callable
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -11,8 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvboost_hf import CacheInUseError, ChunkReuseCache, ChunkStore, ReusePolicy
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
-from tests.internals.cache import REPAIRS, blend_reason
-from tests.internals.cache import moved as moved_forward
+from tests.internals.cache import REPAIRS, MovedColumns, blend_reason
 from tests.parity.test_blend import MOVABLE, OutOfLuck
 
 TEXT = random_ids(420, seed=1)
@@ -189,7 +189,7 @@ def test_an_edit_that_only_cuts_or_appends_is_exact() -> None:
     for edits, computed in (({"drop": [(400, 420)]}, 0), ({"replace": [(420, 420, NEW)]}, 9), ({}, 0)):
         cache = holding(model, TEXT, store=store)
         with counted(model) as work:
-            ids = cache.edit(**edits)  # type: ignore[arg-type]
+            ids = cache.edit(**edits)
         assert work.tokens == computed
         assert cache.report.moved_tokens == 0
         asked = torch.cat([ids, MORE], dim=1)
@@ -377,8 +377,7 @@ def served_after_an_edit(model: Any, monkeypatch: pytest.MonkeyPatch | None) -> 
     store = ChunkStore(model, chunk_size=32)
     cache = holding(model, TEXT, store=store)
     if monkeypatch is not None:
-        kind = type(moved_forward.MovedColumns(*(torch.ones(1, 1).bool().numpy(),) * 2))
-        monkeypatch.setattr(kind, "is_tainted", lambda self, row: False)
+        monkeypatch.setattr(MovedColumns, "is_tainted", lambda self, row: False)
     ids = cache.edit(drop=[(60, 110)], move=[(200, 240, 130)])
     asked = torch.cat([ids, MORE], dim=1)
     generate(model, asked, cache, 3)
@@ -426,8 +425,8 @@ def test_random_edits(where: list[tuple[int, int]], kinds: list[str], tos: list[
         ids = cache.edit(**edits)
     except ValueError:
         ids = SHORT
-        spans_of_all = sorted((each[0], each[1]) for each in sum(edits.values(), []))
-        overlap = any(b[0] < a[1] for a, b in zip(spans_of_all, spans_of_all[1:], strict=False))
+        spans_of_all = sorted((each[0], each[1]) for each in chain(*edits.values()))
+        overlap = any(b[0] < a[1] for a, b in pairwise(spans_of_all))
         inside = any(a < to < b for _, _, to in edits["move"] for a, b in spans_of_all)
         put = any(a < each[0] < b for each in edits["replace"] for a, b in spans_of_all)
         assert overlap or inside or put or all(start == 0 and stop == 230 for start, stop in spans_of_all)

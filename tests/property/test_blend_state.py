@@ -84,14 +84,12 @@ class BlendMachine(RuleBasedStateMachine):
         stop = min(at + tokens, held)
         if at >= stop or self.said is None:
             return
-        spans = (
-            [(stop, min(stop + 40, held), to)] if stop + 40 <= held and (to <= at or stop + 40 <= to <= held) else []
-        )
-        self.said = self.blended.edit(replace=[(at, stop, text(new))], move=spans)
-        assert self.blended.get_seq_length() == self.said.shape[1]
-        assert self.blended.report.prompt_tokens == self.said.shape[1]
-        self.check_counts(self.blended, [self.said])
-        self.said = self.said if self.said.shape[1] < 500 else None
+        fits = stop + 40 <= held and (to <= at or stop + 40 <= to <= held)
+        moved = [(stop, stop + 40, to)] if fits else []
+        found = self.blended.edit(replace=[(at, stop, text(new))], move=moved)
+        assert self.blended.get_seq_length() == found.shape[1]
+        self.check_counts(self.blended, list(found[:, None]))
+        self.said = found[:1] if found.shape[1] < 500 else None
 
     @rule()
     def repair(self) -> None:

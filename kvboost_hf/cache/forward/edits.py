@@ -132,8 +132,14 @@ def run_live(parts: CacheParts, model: PreTrainedModel, moved: Moved) -> None:
     """Run and record the forward of `plan_live`, behind what `cut_live` has left."""
     cache = PrivateCache([layer.native for layer in parts.live.layers])
     request = Request(cache, model, {}, False, True, True, True, False)
+
+    def take(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = moved.update(layer_idx, keys, values)
+        assert found is not None
+        return found
+
     given = moved.begin(request)
-    cache.take = moved.update
+    cache.take = take
     try:
         output = run_model(model, cache=cache, **given)
     finally:

@@ -5,6 +5,7 @@ after    [ a | new | e | d ]        `source` names the column of each token befo
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from operator import index
 from typing import Any, NamedTuple
 
@@ -58,17 +59,19 @@ def edited(
     columns = ids.shape[1]
     taken: list[tuple[int, int]] = []
     put: dict[int, list[tuple[Tokens, NDArray[np.int64]]]] = {}  # in front of each column: ids and where they were
-    for name, spans in (("drop", drop), ("replace", replace), ("move", move)):
-        for given in spans:
-            start, stop = _span(name, given, columns)
-            taken.append((start, stop))
-            if name == "replace":
-                new = _rows(given[2], len(ids))
-                put.setdefault(start, []).append((new, np.full(new.shape[1], _NEW)))
-            elif name == "move":
-                put.setdefault(_place(given, columns), []).append((ids[:, start:stop], np.arange(start, stop)))
+    for span in drop:
+        taken.append(_span("drop", span, columns))
+    for change in replace:
+        start, stop = _span("replace", change, columns)
+        taken.append((start, stop))
+        new = _rows(change[2], len(ids))
+        put.setdefault(start, []).append((new, np.full(new.shape[1], _NEW)))
+    for away in move:
+        start, stop = _span("move", away, columns)
+        taken.append((start, stop))
+        put.setdefault(_place(away, columns), []).append((ids[:, start:stop], np.arange(start, stop)))
     taken.sort()
-    for before, behind in zip(taken, taken[1:], strict=False):
+    for before, behind in pairwise(taken):
         if behind[0] < before[1]:
             raise ValueError(f"Spans of one edit must not overlap, got {before} and {behind}. Make two edits of them.")
     for start, stop in taken:
@@ -172,8 +175,4 @@ def _runs(source: NDArray[np.int64], start: int, stop: int) -> list[tuple[int, i
     of = source[start:stop]
     borders = np.flatnonzero((np.diff(of) != 1) | (of[:-1] == _NEW)) + 1
     ends = [start, *(start + borders).tolist(), stop]
-    return [
-        (begin, end)
-        for begin, end in zip(ends, ends[1:], strict=False)
-        if source[begin] != _NEW and end - begin >= MIN_MOVED_TOKENS
-    ]
+    return [(begin, end) for begin, end in pairwise(ends) if source[begin] != _NEW and end - begin >= MIN_MOVED_TOKENS]
