@@ -1,4 +1,4 @@
-"""Edits of what a cache holds: the edited text runs as a prompt whose moved chunks are copies of the live layers.
+"""Edits what a cache holds, as a prompt whose moved chunks are copies of the live layers.
 
 refuse    what cannot be moved stays as it is               `require_editable`
 plan      where the text before serves the text after       planning/edits.py, pure

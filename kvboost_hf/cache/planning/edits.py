@@ -1,4 +1,4 @@
-"""Edits of a text that a cache holds: which of its columns the edited text has, where, and what is computed.
+"""Plans which columns of a text an edited text has, where they stand in it, and what is computed.
 
 before   [ a | b | c | d | e ]      drop b, replace c, move e before d
 after    [ a | new | e | d ]        `source` names the column of each token before, -1 for new ones
