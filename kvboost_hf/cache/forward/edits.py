@@ -19,7 +19,7 @@ from kvboost_hf.cache.live.live_kv import Behind
 from kvboost_hf.cache.planning.chunks import is_text
 from kvboost_hf.cache.planning.edits import Edited, plan_edit
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
-from kvboost_hf.cache.planning.report import Tally
+from kvboost_hf.cache.planning.report import LIVE, Tally
 from kvboost_hf.cache.prompt.forward_call import ForwardInputs
 from kvboost_hf.cache.prompt.token_log import Prompt
 from kvboost_hf.compat import PrivateCache, input_device, run_model
@@ -146,4 +146,4 @@ def run_live(parts: CacheParts, model: PreTrainedModel, moved: Moved) -> None:
         cache.take = None
     moved.record(output)
     tally = parts.live.tally
-    tally.live += tally.tiers.pop("live", 0)
+    tally.live += tally.tiers.pop(LIVE, 0)
