@@ -96,9 +96,7 @@ def plan_live(parts: CacheParts, ledger: Ledger, text: Edited) -> Moved | None:
             places.append(own if piece is not None else None)
         tokens = ledger.log.row(row)[start:stop].copy()
         key = b"live %d %d" % (row, start)
-        return StoredChunk(
-            key, ledger.root, b"", start, tokens, LayerKV(tuple(blocks), tuple(places)), 0, is_live=True
-        )
+        return StoredChunk(key, ledger.root, b"", start, tokens, LayerKV(tuple(blocks), tuple(places)), 0, tier=LIVE)
 
     with torch.no_grad():
         plan = plan_edit(text, parts.binding.policy.sink_tokens, chunk_of)
