@@ -1,6 +1,5 @@
 """docs/composition.md: what goes with what, from the table of limits that the tests hold to."""
 
-from itertools import product
 from pathlib import Path
 
 from tests.composition.covering import covering_cells
@@ -102,9 +101,8 @@ own](architectures.md).
 def page() -> str:
     """The page."""
     cells = covering_cells(LIMITS)
-    choices = [
-        f"- *{_TITLES[name]}*: {', '.join(map(_choice, product([name], values)))}" for name, values in FACTORS.items()
-    ]
+    listed = {name: ", ".join(_choice((name, value)) for value in values) for name, values in FACTORS.items()}
+    choices = [f"- *{_TITLES[name]}*: {told}" for name, told in listed.items()]
     text = _INTRODUCTION.format(
         cells=len(cells), choices="\n".join(choices), pairs=len(all_pairs()) - len(LIMITS), limits=len(LIMITS)
     )
