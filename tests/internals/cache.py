@@ -5,7 +5,7 @@ from kvboost_hf.cache.codecs import Codec, Planes, Role, make_codec, turboquant
 from kvboost_hf.cache.codecs import base as packing
 from kvboost_hf.cache.codecs.base import ExactStart, centroids, pack, packed_width, round_to, unpack
 from kvboost_hf.cache.codecs.turboquant import TurboQuant, random_projection, random_rotation, rotated, rotated_back
-from kvboost_hf.cache.costs import TOKENS_PER_GRAPH, CompileCosts, ComputePace, Graph
+from kvboost_hf.cache.costs import TOKENS_PER_GRAPH, CompileCosts, Graph
 from kvboost_hf.cache.forward import (
     admission,
     fill,
@@ -96,9 +96,10 @@ from kvboost_hf.cache.prompt.forward_call import LEAVE_KV_ALONE, OF_GENERATE, OF
 from kvboost_hf.cache.prompt.media import _hash, _split_items, read_prompt
 from kvboost_hf.cache.prompt.token_log import MaskShape, Prompt, TokenLog, common_shift, position_shifts
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.store import indexes, lower
+from kvboost_hf.cache.store import history, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
-from kvboost_hf.cache.store.indexes import History, StoredText
+from kvboost_hf.cache.store.history import ComputePace, History
+from kvboost_hf.cache.store.indexes import StoredText
 from kvboost_hf.cache.store.settings import DEFAULT_DISK_BYTES, TierSpec, chunk_bytes, open_tier, parse_tier
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import below, record

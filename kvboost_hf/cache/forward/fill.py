@@ -154,7 +154,7 @@ def fill(
     for idx, layer in enumerate(layers):
         if idx in done:
             continue
-        start = max(plan.held, min(layer.needed_from(plan.filled), chunk_start))
+        start = max(plan.held, min(layer.needed_from(plan.filled), chunk_start)) if layer.is_sliding else plan.held
         pieces = [rows.pieces(row, idx, start - pad, plan.filled - pad) for row, pad in enumerate(plan.pads)]
         if any(pieces):
             turn = (turning[0].rotated(idx), partial(turning[1], idx)) if turning is not None else None

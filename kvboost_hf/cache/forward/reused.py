@@ -17,7 +17,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from kvboost_hf.cache.costs import LEAST_TOKENS, ComputePace
 from kvboost_hf.cache.forward.fill import compute_columns, fill_layers, run_ahead
 from kvboost_hf.cache.forward.loading import Loading
 from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer
@@ -33,6 +32,7 @@ from kvboost_hf.cache.planning.report import BATCH, Tally, miss_report
 from kvboost_hf.cache.prompt.forward_call import OF_MEDIA, Kwargs, returns_of_each_token, without_router_logits
 from kvboost_hf.cache.prompt.media import narrow_media
 from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.cache.store.history import LEAST_TOKENS, ComputePace
 from kvboost_hf.compat import LAST, Shown, cache_argument, difference, run_model, tolerance
 
 _log = logging.getLogger("kvboost_hf")

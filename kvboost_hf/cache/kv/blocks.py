@@ -162,7 +162,7 @@ class Block:
     @property
     def is_viewed(self) -> bool:
         """Whether its tensors are read where they are, one by one."""
-        return self.codec.lossless and not device_link.link.is_apart(self.device)
+        return self.codec.lossless and (self.device.type == "cpu" or not device_link.link.is_apart(self.device))
 
     def run(self, start: int, groups: Groups | None = None) -> range:
         """Tensors from `start` on to move and to decode at once: fewer calls, for little memory.

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -167,13 +167,18 @@ class LowerTiers:
         self._opened = opened
         self.tiers = [MeasuredTier(tier) for tier in tiers]
         self._lock = forks.lock()
-        self._worker = forks.Worker("kvboost_hf-tiers", self._note_thread)
-        self._thread: int | None = None
-        self._waiting = 0
-        self._last: Future[None] | None = None
+        self._start_thread()
+        forks.in_child(self._start_thread)
         self._closed = False
         self._told, self._telling = Told(), forks.lock()
         self.refused = 0  # writes for which too much was waiting
+
+    def _start_thread(self) -> None:
+        """Have a thread; in a forked process another one, where nothing is left of what the last one was to do."""
+        self._executor = ThreadPoolExecutor(1, "kvboost_hf-tiers", self._note_thread)
+        self._thread: int | None = None
+        self._last: Future[None] | None = None
+        self._waiting = 0
 
     def __bool__(self) -> bool:
         return bool(self.tiers)
@@ -223,7 +228,6 @@ class LowerTiers:
         if not tiers:
             return True
         with self._lock:
-            self._start_over_after_fork()
             if self._closed:
                 return False
             if self._waiting and self._waiting + nbytes > _MAX_WAITING:
@@ -299,19 +303,12 @@ class LowerTiers:
         with self._lock:
             if self._closed:
                 return
-            self._start_over_after_fork()
             with suppress(RuntimeError):  # at the end of the interpreter, no more is taken
-                self._last = self._worker.submit(_logged, job)
-
-    def _start_over_after_fork(self) -> None:
-        """Threads do not live on in a forked process, nor what they were to do."""
-        if self._worker.is_lost:
-            self._last, self._waiting = None, 0
+                self._last = self._executor.submit(_logged, job)
 
     def flush(self) -> None:
         """Wait until all that was given to the thread is done."""
         with self._lock:
-            self._start_over_after_fork()
             last = self._last if threading.get_ident() != self._thread else None
         if last is not None:
             last.exception()
@@ -323,8 +320,8 @@ class LowerTiers:
         with self._lock:
             self._closed = True
             if own:
-                self._worker.submit(self._close_opened)
-        self._worker.shutdown(wait=not own)
+                self._executor.submit(self._close_opened)
+        self._executor.shutdown(wait=not own)
         if not own:
             self._close_opened()
 
