@@ -198,8 +198,9 @@ def test_hidden_states_are_kept() -> None:
     trees = looked_up(target, wanted, 0.3, CHAINS)
     assert torch.equal(target.generate(**told, past_key_values=caches[1], custom_generate=trees), wanted)
     assert speculation_stats(trees).accepted > 10
-    mask = torch.nn.functional.pad(told["attention_mask"], (0, wanted.shape[1] - 20), value=1)
-    again: dict[str, Any] = {"input_ids": wanted, "attention_mask": mask, "max_new_tokens": 1, "return_dict_in_generate": True}
+    mask = torch.nn.functional.pad(batch((20, 9, 14))["attention_mask"], (0, wanted.shape[1] - 20), value=1)
+    again: dict[str, Any] = {"input_ids": wanted, "attention_mask": mask, "return_dict_in_generate": True}
+    again["max_new_tokens"] = 1
     shown, works = list[torch.Tensor](), []
     for cache in caches:
         with Work(target) as work:
