@@ -17,13 +17,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from kvboost_hf.cache.forward.fill import compute_columns, fill_layers, run_ahead
+from kvboost_hf.cache.forward.ahead import run_ahead
+from kvboost_hf.cache.forward.fill import compute_columns, fill_layers
 from kvboost_hf.cache.forward.loading import Loading
 from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer
 from kvboost_hf.cache.kv.checkpoints import Checkpoints, mixers_of
-from kvboost_hf.cache.kv.model_form import private_cache
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
+from kvboost_hf.cache.layers.making import private_cache
 from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import PIECE, Tokens
