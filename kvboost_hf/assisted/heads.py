@@ -6,18 +6,23 @@ counted, and passed as `assistant_model`, as other drafts are.
 """
 
 import dis
+import sys
 import time
 import weakref
+from collections.abc import Collection
 from types import MethodType
 from typing import Any
 
 import torch
 import transformers.cache_utils
 import transformers.modeling_layers
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import candidate_generator
 
+from kvboost_hf.assisted.head_drafts import HeadDraft
+from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.rounds import SpeculationStats
+from kvboost_hf.assisted.tree import Growth
 from kvboost_hf.compat import KeptOnModel, decoder_layers, hidden_form, input_device
 
 _MAKE = "_get_candidate_generator"  # the method of a model that makes the drafts of a generate() call
@@ -30,7 +35,7 @@ class Heads(KeptOnModel):
     Attributes:
         target: Gives the model that they draft for; None if it no longer exists, or they were not prepared.
         dflash: They draft blocks, and are no layers of the target's own.
-        stats: Counts of their rounds.
+        stats: Counts of their rounds under `generate(assistant_model=...)`.
     """
 
     def __init__(self) -> None:
@@ -38,11 +43,63 @@ class Heads(KeptOnModel):
         self.dflash = False
         self.stats = SpeculationStats()
 
+    def require_target(self, model: PreTrainedModel) -> None:
+        """Raise if they were prepared for another model.
+
+        Raises:
+            ValueError: they were.
+        """
+        if self.target() is not model:
+            raise ValueError(
+                f"The heads were prepared for another model than this {type(model).__name__}. Prepare them with "
+                "load_assistant(..., target=model)."
+            )
+
+    def reads(self, draft: Any) -> tuple[int, ...] | str:
+        """The layers whose hidden states they read, by their numbers or `LAST`; or why these cannot be had."""
+        if isinstance(form := hidden_form(self.target()), str):
+            return form
+        return form.numbered([layer + 1 for layer in draft.config.target_layer_ids] if self.dflash else -1)
+
+    def drafting(
+        self, draft: Any, states: TextStates, growth: Growth, processors: LogitsProcessorList, ends: Collection[int]
+    ) -> HeadDraft:
+        """The drafts of one answer.
+
+        Args:
+            draft: The heads.
+            states: Takes the hidden states of its text, of the layers that the heads read.
+            growth: Knows how often tokens were accepted.
+            processors: Logits processors of the target, without state.
+            ends: Tokens that end a text.
+        """
+        target = self.target()
+        form = hidden_form(target)
+        assert not isinstance(form, str), "without hidden states there are no `states`"
+        config = GenerationConfig(do_sample=False, max_length=sys.maxsize)  # type: ignore[no-untyped-call]
+        if self.dflash:
+            kind: Any = candidate_generator.DFlashTokenCandidateGenerator
+            given = (draft, target.get_input_embeddings(), target.get_output_embeddings(), config)
+            made = kind(*given, logits_processor=processors if len(processors) else None)
+        else:
+            made = _by_own_layers(draft, target, config, processors)
+        return HeadDraft(made, states, form.count, growth, ends)
+
     @classmethod
     def known(cls, draft: Any) -> "Heads | None":
         """Those of a draft that was prepared here, or None."""
         found = vars(draft).get(cls._attribute) if isinstance(draft, PreTrainedModel) else None
         return found if isinstance(found, cls) else None
+
+
+def hidden_bytes(draft: PreTrainedModel) -> int:
+    """Bytes of the hidden states of one token that a draft reads; 0 if it reads none."""
+    heads = Heads.known(draft)
+    layers = heads.reads(draft) if heads is not None else ()
+    if heads is None or isinstance(layers, str):
+        return 0
+    target = heads.target()
+    return len(layers) * int(target.config.get_text_config(decoder=True).hidden_size) * int(target.dtype.itemsize)
 
 
 def load_own_heads(target: PreTrainedModel) -> PreTrainedModel | str:
@@ -140,11 +197,7 @@ def _make_generator(self: Any, generation_config: Any, *args: Any, **kwargs: Any
     heads = Heads.known(draft)
     if heads is None:
         return getattr(type(self), _MAKE)(self, generation_config, *args, **kwargs)
-    if heads.target() is not self:
-        raise ValueError(
-            f"`assistant_model` has heads that were prepared for another model than this {type(self).__name__}. "
-            "Prepare them with load_assistant(..., target=model)."
-        )
+    heads.require_target(self)
     if heads.dflash:
         generation_config.speculation_type = "dflash"  # of a copy that generate() has made for the call
         return _Counted(getattr(type(self), _MAKE)(self, generation_config, *args, **kwargs), heads.stats)

@@ -14,6 +14,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvboost_hf.assisted.branches import lender_of, recording
 from kvboost_hf.assisted.chains import continuing, drafting_reason, keeps_states
+from kvboost_hf.assisted.heads import Heads
+from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.limits import fitted, may_keep_state, vocab_size
 from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft
 from kvboost_hf.assisted.rounds import Drafter, Rounds, SpeculationStats, Taken, TreeDraft, follow
@@ -88,7 +90,7 @@ class TreeDecoding:
         self.draft, self.config = draft, config if config is not None else DraftTreeConfig()
         self._rounds = Rounds(self.config, clock)
         self._fitted = draft
-        if not isinstance(draft, LookupAssistant):
+        if not isinstance(draft, LookupAssistant) and Heads.known(draft) is None:
             _require_checks(draft, "draft")
 
     @property
@@ -111,13 +113,40 @@ class TreeDecoding:
         """Decode, as `generate()` asks a custom loop to; returns the result of `generate()`."""
         self._require_fits(model, input_ids, generation_config, model_kwargs)
         answer = _Answer(input_ids, logits_processor, stopping_criteria, generation_config)
-        drafting = self._drafting(model, logits_processor, answer)
+        states = self._states(model, generation_config, model_kwargs)
+        drafting = self._drafting(model, logits_processor, answer, states)
         with recording(model_kwargs[CACHE]):
-            return answer.result(self._answer(model, answer, drafting, model_kwargs))
+            return answer.result(self._answer(model, answer, drafting, states, model_kwargs))
 
-    def _drafting(self, model: PreTrainedModel, processors: LogitsProcessorList, answer: "_Answer") -> Drafter:
+    def _states(
+        self, model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> TextStates | None:
+        """The hidden states of an answer's text that the draft reads; None if it reads none."""
+        if (heads := Heads.known(self.draft)) is None:
+            return None
+        heads.require_target(model)
+        if isinstance(layers := heads.reads(self.draft), str):
+            raise ValueError(f"Heads read hidden states, and a {type(model).__name__} cannot give them: {layers}.")
+        if config.prefill_chunk_size is not None:
+            raise ValueError(
+                f"`prefill_chunk_size` must be None with heads, which read hidden states of the whole prompt, got "
+                f"{config.prefill_chunk_size}. Leave it out."
+            )
+        cache = model_kwargs.get(CACHE)
+        if cache is not None and cache.get_seq_length():
+            raise ValueError(
+                f"Heads read hidden states of the whole prompt, of which the cache holds {cache.get_seq_length()} "
+                "tokens. Pass a ChunkReuseCache, which keeps them, or an empty cache."
+            )
+        return TextStates(layers)
+
+    def _drafting(
+        self, model: PreTrainedModel, processors: LogitsProcessorList, answer: "_Answer", states: TextStates | None
+    ) -> Drafter:
         """The drafts of an answer."""
         draft = self._draft_for(model)
+        if states is not None and (heads := Heads.known(draft)) is not None:
+            return heads.drafting(draft, states, self._rounds.growth, _without_state(processors), answer.ends)
         if isinstance(draft, LookupAssistant):
             return LookupDraft(draft, self._rounds.growth, answer.ends)
         return TreeDraft(
@@ -130,21 +159,33 @@ class TreeDecoding:
         )
 
     def _answer(
-        self, model: PreTrainedModel, answer: "_Answer", drafting: Drafter, model_kwargs: dict[str, Any]
+        self,
+        model: PreTrainedModel,
+        answer: "_Answer",
+        drafting: Drafter,
+        states: TextStates | None,
+        model_kwargs: dict[str, Any],
     ) -> Any:
         """Run the prompt, and rounds until the answer is done; returns the cache."""
-        cache, position, keep = self._begin(model, answer, drafting, model_kwargs)
+        cache, position, keep = self._begin(model, answer, drafting, states, model_kwargs)
         pads = 0 if keep is None else int((~keep).sum())
-        branches = continuing(model, cache, position, keep)
+        branches = continuing(model, cache, position, keep, states)
         while not answer.done:
             self._rounds.run(branches, drafting, answer.ids[:, pads:], answer.room, answer.take)
         branches.end()
         return cache
 
     def _begin(
-        self, model: PreTrainedModel, answer: "_Answer", drafting: Drafter, model_kwargs: dict[str, Any]
+        self,
+        model: PreTrainedModel,
+        answer: "_Answer",
+        drafting: Drafter,
+        states: TextStates | None,
+        model_kwargs: dict[str, Any],
     ) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
         """Run the prompt, with a chain of drafts behind it if the cache is empty and there is no padding.
+
+        Heads draft nothing behind it, since they read its hidden states first.
 
         Returns:
             The cache, the position of the next token to compute, and which columns of the cache are no padding; None
@@ -166,7 +207,12 @@ class TreeDecoding:
             cache.activate_past_recording()
         drafted = self._rounds.clock()
         ids = torch.cat([answer.ids, answer.ids.new_tensor([chain.tokens])], dim=1) if len(chain) else answer.ids
+        if states is not None:
+            model_kwargs["output_hidden_states"] = asking_for(model, states.layers)
         output = generator._prefill(ids, answer.config, model_kwargs)
+        if states is not None:
+            found, pads = output.hidden_states, 0 if keep is None else int((~keep).sum())
+            states.append({layer: found[layer][:, pads:] for layer in states.layers})
         taken = answer.take(chain, output.logits[0, -1 - len(chain) :])
         verified, cache = self._rounds.clock(), getattr(output, CACHE)
         if len(chain):
@@ -179,7 +225,7 @@ class TreeDecoding:
 
     def _draft_for(self, model: PreTrainedModel) -> PreTrainedModel:
         """The draft with the vocabulary of a target."""
-        if isinstance(self.draft, LookupAssistant):
+        if isinstance(self.draft, LookupAssistant) or Heads.known(self.draft) is not None:
             return self.draft
         if vocab_size(self._fitted) != vocab_size(model):
             self._fitted = fitted(self.draft, model, name="the model that generates")
@@ -214,7 +260,8 @@ class TreeDecoding:
             if model_kwargs.get(name) is not None:
                 raise ValueError(f"`{name}` must be None with trees of drafts, which know ids only. Pass `input_ids`.")
         there = input_device(model)
-        here = self.draft.device if isinstance(self.draft, LookupAssistant) else input_device(self.draft)
+        is_model = not isinstance(self.draft, LookupAssistant) and Heads.known(self.draft) is None
+        here = input_device(self.draft) if is_model else self.draft.device
         if here != there:
             warnings.warn(
                 f"The draft is on {here} and its target on {there}. Move it with draft.to({str(there)!r}).",

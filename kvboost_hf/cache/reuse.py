@@ -10,7 +10,7 @@ the first forward, which then sees the whole prompt.
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -27,6 +27,7 @@ from kvboost_hf.cache.forward.loans import (
     extend_layers,
     lend_layers,
     lending_reason,
+    read_hidden,
     read_layers,
     read_states,
     reading_reason,
@@ -736,6 +737,19 @@ class ChunkReuseCache(DynamicCache):
         self._form.leave(self._settle)
         return reading_reason(self._live)
 
+    @property
+    def kept_layers(self) -> tuple[int, ...]:
+        """The layers whose hidden states are kept of what the cache holds, by their numbers or `LAST`."""
+        return self._live.hidden_layers if self._live.hidden is not None else ()
+
+    def read_hidden(self, layers: Sequence[int], start: int) -> dict[int, torch.Tensor] | None:
+        """Views of the hidden states [1, tokens, hidden_size] of some layers, of the tokens from column `start` on.
+
+        They are not to be kept. None if they are not kept of all that the cache holds.
+        """
+        self._settle()
+        return read_hidden(self._live, layers, start)
+
     def read_states(self) -> list[LayerState | None]:
         """Of each layer, views of the only row's state: not to be kept. None for a layer that has none."""
         self._settle()
@@ -748,6 +762,8 @@ class ChunkReuseCache(DynamicCache):
         position_ids: torch.Tensor,
         kv: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
         states: Sequence[LayerState | None] = (),
+        *,
+        hidden: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         """Append columns that were computed by forwards over lent layers, or over what was read of these.
 
@@ -756,12 +772,14 @@ class ChunkReuseCache(DynamicCache):
             position_ids: [1, tokens], or [planes, 1, tokens].
             kv: For each layer, keys and values [1, num_kv_heads, tokens, head_dim]; None where it has none.
             states: For each layer, its state behind the last of the tokens; None where it has none.
+            hidden: Hidden states [1, tokens, hidden_size] of the layers whose states are kept. Without them, nothing
+                is known any more of what the cache holds, if it keeps some.
         """
         self._settle()
         if any(states) and (model := self._binding.model()) is not None:
             leave_prompts(self._parts, model)
         self._begin_loan()
-        extend_layers(self._parts, input_ids, position_ids, kv, states)
+        extend_layers(self._parts, input_ids, position_ids, kv, states, hidden or {})
         self._forward, self._live.in_forward = None, False  # only now: an interrupt before this undoes it
         if self._live.ledger is not None:
             self._writer.confirm(self._live.ledger)

@@ -179,7 +179,7 @@ class Forward(ABC):
 
     def take_hidden_states(self, shown: Shown) -> Shown:
         """Keep the hidden states of new columns; returns those to compute logits of, and to return."""
-        self.parts.live.keep_hidden(shown)
+        self.parts.live.keep_hidden(shown.of)
         return shown
 
     @abstractmethod

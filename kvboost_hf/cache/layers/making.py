@@ -85,7 +85,7 @@ def private_cache(layers: Sequence[ReuseLayer]) -> PrivateCache:
     if isinstance(last := layers[-1], HiddenStates):
 
         def keep(shown: Shown) -> Shown:
-            last.append(shown)
+            last.append(shown.of)
             return shown
 
         cache.hidden_layers, cache.take_hidden_states = last.which, keep

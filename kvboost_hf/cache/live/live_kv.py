@@ -32,7 +32,7 @@ from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import Tokens, is_text
 from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import Shown, cache_layers, known_reason
+from kvboost_hf.compat import cache_layers, known_reason
 from kvboost_hf.config import KVQuantConfig
 
 _is_own: Callable[[type], bool] = cache(is_own)  # asked of the classes of layers for each text
@@ -419,10 +419,10 @@ class LiveKV:
         elif self._kept is not None:
             self._kept.append(input_ids, position_ids)
 
-    def keep_hidden(self, shown: Shown) -> None:
-        """A forward under way has computed hidden states of its columns."""
+    def keep_hidden(self, of: Callable[[int], torch.Tensor | None]) -> None:
+        """A forward under way has computed hidden states of its columns; `of` gives those of a layer, if known."""
         if self.hidden is not None and self.ledger is not None:
-            self.hidden.append(shown)
+            self.hidden.append(of)
 
     @contextmanager
     def changing(self) -> Iterator[Ledger | None]:
