@@ -29,7 +29,7 @@ from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import PIECE, Tokens
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ReusePlan, RowPlan, plan_shared
-from kvboost_hf.cache.planning.report import BATCH, Missed, Tally
+from kvboost_hf.cache.planning.report import BATCH, LIVE, Missed, Tally
 from kvboost_hf.cache.prompt.forward_call import OF_MEDIA, Kwargs, returns_of_each_token, without_router_logits
 from kvboost_hf.cache.prompt.media import narrow_media
 from kvboost_hf.cache.store.chunk_store import ChunkStore
@@ -330,11 +330,14 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]
     for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
         reach = plan.starts(row) - pad  # what follows was computed ahead
         chunks: list[StoredChunk] = []
-        has_moved = False
+        has_moved = is_edit = False
         for segment in row_plan.segments:
             if segment.start < reach:
                 assert isinstance(segment.chunk, StoredChunk)
-                chunks.append(segment.chunk)
+                if segment.chunk.tier == LIVE:
+                    is_edit = True
+                else:
+                    chunks.append(segment.chunk)
                 tokens = min(segment.stop, reach) - segment.start
                 tally.tiers[segment.chunk.tier] += tokens
                 tally.rows[row] += tokens
@@ -343,7 +346,8 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]
                     has_moved = True
         saved = row_plan.states.get(plan.filled - pad) if row_plan.states is not None else None
         states = saved if isinstance(saved, StoredStates) else None
-        store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=has_moved)
+        if not is_edit:  # which asks no store
+            store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=has_moved)
         found += [*chunks, *([states] if states is not None else [])]
         if (miss := row_plan.miss) is not None:
             tokens_of = ids[row, pad:]
