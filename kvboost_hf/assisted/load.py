@@ -11,6 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.assisted.draft import Drafting
+from kvboost_hf.assisted.eagle import EagleHeads, is_eagle
+from kvboost_hf.assisted.eagle_drafts import load_eagle, prepare_eagle
 from kvboost_hf.assisted.heads import Heads, is_dflash, load_own_heads, prepare_blocks
 from kvboost_hf.assisted.limits import fitted
 from kvboost_hf.assisted.lookup import LOOKED_UP, TextStore, lookup_assistant
@@ -110,6 +112,8 @@ def load_assistant(
     draft = _load(name_or_model, target, kwargs)
     if is_dflash(draft.config):
         return prepare_blocks(draft, target)
+    if isinstance(draft, EagleHeads):
+        return prepare_eagle(draft, target, _schedule(schedule, num_assistant_tokens or _FIRST), confidence_threshold)
     require_one_process(target, "Drafts whose length is chosen")
     _require_kind(draft, target)
     other = ", or pass `tokenizer` and `assistant_tokenizer` to generate() with the draft as it is"
@@ -156,6 +160,8 @@ def _load(name_or_model: Any, target: PreTrainedModel, kwargs: dict[str, Any]) -
     if not isinstance(config, PreTrainedConfig):
         of_config = {key: kwargs[key] for key in _OF_CONFIG if key in kwargs}
         config = AutoConfig.from_pretrained(name_or_model if config is None else config, **of_config)
+    if is_eagle(config):
+        return load_eagle(str(name_or_model), config, target, given)
     if is_dflash(config):
         loader: Any = AutoModel
     else:
