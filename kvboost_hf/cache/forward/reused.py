@@ -28,7 +28,7 @@ from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import PIECE, Tokens
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ReusePlan, RowPlan, plan_shared
-from kvboost_hf.cache.planning.report import BATCH, Tally, miss_report
+from kvboost_hf.cache.planning.report import BATCH, LIVE, Tally, miss_report
 from kvboost_hf.cache.prompt.forward_call import OF_MEDIA, Kwargs, returns_of_each_token, without_router_logits
 from kvboost_hf.cache.prompt.media import narrow_media
 from kvboost_hf.cache.store.chunk_store import ChunkStore
@@ -333,7 +333,7 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]
         for segment in row_plan.segments:
             if segment.start < reach:
                 assert isinstance(segment.chunk, StoredChunk)
-                chunks.append(segment.chunk)
+                chunks += [segment.chunk] if segment.chunk.tier != LIVE else []
                 tokens = min(segment.stop, reach) - segment.start
                 tier = segment.chunk.tier
                 tiers[tier] = tiers.get(tier, 0) + tokens
@@ -343,7 +343,8 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]
             tally.serve(row, tiers, moved)
         saved = row_plan.states.get(plan.filled - pad) if row_plan.states is not None else None
         states = saved if isinstance(saved, StoredStates) else None
-        store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=bool(moved))
+        if LIVE not in tiers:  # an edit asks no store
+            store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=bool(moved))
         found += [*chunks, *([states] if states is not None else [])]
         if (miss := row_plan.miss) is not None:
             tokens_of = ids[row, pad:]

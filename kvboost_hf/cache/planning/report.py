@@ -9,6 +9,7 @@ from typing import Protocol
 from kvboost_hf.cache.planning.chunks import Tokens, common_length, text_ids
 from kvboost_hf.cache.planning.plan import Miss
 
+LIVE = "live"  # where tokens were found that the cache itself holds
 BATCH = "batch"  # where tokens were found that another row of the same batch has computed
 _CONTEXT_TOKENS = 12
 _CLOCK = re.compile(r"\d{1,4}[-/:]\d{1,2}([-/:.]\d{1,4})*")
