@@ -86,7 +86,7 @@ class _MidLayer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.self_attn = _Attention(config)
-        self.mlp = LlamaMLP(config)
+        self.mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm, self.hidden_norm = LlamaRMSNorm(width, eps=eps), LlamaRMSNorm(width, eps=eps)
         self.post_attention_layernorm = LlamaRMSNorm(width, eps=eps)

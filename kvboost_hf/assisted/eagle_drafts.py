@@ -43,11 +43,12 @@ def load_eagle(name: str, config: Any, target: PreTrainedModel, kwargs: dict[str
             f"EAGLE-3 heads must have 1 layer, got `num_hidden_layers={config.num_hidden_layers}` in {str(name)!r}. "
             "Choose heads of one layer."
         )
-    heads: Any
+    kind: Any = EagleHeads
+    lender: Any = target
     given: dict[str, Any] = {**kwargs, "config": config, "key_mapping": _RENAMED, "output_loading_info": True}
     try:
         with _without_report():
-            heads, found = EagleHeads.from_pretrained(name, **given)
+            heads, found = kind.from_pretrained(name, **given)
     except RuntimeError as error:
         if "size" not in str(error):
             raise
@@ -70,9 +71,9 @@ def load_eagle(name: str, config: Any, target: PreTrainedModel, kwargs: dict[str
     if "d2t" in missing:
         heads.d2t = torch.zeros_like(heads.d2t)
     if "embed_tokens.weight" in missing:
-        heads.embed_tokens = _borrowed(target.get_input_embeddings(), heads, "embeddings", config.hidden_size)
+        heads.embed_tokens = _borrowed(lender.get_input_embeddings(), heads, "embeddings", config.hidden_size)
     if "lm_head.weight" in missing:
-        heads.lm_head = _borrowed(target.get_output_embeddings(), heads, "output layer", config.hidden_size)
+        heads.lm_head = _borrowed(lender.get_output_embeddings(), heads, "output layer", config.hidden_size)
     loaded: EagleHeads = heads.eval()
     return loaded
 

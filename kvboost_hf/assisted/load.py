@@ -54,8 +54,9 @@ def load_assistant(
     Without a `target` the model is the target, and what drafts best for it without another model is chosen: the
     multi-token-prediction layers of its checkpoint, or else a `lookup_assistant`. The log says which.
 
-    A DFlash drafter is prepared as other drafts are, and its calls need no `speculation_type`. Such heads draft as
-    many tokens as they have been trained for, whatever the schedule.
+    A DFlash drafter is prepared as other drafts are, and its calls need no `speculation_type`. Such heads, and
+    multi-token-prediction layers, draft as many tokens as they have been trained for, whatever the schedule. EAGLE-3
+    heads are loaded from the files of the field, and draft chains by the schedule; in `TreeDecoding` they draft trees.
 
     The draft's `generate` is replaced by one that decides in each round how many tokens to draft, and counts how many
     the target accepts. If the vocabularies differ in padding only, that is done to a copy with embeddings of its own.

@@ -211,7 +211,8 @@ class ModelContinuation:
     def forward(self, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
         """As `Continuation.forward`."""
         assert self._branches is not None
-        return self._branches.forward(tokens, parents)
+        logits: torch.Tensor = self._branches.forward(tokens, parents)
+        return logits
 
     def keep(self, path: Sequence[int]) -> None:
         """Keep the K/V of these tokens."""

@@ -160,7 +160,7 @@ def test_chains(pair: tuple[Any, Path]) -> None:
         assert used.report.bypass_reason is None
         assert used.report.forwarded_tokens == (1 if cache is None else computed)
         assert cold - work.tokens == 150 - used.report.forwarded_tokens
-    known = set(heads.targets.tolist())  # type: ignore[attr-defined, operator, union-attr]
+    known = set(heads.targets.tolist())
     assert len(known) == DRAFTED
     drafted = {token for step in stock.tokens if len(step) == 1 for token in step}
     assert drafted <= known | set(plain[0].tolist())
