@@ -165,15 +165,15 @@ class Eagle(HeadKind):
         ends: Collection[int],
     ) -> Drafter:
         order = _in_order(form.numbered, self.numbers(form))
-        return TreeDraft(EagleContinuation(self._heads, states, order), config, growth, processors, frozenset(ends))
+        return TreeDraft(EagleSource(self._heads, states, order), config, growth, processors, frozenset(ends))
 
     def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
         form = require_can_read(self._heads, target)
         states = TextStates(form.numbered(self.numbers(form)))
         order = _in_order(form.numbered, self.numbers(form))
-        continuation = EagleContinuation(self._heads, states, order)
+        source = EagleSource(self._heads, states, order)
         asked = asking_for(target, states.layers)
-        return _Chains(continuation, states, asked, config, processors, self._lengths, self._threshold)
+        return _Chains(source, states, asked, config, processors, self._lengths, self._threshold)
 
 
 def _in_order(numbered: Any, numbers: Sequence[int]) -> list[int]:
@@ -181,7 +181,7 @@ def _in_order(numbered: Any, numbers: Sequence[int]) -> list[int]:
     return [key for number in numbers for key in numbered(number)]
 
 
-class EagleContinuation:
+class EagleSource:
     """Continues a text by EAGLE-3 heads, with their K/V of it.
 
     Args:
@@ -206,7 +206,7 @@ class EagleContinuation:
 
     @torch.no_grad()
     def begin(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """As `Continuation.begin`; None where hidden states of the text are missing."""
+        """As `DraftSource.begin`; None where hidden states of the text are missing."""
         heads, stop = self._heads, ids.shape[1] - 1
         if self._states.stop != stop or not (new := self._states.take()):
             return None
@@ -224,7 +224,7 @@ class EagleContinuation:
 
     @torch.no_grad()
     def forward(self, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
-        """As `Continuation.forward`."""
+        """As `DraftSource.forward`."""
         heads, past = self._heads, self._kv
         assert past is not None
         hidden = torch.cat([self._hidden[parent + 1] for parent in parents], dim=1)
@@ -250,7 +250,7 @@ class _Chains:
     """Candidates for `generate(assistant_model=...)`, as transformers asks for them.
 
     Args:
-        continuation: Of the text of the call.
+        source: Continues the text of the call.
         states: Takes its hidden states.
         asked: The value of `output_hidden_states` that shows them.
         config: The generation configuration of the call.
@@ -263,7 +263,7 @@ class _Chains:
 
     def __init__(
         self,
-        continuation: EagleContinuation,
+        source: EagleSource,
         states: TextStates,
         asked: Any,
         config: Any,
@@ -271,7 +271,7 @@ class _Chains:
         lengths: DraftLength,
         threshold: float,
     ) -> None:
-        self._continuation, self._states, self._config = continuation, states, config
+        self._source, self._states, self._config = source, states, config
         self._processors: Any = processors if processors is not None else LogitsProcessorList()
         self._lengths, self._threshold = lengths, threshold
         self.model_kwargs_overrides = {"output_hidden_states": asked}
@@ -295,7 +295,7 @@ class _Chains:
         shown = model_outputs.hidden_states
         states.append({layer: shown[layer][:, first : first + count] for layer in states.layers})
         most = min(self._config.max_length - input_ids.shape[1] - 1, _FAR)
-        score = self._continuation.begin(ids) if most > 0 else None
+        score = self._source.begin(ids) if most > 0 else None
         if score is None:
             return input_ids, None
         confident = self._lengths if isinstance(self._lengths, ConfidentLength) else None
@@ -310,7 +310,7 @@ class _Chains:
             enough = len(scores) >= count or self._sure[-1] < self._threshold
             if enough or (confident is not None and not confident.goes_on(self._sure)):
                 break
-            score = self._continuation.forward([int(token)], [len(scores) - 2 if len(scores) > 1 else ROOT])
+            score = self._source.forward([int(token)], [len(scores) - 2 if len(scores) > 1 else ROOT])
         self._ended = time.perf_counter()
         return found, torch.stack(scores, dim=1)
 

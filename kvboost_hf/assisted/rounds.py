@@ -153,7 +153,7 @@ class Drafter(Protocol):
         ...
 
 
-class Continuation(Protocol):
+class DraftSource(Protocol):
     """Computes what may follow the text of one answer, token by token."""
 
     branches: bool  # several tokens may follow the same one
@@ -180,7 +180,7 @@ class Continuation(Protocol):
         ...
 
 
-class ModelContinuation:
+class ModelSource:
     """Continues a text by a draft model, with its K/V of it.
 
     Args:
@@ -195,7 +195,7 @@ class ModelContinuation:
         self._held = 0  # tokens in the cache
 
     def begin(self, ids: torch.Tensor) -> torch.Tensor:
-        """As `Continuation.begin`."""
+        """As `DraftSource.begin`."""
         model = self._draft
         ids = ids.to(input_device(model))
         output = run_model(model, ids[:, self._held :], self._cache)
@@ -209,7 +209,7 @@ class ModelContinuation:
         return logits
 
     def forward(self, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
-        """As `Continuation.forward`."""
+        """As `DraftSource.forward`."""
         assert self._branches is not None
         logits: torch.Tensor = self._branches.forward(tokens, parents)
         return logits
@@ -238,7 +238,7 @@ class TreeDraft:
 
     def __init__(
         self,
-        source: Continuation,
+        source: DraftSource,
         config: DraftTreeConfig,
         growth: Growth,
         processors: LogitsProcessorList,

@@ -18,7 +18,7 @@ from kvboost_hf.assisted.heads import Heads
 from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.limits import fitted, may_keep_state, vocab_size
 from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft
-from kvboost_hf.assisted.rounds import Drafter, ModelContinuation, Rounds, SpeculationStats, Taken, TreeDraft, follow
+from kvboost_hf.assisted.rounds import Drafter, ModelSource, Rounds, SpeculationStats, Taken, TreeDraft, follow
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.compat import (
     CACHE,
@@ -150,7 +150,7 @@ class TreeDecoding:
         if isinstance(draft, LookupAssistant):
             return LookupDraft(draft, self._rounds.growth, answer.ends)
         return TreeDraft(
-            ModelContinuation(draft),
+            ModelSource(draft),
             self.config,
             self._rounds.growth,
             _without_state(processors),

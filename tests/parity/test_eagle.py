@@ -28,7 +28,7 @@ from kvboost_hf import (
 from kvboost_hf.assets import load_embedded
 from tests.conftest import VOCAB, counted, make_model, random_ids
 from tests.eagle import DRAFTED, TARGETS, make_target, save_heads, weights_of
-from tests.internals.assisted import EagleContinuation, EagleHeads, TextStates, lineage
+from tests.internals.assisted import EagleSource, EagleHeads, TextStates, lineage
 from tests.internals.cache import HiddenStates
 
 PROMPT = random_ids(150, seed=3)
@@ -113,9 +113,9 @@ def test_the_layer_is_what_its_files_mean(llama: tuple[Any, Path]) -> None:
     logits = torch.full((30, VOCAB), -torch.inf)
     logits[:, weights["t2d"]] = normed(out, "norm.weight")[0] @ weights["lm_head.weight"].T
 
-    def continued(cuts: list[int]) -> tuple[EagleContinuation, torch.Tensor]:
+    def continued(cuts: list[int]) -> tuple[EagleSource, torch.Tensor]:
         states = TextStates((2, 3, 4))
-        made = EagleContinuation(heads, states, (2, 3, 4))
+        made = EagleSource(heads, states, (2, 3, 4))
         for start, stop in zip([0, *cuts], [*cuts, 30], strict=True):
             states.append({n: text.hidden_states[n][:, start:stop] for n in (2, 3, 4)})
             assert made.room(stop + 1, 5) == 5

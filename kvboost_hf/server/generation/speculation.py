@@ -15,7 +15,7 @@ from kvboost_hf.assisted.heads import Heads
 from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.limits import fitted
 from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft, TextStore
-from kvboost_hf.assisted.rounds import Drafter, ModelContinuation, Rounds, Taken, TreeDraft, follow
+from kvboost_hf.assisted.rounds import Drafter, ModelSource, Rounds, Taken, TreeDraft, follow
 from kvboost_hf.assisted.tree import ROOT, Tree
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.compat import input_device, steps_reason
@@ -100,7 +100,7 @@ class Drafts:
         if isinstance(self.draft, LookupAssistant):
             return LookupDraft(self.draft.searching(store, job.salt), growth, ends)
         chains = keeps_states(self.model)
-        return TreeDraft(ModelContinuation(self.draft), self.config, growth, sampler.warpers, ends, chains=chains)
+        return TreeDraft(ModelSource(self.draft), self.config, growth, sampler.warpers, ends, chains=chains)
 
     def take(self, job: Job, said: int) -> bool:
         """Whether to draft behind the first `said` tokens of a job's answer.
