@@ -536,6 +536,15 @@ class CacheUse:
             with self._lock:
                 self._require_free(None)
 
+    def require_idle(self) -> None:
+        """Before somebody changes the text itself, which a generate() call under way counts on.
+
+        Raises:
+            CacheInUseError: a call is under way with it, in this thread or in another one.
+        """
+        with self._lock:
+            self._require_free(None)
+
     @property
     def call_has_ended(self) -> bool:
         """Whether a generate() call has had the cache, and has returned."""

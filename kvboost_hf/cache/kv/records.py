@@ -27,7 +27,7 @@ class StoredChunk:
     nbytes: int
     content_only: bool = False  # its K/V is not that of a prompt computed whole
     found: Found | None = None  # where it was found, if not in host memory
-    tier: str = "ram"  # name of the tier that it was found in
+    tier: str = "ram"  # name of the tier that it was found in; `LIVE` for a copy of what a cache holds, in no store
 
     @property
     def kv(self) -> LayerKV:
