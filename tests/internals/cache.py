@@ -12,12 +12,13 @@ from kvboost_hf.cache.forward import (
     flow,
     loading,
     moved,
+    prompt_plan,
     reused,
     running,
     scatter,
 )
 from kvboost_hf.cache.forward.admission import blend_reason
-from kvboost_hf.cache.forward.fill import StemReader
+from kvboost_hf.cache.forward.ahead import StemReader
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.identity import fingerprint, foreign
@@ -35,17 +36,17 @@ from kvboost_hf.cache.identity.weights import (
     _window,
     plain_tensors,
 )
-from kvboost_hf.cache.kv import blocks, transfer
-from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat
-from kvboost_hf.cache.kv.layer_kv import LayerKV
+from kvboost_hf.cache.kv import layer_kv, transfer
+from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateCodes, StateFormat
-from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ModelForm, make_layers, read_kv, read_states
+from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ColumnFormat, ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv.records import StoredStates
 from kvboost_hf.cache.kv.transfer import Staging
 from kvboost_hf.cache.layers import base as layers
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
+from kvboost_hf.cache.layers.making import make_layers
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import CodedTensor, QuantizedLayer, exact_layers, live_bytes
 from kvboost_hf.cache.layers.stateful import view_states

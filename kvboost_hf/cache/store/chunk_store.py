@@ -14,8 +14,8 @@ from kvboost_hf.cache.codecs import LiveQuant, live_config, make_codec
 from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.costs import stored_per_computed
 from kvboost_hf.cache.identity.fingerprint import ModelState, model_name
-from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_states import StateFormat
+from kvboost_hf.cache.kv.model_form import ColumnFormat
 from kvboost_hf.cache.kv.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.planning.chunks import Chunker
 from kvboost_hf.cache.planning.report import ReuseReport
