@@ -28,7 +28,7 @@ from kvboost_hf import (
 from kvboost_hf.assets import load_embedded
 from tests.conftest import VOCAB, counted, make_model, random_ids
 from tests.eagle import DRAFTED, TARGETS, make_target, save_heads, weights_of
-from tests.internals.assisted import EagleSource, EagleHeads, TextStates, lineage
+from tests.internals.assisted import EagleHeads, EagleSource, TextStates, lineage
 from tests.internals.cache import HiddenStates
 
 PROMPT = random_ids(150, seed=3)
