@@ -38,7 +38,7 @@ from reuse import Result, measured_on, provenance
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
-from kvboost_hf.cache.costs import ComputePace
+from kvboost_hf.cache.store.history import ComputePace
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.disk import DiskTier
 from kvboost_hf.cache.tiers.record import Blob, dump

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent.parent / "kvboost_hf"
+_END = re.compile(r"[:;] |, (?=(?:and|so|which|whose|where|for|as|in|that|after|when|because|while)\b)")
+_CLAUSE = 6  # a clause of so many words says what a file is for
 _OPENING = """# Every file
 
 <!-- Written by `python docs/files.py > docs/files.md`: change the docstrings. -->
 
-**Who needs this:** you look for a file. Each file of the package has the first sentence of its docstring here.
+**Who needs this:** you look for a file. Each file of the package is here with what its docstring begins with.
 [Design](design.md) says how they belong together.
 """
 
@@ -25,14 +27,14 @@ def page() -> str:
         about = _sentence(folder / "__init__.py")
         lines += [f"## `{name}/`" if name != "." else "## The top", "", about, ""]
         if rows := list(_rows(folder)):
-            lines += ["| file | what it does |", "| --- | --- |", *rows, ""]
+            lines += [*rows, ""]
     return "\n".join(lines)
 
 
 def _rows(folder: Path) -> Iterator[str]:
     for file in sorted(folder.glob("*.py")):
         if not file.name.startswith("__"):
-            yield f"| `{file.name}` | {_sentence(file).replace('|', chr(92) + '|')} |"
+            yield f"- `{file.name}`: {_opening(_sentence(file))}"
 
 
 def _sentence(file: Path) -> str:
@@ -42,6 +44,15 @@ def _sentence(file: Path) -> str:
         raise ValueError(f"{file} must have a docstring: it is listed on the page of all files. Give it one.")
     paragraph = " ".join(found.split("\n\n")[0].split())
     return re.split(r"(?<=[.!?]) (?=[A-Z`])", paragraph)[0]
+
+
+def _opening(sentence: str) -> str:
+    """The first clause of a sentence, if it can stand alone; else the sentence."""
+    for end in _END.finditer(sentence):
+        clause = sentence[: end.start()]
+        if len(clause.split()) >= _CLAUSE and clause.count("(") == clause.count(")") and clause.count("`") % 2 == 0:
+            return f"{clause}."
+    return sentence
 
 
 if __name__ == "__main__":

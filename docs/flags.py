@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from kvboost_hf.cli import command_line
 
@@ -17,7 +17,7 @@ The command is `kvboost-hf`, with one of the words below behind it. `kvboost-ser
 name. `kvboost-hf COMMAND --help` prints what is here. Where no model is named, the small one that comes with the
 package runs.
 """
-_TABLE = ("| flag | what it does |", "| --- | --- |")
+_FULL = "serve"  # other commands refer to its flags where they take them in the same words
 
 
 def page() -> str:
@@ -25,14 +25,28 @@ def page() -> str:
     found = (one for one in command_line()._actions if isinstance(one, argparse._SubParsersAction))
     commands = next(found)
     about = {one.dest: one.help or "" for one in commands._choices_actions}
+    served = _all_rows(commands.choices[_FULL])
     lines = [_OPENING]
     for name, parser in commands.choices.items():
         lines += [f"## `{name}`", "", f"{_sentence(about[name])}", ""]
         positional, optional, *groups = parser._action_groups
-        lines += [*_TABLE, *_rows(positional), *_rows(optional), ""]
+        shared = set() if name == _FULL else served
+        if own := [*_told([*_rows(positional), *_rows(optional)], shared)]:
+            lines += [*own, ""]
         for group in groups:
-            lines += [f"### {_sentence(group.title or '').rstrip('.')}", "", *_TABLE, *_rows(group), ""]
+            lines += [f"### {_sentence(group.title or '').rstrip('.')}", "", *_told([*_rows(group)], shared), ""]
     return "\n".join(lines)
+
+
+def _told(rows: list[str], shared: Container[str]) -> Iterator[str]:
+    """Rows, and one line for all those that another command has in full."""
+    yield from (row for row in rows if row not in shared)
+    if known := [row.partition(":")[0].removeprefix("- ") for row in rows if row in shared]:
+        yield f"- as for [`{_FULL}`](#{_FULL}): {', '.join(known)}"
+
+
+def _all_rows(parser: argparse.ArgumentParser) -> set[str]:
+    return {row for group in parser._action_groups for row in _rows(group)}
 
 
 def _rows(group: argparse._ArgumentGroup) -> Iterator[str]:
@@ -42,7 +56,7 @@ def _rows(group: argparse._ArgumentGroup) -> Iterator[str]:
         if action.help is None:
             raise ValueError(f"{action.option_strings or action.dest} must have a help text. Give it one.")
         text = action.help % vars(action)  # as argparse does: what is said of defaults
-        yield f"| {_flag(action)} | {text.replace('|', chr(92) + '|')} |"
+        yield f"- {_flag(action)}: {text}"
 
 
 def _flag(action: argparse.Action) -> str:
@@ -52,7 +66,7 @@ def _flag(action: argparse.Action) -> str:
     value = action.metavar or choices or action.dest.upper().split("_")[-1]
     shown = {"+": f"{value} ...", "*": f"[{value} ...]"}.get(str(action.nargs), str(value))
     names = ", ".join([*(f"`{name}`" for name in action.option_strings[:-1]), ""])
-    return names + f"`{' '.join([*action.option_strings[-1:], shown])}`".replace("|", r"\|")
+    return names + f"`{' '.join([*action.option_strings[-1:], shown])}`"
 
 
 def _sentence(text: str) -> str:

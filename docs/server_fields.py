@@ -41,25 +41,40 @@ _OPENING = """# Every field of a request
 
 **Who needs this:** you write a client, and want to know whether [the server](server.md) takes a field.
 
-Each route with the fields that it **serves**, and with those that it **refuses** (status 400) because ignoring them
-would give another answer than the client asked for. Every other field is **ignored**: the header `x-kvboost-ignored`
+Each field that routes **serve** stands below the names of these routes, with its values, unless it is a string; `*`
+marks those that a request must have. Fields that are **refused** (status 400), because ignoring them would give
+another answer than the client asked for, come next. Every other field is **ignored**: the header `x-kvboost-ignored`
 of the answer names it, and so do the log and `/metrics`. With `--strict-requests` such a field is refused, too. A
-field with the value `null` counts as left out. The objects in fields are at the end.
+field with the value `null` counts as left out. [The objects](#objects) in fields are at the end.
 """
-_TABLE = ("| field | takes | |", "| --- | --- | --- |")
 
 
 def page() -> str:
-    """All routes and their fields in Markdown."""
-    lines, inner = [_OPENING], dict[str, Any]()
+    """All fields, with their routes, in Markdown."""
+    inner, served, refused = dict[str, Any](), dict[str, list[str]](), dict[str, list[str]]()
     for route, schema in _ROUTES.items():
-        refused = {name for name, field in schema.model_fields.items() if _refusal(field)}
+        refusals = {name: told for name, field in schema.model_fields.items() if (told := _refusal(field))}
         told = schema.model_json_schema()
         inner |= told.pop("$defs", {})
-        lines += [f"## `{route}`", "", *_TABLE, *_rows(told, refused), *_refusals(schema), ""]
+        for row in _rows(told, refusals):
+            served.setdefault(row, []).append(route)
+        for name, refusal in refusals.items():
+            refused.setdefault(f"- `{name}`: {refusal.why}", []).append(route)
+    lines = [_OPENING, "## Served", "", *_of_routes(served), "", "## Refused", "", *_of_routes(refused), ""]
+    lines += ["## Objects", ""]
     for name, told in sorted(inner.items()):
-        lines += [f"## {name}", "", told.get("description", ""), "", *_TABLE, *_rows(told), ""]
-    return "\n".join(lines)
+        fields = "; ".join(row.removeprefix("- ").rstrip(".") for row in _rows(told))
+        lines += [" ".join([f"- **{name}**:", *told.get("description", "").split(), f"Fields: {fields}."])]
+    return "\n".join(lines) + "\n"
+
+
+def _of_routes(rows: Mapping[str, list[str]]) -> Iterator[str]:
+    """Rows by their routes: those that routes share come once, under the names of these routes."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row, routes in rows.items():
+        groups.setdefault(tuple(routes), []).append(row)
+    for routes, group in groups.items():
+        yield from (", ".join(f"`{route}`" for route in routes) + ":", "", *group, "")
 
 
 def _rows(told: Mapping[str, Any], left_out: Collection[str] = ()) -> Iterator[str]:
@@ -68,14 +83,9 @@ def _rows(told: Mapping[str, Any], left_out: Collection[str] = ()) -> Iterator[s
     for name, field in sorted(told["properties"].items(), key=lambda item: item[0] not in required):
         if name not in left_out:
             about = re.sub(r"\s+", " ", field.get("description", ""))
-            about = " ".join(filter(None, ("Required." if name in required else "", about)))
-            yield f"| `{name}` | {_kind(field)} | {about} |"
-
-
-def _refusals(schema: type[BaseModel]) -> Iterator[str]:
-    for name, field in schema.model_fields.items():
-        if (refusal := _refusal(field)) is not None:
-            yield f"| `{name}` | | Refused: {refusal.why}. |"
+            kind, needed = _kind(field), "*" if name in required else ""
+            values = "" if kind in ("", "string") else f" ({kind})"
+            yield f"- `{name}`{needed}{values}{': ' if about else ''}{about}"
 
 
 def _refusal(field: FieldInfo) -> Refusal | None:

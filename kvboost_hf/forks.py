@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
 
@@ -31,6 +30,7 @@ class _Owner:
 
 
 _owners: WeakKeyDictionary[Any, _Owner] = WeakKeyDictionary()  # by lock
+_starting: set[WeakMethod[Callable[[], None]]] = set()  # called in children
 _registering = threading.Lock()
 _held: list[Any] = []  # locks, during a fork
 _missed: list[Any] = []  # locks that somebody kept
@@ -60,41 +60,10 @@ def rlock(*, torn: Callable[[], None] | None = None, before: Callable[[], None] 
     return made
 
 
-class Worker:
-    """One thread that runs what it is given, one after the other; a forked child starts another one.
-
-    Args:
-        name: The name of the thread.
-        begin: Called in the thread when it starts.
-    """
-
-    def __init__(self, name: str, begin: Callable[[], None] | None = None) -> None:
-        self._name, self._begin = name, begin
-        self._executor: ThreadPoolExecutor | None = None
-        self._pid = os.getpid()
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether this process was forked from the one of the thread, so that nothing it was given will be done."""
-        return self._pid != os.getpid()
-
-    def submit(self, job: Callable[..., Any], *args: Any) -> "Future[Any]":
-        """Have something done, after all that was given before.
-
-        Raises:
-            RuntimeError: at the end of the interpreter.
-        """
-        if self.is_lost:
-            self._executor, self._pid = None, os.getpid()
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, self._name, self._begin)
-        return self._executor.submit(job, *args)
-
-    def shutdown(self, *, wait: bool = True, cancel_futures: bool = False) -> None:
-        """End the thread when it has done what it was given."""
-        executor, self._executor = self._executor, None
-        if executor is not None and not self.is_lost:
-            executor.shutdown(wait=wait, cancel_futures=cancel_futures)
+def in_child(method: Callable[[], None]) -> None:
+    """Have a method called in every forked child, such as one that starts a thread; it is referred to weakly."""
+    with _registering:
+        _starting.add(WeakMethod(method, _starting.discard))
 
 
 def _register(made: Any, owner: _Owner) -> None:
@@ -156,6 +125,8 @@ def _after_fork_in_child() -> None:
         _call(_owners[made].torn)
     _missed.clear()
     _registering.release()
+    for start in list(_starting):
+        _call(start)
 
 
 def _call(method: "WeakMethod[Callable[[], None]] | None") -> None:

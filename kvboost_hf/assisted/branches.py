@@ -7,7 +7,7 @@
 Hooks on the decoder layers give each its own mask during such a forward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -18,10 +18,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.tree import as_bits, depths, lineage
 from kvboost_hf.compat import (
     LayerMasks,
     PrivateCache,
+    Shown,
     attempt,
     attn_implementation,
     cache_layers,
@@ -51,6 +53,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, num_kv_heads, t
 class Lender(Protocol):
     """A cache whose layers a forward may use and then restore, such as `ChunkReuseCache`."""
 
+    @property
+    def kept_layers(self) -> Sequence[int]:
+        """The layers whose hidden states `extend` takes besides K/V."""
+        ...
+
     def require_branches(self) -> None:
         """Raise a ValueError if its layers cannot be cropped."""
         ...
@@ -63,8 +70,15 @@ class Lender(Protocol):
         """Remove the columns appended since `lend`."""
         ...
 
-    def extend(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kv: Sequence[Pair | None]) -> None:
-        """Append columns."""
+    def extend(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        kv: Sequence[Pair | None],
+        *,
+        hidden: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Append columns, with their hidden states [1, tokens, hidden_size] of `kept_layers`."""
         ...
 
 
@@ -76,6 +90,8 @@ class Branches:
         cache: A `ChunkReuseCache` or a cache of generate(), with one row.
         position: The position of the first token, [1, 1] or [planes, 1, 1].
         keep: [1, columns held], bool: the columns that are no padding; None for all.
+        states: Takes the hidden states of the tokens that are kept, for heads that draft from them. The model needs
+            `hook_hidden_states` then.
 
     Raises:
         ValueError: for a cache whose layers cannot be cropped.
@@ -84,14 +100,20 @@ class Branches:
     lag = 0  # tokens that the next forward carries in front of its own
 
     def __init__(
-        self, model: PreTrainedModel, cache: Cache, position: torch.Tensor, keep: torch.Tensor | None = None
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        position: torch.Tensor,
+        keep: torch.Tensor | None = None,
+        states: TextStates | None = None,
     ) -> None:
-        self.model, self._position, self._keep = model, position, keep
+        self.model, self._position, self._keep, self._states = model, position, keep, states
         self._lender = lender_of(cache)
         self._held = cache.get_seq_length()
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._kv: list[Pair | None] = []  # of each layer, of all tokens so far
+        self._hidden: dict[int, torch.Tensor] = {}  # [1, tokens, hidden_size] of layers that are kept, likewise
 
     # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -110,7 +132,8 @@ class Branches:
         self._parents += parents
         layers, handles = self._lender.lend(), list[RemovableHandle]()
         try:
-            running = _Running(self, layers, len(tokens))
+            running = Running(self, layers, len(tokens))
+            running.show({*self._lender.kept_layers, *(self._states.layers if self._states is not None else ())})
             handles = hook_layers(self.model, running)
             found = run_model(
                 self.model,
@@ -127,7 +150,11 @@ class Branches:
             for handle in handles:
                 handle.remove()
             self._lender.give_back()
-        self._kv = running.kv
+        self._kv, before = running.kv, self._hidden
+        self._hidden = {
+            layer: torch.cat([before[layer], new], dim=1) if layer in before else new
+            for layer, new in running.hidden.items()
+        }
         logits: torch.Tensor = found.logits[0]
         return logits
 
@@ -141,12 +168,15 @@ class Branches:
             at = torch.tensor(path)
             kv = [None if pair is None else (_columns(pair[0], at), _columns(pair[1], at)) for pair in self._kv]
             ids = torch.tensor([[self._tokens[node] for node in path]], device=self._position.device)
-            self._lender.extend(ids, self._positions()[..., at], kv)
+            hidden = {layer: found.index_select(1, at.to(found.device)) for layer, found in self._hidden.items()}
+            self._lender.extend(ids, self._positions()[..., at], kv, hidden=hidden)
+            if self._states is not None:
+                self._states.append(hidden)
             self._held += len(path)
             self._position = self._position + len(path)
             if self._keep is not None:
                 self._keep = torch.cat([self._keep, self._keep.new_ones(1, len(path))], dim=1)
-        self._tokens, self._parents, self._kv = [], [], []
+        self._tokens, self._parents, self._kv, self._hidden = [], [], [], {}
         return len(path)
 
     def end(self) -> None:
@@ -190,13 +220,39 @@ class Branches:
         return len(self._tokens)
 
 
-class _Running:
-    """One forward: its cache, and the masks of its layers."""
+class Continuation(Protocol):
+    """Tokens that continue what a cache holds, in a forward over lent layers."""
 
-    def __init__(self, branches: Branches, layers: list[Any], queries: int) -> None:
+    model: PreTrainedModel
+
+    @property
+    def count(self) -> int:
+        """Columns behind those of the cache."""
+        ...
+
+    def see(self, window: int, columns: int, queries: int, device: torch.device) -> Visibility:
+        """What the last `queries` tokens see of the columns of a layer."""
+        ...
+
+    def with_new(self, idx: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        """Keys and values of a layer behind those of the cache, the new ones last."""
+        ...
+
+
+class Running:
+    """One forward: its cache, and the masks of its layers.
+
+    Args:
+        branches: What it computes.
+        layers: The lent layers.
+        queries: Tokens of each row.
+    """
+
+    def __init__(self, branches: Continuation, layers: list[Any], queries: int) -> None:
         self.cache = PrivateCache(layers)
         self.kv: list[Pair | None] = [None] * len(layers)
         self.cache.take = _append_behind(branches, layers, self.kv)
+        self.hidden: dict[int, torch.Tensor] = {}  # of the new tokens
         self._queries = queries
         self._branches = branches
         # Before anything is appended.
@@ -204,6 +260,16 @@ class _Running:
         windows = [getattr(layer, "sliding_window", None) or 0 for layer in layers]
         sources = kv_sources(branches.model, list(map(_has_kv, layers)))
         self.masks = LayerMasks(branches.model, self.cache, [(windows[at], columns[at]) for at in sources])
+
+    def show(self, layers: Collection[int]) -> None:
+        """Have the forward show the hidden states of these layers."""
+
+        def take(shown: Shown) -> Shown:
+            self.hidden = {layer: states for layer in layers if (states := shown.of(layer)) is not None}
+            return shown
+
+        if layers:
+            self.cache.hidden_layers, self.cache.take_hidden_states = sorted(layers), take
 
     def before_layer(self, idx: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook of a decoder layer."""
@@ -213,7 +279,7 @@ class _Running:
 
 
 def _append_behind(
-    branches: Branches, layers: Sequence[Any], kv: list[Pair | None]
+    branches: Continuation, layers: Sequence[Any], kv: list[Pair | None]
 ) -> Callable[[int, torch.Tensor, torch.Tensor], Pair]:
     """Appends new K/V to lent layers, behind that of earlier forwards, and notes both in `kv`."""
 
@@ -245,6 +311,8 @@ class StockLender:
         cache: With layers of full or sliding attention only.
     """
 
+    kept_layers: Sequence[int] = ()
+
     def __init__(self, cache: Cache) -> None:
         self._cache, self._held = cache, 0
         self._layers: list[Any] = cache.layers
@@ -267,7 +335,14 @@ class StockLender:
             if _has_kv(layer):
                 layer.crop(self._held - layer.get_seq_length())
 
-    def extend(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kv: Sequence[Pair | None]) -> None:
+    def extend(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        kv: Sequence[Pair | None],
+        *,
+        hidden: Mapping[int, torch.Tensor],
+    ) -> None:
         for layer, pair in zip(self._layers, kv, strict=True):
             if pair is not None:
                 layer.update(*pair)

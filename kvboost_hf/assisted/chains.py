@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.branches import Branches, branch_reason
+from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.compat import (
     STATEFUL_LAYERS,
     PrivateCache,
@@ -184,14 +185,19 @@ class _CopiedStates:
 
 
 def continuing(
-    model: PreTrainedModel, cache: Any, position: torch.Tensor, keep: torch.Tensor | None = None
+    model: PreTrainedModel,
+    cache: Any,
+    position: torch.Tensor,
+    keep: torch.Tensor | None = None,
+    states: TextStates | None = None,
 ) -> Branches | Chain:
     """Tokens that continue the text in a cache: a chain where states cannot branch, else a tree.
 
-    See `Branches` for the arguments.
+    See `Branches` for the arguments. Heads, which read `states`, draft for no model with states of its layers.
     """
-    kind = Chain if keeps_states(model) else Branches
-    return kind(model, cache, position, keep)
+    if keeps_states(model):
+        return Chain(model, cache, position, keep)
+    return Branches(model, cache, position, keep, states)
 
 
 def keeps_states(model: PreTrainedModel) -> bool:

@@ -1,4 +1,4 @@
-"""Estimates the costs of computing, loading and compiling, and decides when one of them is not worth it.
+"""Estimates the costs of computing and compiling, and decides when one of them is not worth it.
 
 **A prompt on a CPU.** Without a past, SDPA is told that attention is causal, and leaves out most of what that hides.
 Behind a past, transformers gives it a mask: SDPA works through what the mask hides, too, and turns it into numbers in
@@ -7,7 +7,7 @@ mask there: it attends to the past and to the rest apart, and merges both, which
 operations, not measured, so that the same prompts are served in the same way each time; they follow what forwards of
 the embedded model and of one with 8 layers of 512 take, within a tenth.
 
-**Loading** has to beat the time that the model takes to compute a token, which `ComputePace` measures.
+**Further columns in a decoding step** are measured: see `free_columns`.
 
 **A graph of decoding** is compiled when enough tokens are expected of it; `CompileCosts` also notes whether the model
 can have one at all.
@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.kv.records import StoredChunk
-from kvboost_hf.cache.planning.plan import RowPlan, Segment, trim_row
 from kvboost_hf.compat import KeptOnModel, bytes_per_token, input_device, layer_configs, remember, run_model
 
 PIECE = 512  # tokens in a forward that follows reused ones; where fewer are left, reuse is never given up
@@ -90,17 +88,6 @@ class Costs:
         return (columns - filled) * self.token + (pairs + merging) * self.pair + self.layers * _LAYER
 
 
-def worth_loading(plan: RowPlan, seconds_per_token: float) -> RowPlan:
-    """The plan without the end that would take longer to load from lower tiers than to compute."""
-
-    def saving(segment: Segment) -> float:
-        assert isinstance(segment.chunk, StoredChunk)
-        found, computing = segment.chunk.found, (segment.stop - segment.start) * seconds_per_token
-        return computing - (found.entry.nbytes * found.tier.seconds_per_byte if found is not None else 0.0)
-
-    return trim_row(plan, saving)
-
-
 def stored_per_computed(model: PreTrainedModel) -> int | None:
     """Tokens that take as long to store as one takes to compute; None where nobody waits for it, or it is unknown.
 
@@ -116,11 +103,6 @@ def _width_of_heads(config: Any) -> int:
     """All heads of a layer together."""
     heads, head_dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
     return heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else int(config.hidden_size)
-
-
-_SIDE = 512  # of the matrices that are multiplied to see how fast the device is
-LEAST_TOKENS = 64  # a forward over fewer is not representative
-_WEIGHT = 0.2  # of the newest measurement in a running average
 
 
 _FREE = 1.25  # times of a decoding step, in which further columns are nearly free
@@ -151,46 +133,6 @@ def _seconds_of_forward(model: PreTrainedModel, tokens: int) -> float:
         run_model(model, ids, None).logits[0, -1, 0].item()  # waits for the device
         best = min(best, time.perf_counter() - began)
     return best
-
-
-class ComputePace(KeptOnModel):
-    """Seconds that a token of a prompt takes.
-
-    At first estimated as two operations for each parameter, at the speed of a matrix product on the model's device.
-    On a CPU, where the end of a forward is its end, corrected by the forwards that follow.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: float | None = None
-        self._observed = False
-
-    def seconds_per_token(self, model: PreTrainedModel) -> float:
-        """Seconds for one token; measured or estimated at the first call."""
-        if self._seconds is None:
-            operations = 2 * sum(parameter.numel() for parameter in model.parameters())
-            self._seconds = operations / _operations_per_second(input_device(model), model.dtype)
-        return self._seconds
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        """A forward over so many tokens of a prompt, of all rows together, took so long, on a CPU."""
-        if tokens < LEAST_TOKENS:
-            return
-        found = seconds / tokens
-        if not self._observed or self._seconds is None:
-            self._seconds, self._observed = found, True
-        else:
-            self._seconds += _WEIGHT * (found - self._seconds)
-
-
-@torch.no_grad()
-def _operations_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    one = torch.ones(_SIDE, _SIDE, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(2):
-        start = time.perf_counter()
-        (one @ one)[0, 0].item()  # waits for the device
-        best = min(best, time.perf_counter() - start)
-    return 2 * _SIDE**3 / best
 
 
 _log = logging.getLogger("kvboost_hf")

@@ -10,7 +10,7 @@ the first forward, which then sees the whole prompt.
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -21,12 +21,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvboost_hf.cache.codecs import LiveQuant, live_config
+from kvboost_hf.cache.forward.edits import cut_live, leave_behind, plan_live, require_editable, run_live
 from kvboost_hf.cache.forward.flow import carrying_forward, may_carry, next_forward
 from kvboost_hf.cache.forward.loans import (
     Lent,
     extend_layers,
     lend_layers,
     lending_reason,
+    read_hidden,
     read_layers,
     read_states,
     reading_reason,
@@ -50,6 +52,7 @@ from kvboost_hf.cache.live.binding import Binding, StoreWriter, require_policy, 
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
 from kvboost_hf.cache.live.live_kv import LiveKV
+from kvboost_hf.cache.planning.edits import Ids, edited
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt.forward_call import Kwargs, install, read_pads
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
@@ -647,6 +650,72 @@ class ChunkReuseCache(DynamicCache):
             self._writer.confirm(live.ledger)
         return live.tally.repaired - before
 
+    def edit(
+        self,
+        *,
+        drop: Iterable[tuple[int, int]] = (),
+        replace: Iterable[tuple[int, int, Ids]] = (),
+        move: Iterable[tuple[int, int, int]] = (),
+    ) -> torch.Tensor:
+        """Edit the text that the cache holds, without its prompt: what stays is moved, and only new text is computed.
+
+        Afterwards the cache is as if generate() had been called with the edited prompt and mode `"blend"`: a
+        `generate()` call with it goes on at once. All columns below are those of the text before the edit, intervals
+        are half-open, and those of one edit do not overlap. An edit that is interrupted leaves what was before it.
+
+        Text behind an edit was computed behind another text: the report counts it as moved, the store never has it by
+        its history, and `repair` computes it again, as the policy's `progressive` does. New tokens, the last 16 and
+        those that the policy's `repair` chooses are computed now; so are runs of fewer than 16 tokens that have moved.
+
+        Args:
+            drop: Spans (start, stop) to leave out.
+            replace: Spans and token ids, (start, stop, ids), that take their place in all rows, or [batch, tokens] for
+                each. An empty span inserts them.
+            move: Spans and a column, (start, stop, to), that they are put in front of.
+
+        Returns:
+            The ids of the edited text, [batch, tokens], on the device of the model's inputs.
+
+        Raises:
+            ValueError: with mode `"exact"`; for spans outside of the text, spans that overlap, and an edit that leaves
+                nothing; for a text that cannot be moved: images in it, states, other positions than rotary ones, rows
+                of unequal length, codes (`live_quant`), buffers of a fixed size, windows that have let go of tokens.
+            CacheInUseError: while a generate() call is under way with the cache.
+
+        Example:
+            >>> from kvboost_hf.assets import load_embedded
+            >>> model, tokenizer = load_embedded()
+            >>> cache = ChunkReuseCache(model, policy=ReusePolicy(mode="blend"))
+            >>> rules, result = "Answer in one word. " * 10, "The lamp is red. " * 20
+            >>> start, inputs = len(tokenizer(rules).input_ids), tokenizer(rules + result, return_tensors="pt")
+            >>> _ = model.generate(**inputs, cache=cache, max_new_tokens=1)
+            >>> cache.edit(drop=[(start, start + 50)]).shape[1] == inputs.input_ids.shape[1] - 50
+            True
+        """
+        self._use.require_idle()
+        self._begin_loan()
+        live, model, moved = self._live, self._binding.model(), None
+        try:
+            ledger = require_editable(self._parts)
+            assert model is not None
+            text = edited(ledger.log.columns(), drop, replace, move)
+            if text.first < max(ledger.log.length, text.ids.shape[1]):
+                moved = plan_live(self._parts, ledger, text)
+                self._forward = moved if moved is not None else self._forward
+                cut_live(self._parts, ledger, text)
+                if moved is not None:
+                    run_live(self._parts, model, moved)
+                else:
+                    leave_behind(self._parts, text)
+        except BaseException:
+            self._recover()
+            raise
+        self._forward, self._step, live.in_forward = None, None, False
+        if moved is not None:
+            moved.settle()
+        self.catch_up()
+        return torch.from_numpy(text.ids).to(input_device(model))
+
     def store_all(self, *, pinned: bool = False) -> list[Put]:
         """Offer everything that the cache holds to the store, unfinished chunks included."""
         self._settle_last()
@@ -744,6 +813,19 @@ class ChunkReuseCache(DynamicCache):
         self._form.leave(self._settle)
         return reading_reason(self._live)
 
+    @property
+    def kept_layers(self) -> tuple[int, ...]:
+        """The layers whose hidden states are kept of what the cache holds, by their numbers or `LAST`."""
+        return self._live.hidden_layers if self._live.hidden is not None else ()
+
+    def read_hidden(self, layers: Sequence[int], start: int) -> dict[int, torch.Tensor] | None:
+        """Views of the hidden states [1, tokens, hidden_size] of some layers, of the tokens from column `start` on.
+
+        They are not to be kept. None if they are not kept of all that the cache holds.
+        """
+        self._settle()
+        return read_hidden(self._live, layers, start)
+
     def read_states(self) -> list[LayerState | None]:
         """Of each layer, views of the only row's state: not to be kept. None for a layer that has none."""
         self._settle()
@@ -756,20 +838,24 @@ class ChunkReuseCache(DynamicCache):
         position_ids: torch.Tensor,
         kv: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
         states: Sequence[LayerState | None] = (),
+        *,
+        hidden: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         """Append columns that were computed by forwards over lent layers, or over what was read of these.
 
         Args:
-            input_ids: [1, tokens].
-            position_ids: [1, tokens], or [planes, 1, tokens].
-            kv: For each layer, keys and values [1, num_kv_heads, tokens, head_dim]; None where it has none.
-            states: For each layer, its state behind the last of the tokens; None where it has none.
+            input_ids: [rows, tokens].
+            position_ids: [rows, tokens], or [planes, rows, tokens].
+            kv: For each layer, keys and values [rows, num_kv_heads, tokens, head_dim]; None where it has none.
+            states: For each layer, the state of the only row behind the last of the tokens; None where it has none.
+            hidden: Hidden states [rows, tokens, hidden_size] of the layers whose states are kept. Without them,
+                nothing is known any more of what the cache holds, if it keeps some.
         """
         self._settle()
         if any(states) and (model := self._binding.model()) is not None:
             leave_prompts(self._parts, model)
         self._begin_loan()
-        extend_layers(self._parts, input_ids, position_ids, kv, states)
+        extend_layers(self._parts, input_ids, position_ids, kv, states, hidden or {})
         self._forward, self._live.in_forward = None, False  # only now: an interrupt before this undoes it
         if self._live.ledger is not None:
             self._writer.confirm(self._live.ledger)

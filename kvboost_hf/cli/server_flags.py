@@ -304,9 +304,11 @@ def _add_drafts(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--speculative",
         metavar="KIND",
-        help="'lookup' drafts text that repeats, of the prompt and of what the client has sent before; 'draft:NAME' "
-        "is --speculative-draft-model NAME; 'auto' drafts with that model if there is one, else 'lookup' (default: "
-        "none, or the draft model)",
+        help="'mtp' drafts with multi-token-prediction layers of the checkpoint, 'eagle:NAME' and 'dflash:NAME' with "
+        "heads that were trained for it; 'lookup' drafts text that repeats, of the prompt and of what the client "
+        "has sent before; "
+        "'draft:NAME' is --speculative-draft-model NAME; 'auto' drafts with that model if there is one, else 'mtp' or "
+        "'lookup' (default: none, or the draft model)",
     )
     group.add_argument("--speculative-draft-model", metavar="NAME", help="a hub name or a folder (default: none)")
     group.add_argument(

@@ -163,8 +163,12 @@ def streaming_config(options: argparse.Namespace) -> StreamingConfig | None:
     return StreamingConfig(residency_mode=mode, **given)
 
 
+_DRAFTS = ("auto", "mtp", "lookup", "none")
+_HEADS = ("eagle", "dflash")
+
+
 def draft_kind(options: argparse.Namespace) -> tuple[str, str]:
-    """What drafts, `"none"`, `"lookup"` or `"draft"`, by the parsed flags; and the name of a draft model.
+    """What drafts, by the parsed flags: one of `_DRAFTS`, or `"draft"` or `"heads"` and the name of these.
 
     Raises:
         ValueError: There is no such kind, or two flags name other drafts.
@@ -173,21 +177,29 @@ def draft_kind(options: argparse.Namespace) -> tuple[str, str]:
     kind, _, named = (asked or "").partition(":")
     if asked is None or (asked == "auto" and name is not None):
         return ("draft", name) if name is not None else ("none", "")
-    if kind == "mtp":
-        raise ValueError(
-            "`--speculative mtp` is not served: the server does not draft with a model's own layers. Pass `lookup` or "
-            "`draft:NAME`, or call generate(use_mtp=True)."
-        )
     if kind == "draft" and named and name in (None, named):
         return "draft", named
-    if asked in ("none", "lookup", "auto") and name is None:
-        return ("lookup" if asked == "auto" else asked), ""
+    if name is None and ((kind in _HEADS and named) or asked == "mtp") and not keeps_hidden_states(options):
+        raise ValueError(
+            f"`--speculative {asked}` reads hidden states, which are kept neither with `--live-quant` nor of moved "
+            "chunks. Leave out `--live-quant` and `--recompute-strategy`, or pass `lookup`."
+        )
+    if kind in _HEADS and named and name is None:
+        return "heads", named
+    if asked in _DRAFTS and name is None:
+        return asked, ""
     if name is not None:
         raise ValueError(
             f"`--speculative {asked}` and `--speculative-draft-model {name}` name two kinds of drafts. Pass one of "
             "the two."
         )
-    raise ValueError(f"`--speculative` must be auto, lookup, draft:NAME or none, got {asked!r}.")
+    kinds = ", ".join([*_DRAFTS, "draft:NAME", *(f"{each}:NAME" for each in _HEADS)])
+    raise ValueError(f"`--speculative` must be one of {kinds}, got {asked!r}.")
+
+
+def keeps_hidden_states(options: argparse.Namespace) -> bool:
+    """Whether a server with these flags can keep hidden states, which heads read."""
+    return options.live_quant is None and options.recompute_strategy == "exact"
 
 
 def draft_trees(options: argparse.Namespace) -> DraftTreeConfig | None:

@@ -14,6 +14,7 @@ from kvboost_hf.cli.server_settings import (
     draft_kind,
     draft_trees,
     engine_settings,
+    keeps_hidden_states,
     server_settings,
     streaming_config,
     wants_traces,
@@ -71,14 +72,27 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def load_draft(options: argparse.Namespace, model: Any) -> Any:
-    """The model that drafts for `model`; None for no drafts."""
+    """What drafts for `model`; None for no drafts.
+
+    Raises:
+        ValueError: The model has no such heads, or they do not fit it.
+    """
     if draft_trees(options) is None:
         return None
     kind, name = draft_kind(options)
-    if kind == "lookup":
+    if kind == "lookup" or (kind == "auto" and not keeps_hidden_states(options)):
         from kvboost_hf.assisted.lookup import lookup_assistant
 
         return lookup_assistant(model)
+    if kind in ("auto", "mtp", "heads"):
+        from kvboost_hf.assisted.heads import load_own_heads
+        from kvboost_hf.assisted.load import load_assistant
+
+        if kind != "mtp":
+            return load_assistant(model) if kind == "auto" else load_assistant(name, target=model)
+        if isinstance(found := load_own_heads(model), str):
+            raise ValueError(f"`--speculative mtp` needs a model with such layers: {found}. Pass `auto` or `lookup`.")
+        return found
     from transformers import AutoModelForCausalLM
 
     draft = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -119,9 +119,14 @@ class ThreadedBackend:
         self.synchronous_loads = 0
         self.stall_s = 0.0
         self._rate = _Rate()
-        # Its thread ends with close(), or when this object is gone; so what it runs does not refer to this object.
-        self._thread = forks.Worker("kvboost-layers")
         self._slots: list[torch.Tensor] = []
+        self._start_thread()
+        forks.in_child(self._start_thread)
+
+    def _start_thread(self) -> None:
+        """Have a thread; in a forked process another one, for what the last one was to do is not done there."""
+        # It ends with close(), or when this object is gone; so what it runs does not refer to this object.
+        self._thread = ThreadPoolExecutor(1, "kvboost-layers")
         self._loads: dict[int, Future[None]] = {}
 
     def allocate(self, nbytes: int, count: int) -> list[torch.Tensor]:
@@ -132,8 +137,6 @@ class ThreadedBackend:
     def issue(self, slot: int, source: Source) -> None:
         """Begin to copy. One thread does all copies, so that earlier ones are done or cancelled."""
         assert source.nbytes <= self._slots[slot].numel(), "slots are as large as the largest layer"
-        if self._thread.is_lost:
-            self._loads.clear()
         if slot in self._loads:
             self._loads[slot].cancel()
         self.bytes_copied += source.nbytes

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from transformers import PreTrainedModel
 
+from kvboost_hf.assisted.heads import Heads
 from kvboost_hf.assisted.lookup import LookupAssistant
 from kvboost_hf.cache.prompt.chats import ChatTemplate, Start, why_not_stored
 from kvboost_hf.cache.store.chunk_store import ChunkStore
@@ -59,7 +60,8 @@ def serve(
         tokenizer: The model's tokenizer.
         settings: The settings of the server.
         kept: The settings of the store, and of how its K/V is reused.
-        draft: A smaller model, or a `lookup_assistant`, that drafts for a request that runs alone; None for no drafts.
+        draft: A smaller model, heads of `load_assistant`, or a `lookup_assistant`, that drafts for a request that runs
+            alone; None for no drafts.
         draft_trees: The size of its trees of drafts; None for the default.
         attn_implementation: The attention of the model; None for what `choose_attention` chooses.
         warm: Texts that prompts begin with; they are computed for each API key before the server listens, and pinned
@@ -87,6 +89,7 @@ def serve(
             _warm_all(engine, starts, salts, startup)
         drafts: str | None = (draft_trees or DraftTreeConfig()).policy if draft is not None else None
         drafts = "text that repeats" if isinstance(draft, LookupAssistant) else drafts
+        drafts = type(draft).__name__ if Heads.known(draft) is not None else drafts
         chosen = Chosen.of(engine, settings, kept, attention_reason=reason, in_tiers=in_tiers, drafts=drafts)
         FrontServer(app, engine, settings, partial(startup.ended, chosen)).run()
     finally:

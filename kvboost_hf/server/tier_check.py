@@ -13,7 +13,7 @@ from kvboost_hf.cache.identity.fingerprint import ModelState, model_name
 from kvboost_hf.cache.layers.quantized import mark
 from kvboost_hf.cache.planning.chunks import Chunker, root_key
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.store.lower import versions
+from kvboost_hf.cache.store.history import versions
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.compat import attn_implementation
 from kvboost_hf.config import KVQuantConfig

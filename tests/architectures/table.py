@@ -55,44 +55,28 @@ language models in transformers {version}, and {multimodal} multimodal models be
 video have tests of their own), which are
 {classes} classes; several types can share one.
 
-For each row a tiny random model was built that has all kinds of layers of the real one. It answered prompts with and
+For each class a tiny random model was built that has all kinds of layers of the real one. It answered prompts with and
 without reuse: the same again, longer ones, shorter ones, unrelated ones, and a padded batch.
 
-- **yes**: the answers were those of plain `generate()`, token by token and in their logits, and fewer tokens were
-  computed, as `cache.report` says.
-- **no**: the answers are those of plain `generate()`, too, but all was computed. The reason in the last column is that
-  of `cache.report.bypass_reason`.
-- **refused**: plain `generate()` itself takes no cache for this architecture; `ChunkReuseCache(model)` raises an
-  error.
+- **reuse yes**: the answers were those of plain `generate()`, in tokens and logits, with fewer tokens computed.
+- **reuse no**: the same answers, but all was computed. The reason is that of `cache.report.bypass_reason`.
+- **refused**: plain `generate()` itself takes no cache for this class; `ChunkReuseCache(model)` raises an error.
 
-{counts}. `generate()` is given the cache as `cache`.
+{counts}.
 
-The column *moved* says whether keys and values can also be used at other positions than those they were computed for
-([moved chunks](moved.md)). Rotated keys were compared, layer by layer, with what the model computes for a text 300
-positions further on. Then prompts were answered over moved chunks: some that need no repair, and some that are
-computed again in full. The answers were those of plain `generate()`.
-{moved} classes allow it. Where reuse is possible and moving is not, the last column says why.
+*Moved* says whether K/V can also be used at other positions than those it was computed for ([moved
+chunks](moved.md)): rotated keys were compared, layer by layer, with what the model computes 300 positions further on,
+and prompts were answered over moved chunks.
+{moved} classes allow it.
 
-The column *keeps* is what the cache that transformers makes for the architecture consists of:
-
-| keeps | is |
-| --- | --- |
-| full attention | keys and values of all tokens |
-| sliding window | keys and values of the last tokens only, or of the current stretch of tokens |
-| recurrent or convolution state | one state of fixed size: linear attention, Mamba, short convolutions |
-| attention to tokens that an index picks | keys and values of all tokens, and other keys by which some are picked |
-| layers that keep nothing | layers without attention, or that use the keys and values of another layer |
+A *sliding window* keeps the K/V of the last tokens only; a *recurrent or convolution state* is one state of fixed size
+for all tokens so far. *Layers that keep nothing* have no attention, or use the K/V of another layer.
 
 ## The table
-
-| architecture | keeps | reuse | moved | why not |
-| --- | --- | --- | --- | --- |
 """
 _LEFT_OUT = """
 ## Not tried
 
-| model type | why |
-| --- | --- |
 """
 
 
@@ -141,11 +125,17 @@ def page(rows: dict[str, Row]) -> str:
         counts=_counts(rows),
         moved=sum(found["moved"] for found in rows.values()),
     )
+    alike: dict[str, list[str]] = {}
     for name, found in sorted(rows.items()):
         words = "; ".join(_in_words(found["layers"])) or "nothing that a caller sees"
-        answers = f"{_ANSWERS[found['outcome']]} | {'yes' if found['moved'] else 'no'}"
-        text += f"| {name} | {words} | {answers} | {found['reason'] or found['moved_reason'] or ''} |\n"
-    return text + _LEFT_OUT + "".join(f"| {name} | {why} |\n" for name, why in sorted(NOT_BUILT.items()))
+        answers = f"reuse {_ANSWERS[found['outcome']]}, moved {'yes' if found['moved'] else 'no'}"
+        why = found["reason"] or found["moved_reason"]
+        alike.setdefault(f"**{words}**: {answers}{f' ({why})' if why else ''}", []).append(name)
+    text += "".join(f"\n{head}:\n{', '.join(names)}.\n" for head, names in alike.items())
+    reasons: dict[str, list[str]] = {}
+    for name, why in sorted(NOT_BUILT.items()):
+        reasons.setdefault(why, []).append(name)
+    return text + _LEFT_OUT + "".join(f"- {', '.join(names)}: {why}\n" for why, names in reasons.items())
 
 
 def class_name(model_type: str) -> str:

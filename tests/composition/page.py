@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.composition.covering import covering_cells
-from tests.composition.factors import CODES, FACTORS, LIMITS, MOVING, Limit, Value, all_pairs, pair
+from tests.composition.factors import CODES, FACTORS, LIMITS, MOVING, Limit, Value, all_pairs
 
 PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 
@@ -62,26 +62,23 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m tests.composition --write`. -->
 
-**Who needs this:** you want to combine two options, such as a codec with drafts. Nearly all go together. [The second
+**Who needs this:** you want to combine two options, such as a codec with drafts. Nearly all go together. [The
 table](#what-does-not-go-together) has those that do not, with what happens: an error, or a plain answer whose report
 says why.
 
 All of this is tested. There are {pairs} pairs of choices that go together, and any of them meets in one of {cells}
-calls of `generate()` on tiny models, each with a choice from every group. Each call comes after a history that
-knows its prompt, or a part of it, and must be right in three things:
+calls of `generate()` on tiny models. Each call comes after a history that knows its prompt, or a part of it, and must
+be right in three things: its tokens and logits are those of plain `generate()` (where a choice may change answers, of
+the simplest call that makes it), and no more tokens went through the model than are new. As a control, histories of
+zeros are found wrong. The other {limits} pairs are in the table, and each of them is tried, too.
 
-- **Tokens** are those of plain `generate()` with the same model and attention. Where a choice may change answers, they
-  are those of the simplest call that makes this choice, and logits are no farther from plain ones than a limit.
-- **Logits** of the first token are off from these by less than a thousandth of their standard deviation.
-- **Tokens that went through the model** are no more than those that the history does not know, the answer, and drafts.
+## What can be combined
 
-As a control, calls with each kind of choice are given a history whose keys and values are zeros, and are found wrong.
-The other {limits} pairs are in the second table, and each of them is tried, too.
+{choices}
 
-## The table
+Answers are those of plain `generate()`, except where a choice says that they may differ.
 
-A cell names the choices of its column that do not go with the choice of its row; "yes" stands for all of them.
-*Answer*: that of plain `generate()`, or it may differ.
+## What does not go together
 
 """
 _OUTSIDE = """
@@ -92,7 +89,8 @@ _OUTSIDE = """
 - With `repair="query"`, the end of the prompt that is asked has the first drafts in it, so that other tokens may be
   computed again.
 - Sampling with chains of drafts (`load_assistant`, `lookup_assistant`, prompt lookup) takes other random numbers than
-  sampling without: the distribution is the same, the answer of one seed is not. `TreeDecoding` gives the same answer.
+  sampling without: the distribution is the same, the answer of one seed is not. Nor is it with `TreeDecoding` for
+  several rows, of which each has random numbers of its own; for one row it is.
 - A codec changes nothing that comes from the cache of the last turn, unless that cache has to go back, and cannot:
   states, and windows that have moved on, then come from the store.
 
@@ -104,18 +102,11 @@ own](architectures.md).
 def page() -> str:
     """The page."""
     cells = covering_cells(LIMITS)
+    listed = {name: ", ".join(_choice((name, value)) for value in values) for name, values in FACTORS.items()}
+    choices = [f"- *{_TITLES[name]}*: {told}" for name, told in listed.items()]
     text = _INTRODUCTION.format(
-        cells=len(cells), factors=len(FACTORS), pairs=len(all_pairs()) - len(LIMITS), limits=len(LIMITS)
+        cells=len(cells), choices="\n".join(choices), pairs=len(all_pairs()) - len(LIMITS), limits=len(LIMITS)
     )
-    text += _rows([["", "choice", "answer", *_TITLES.values()], ["---"] * (3 + len(FACTORS))])
-    for name, values in FACTORS.items():
-        alike: dict[tuple[str, ...], list[str]] = {}
-        for value in values:
-            answer = _LOSES.get((name, value), "plain")
-            alike.setdefault((answer, *(_goes((name, value), other) for other in FACTORS)), []).append(value)
-        for row, same in alike.items():
-            text += _rows([[_TITLES[name], ", ".join(_word((name, value)) for value in same), *row]])
-    text += "\n## What does not go together\n\n"
     return text + _rows([["this", "with this", "what happens", "why"], ["---"] * 4, *_limits()]) + _OUTSIDE
 
 
@@ -136,11 +127,8 @@ def _limits() -> list[list[str]]:
     ]
 
 
-def _goes(value: Value, other: str) -> str:
-    if value[0] == other:
-        return ""
-    apart = [each for each in FACTORS[other] if pair(value, (other, each)) in LIMITS]
-    return f"not {', '.join(_word((other, each)) for each in apart)}" if apart else "yes"
+def _choice(value: Value) -> str:
+    return f"{_word(value)} ({_LOSES[value]})" if value in _LOSES else _word(value)
 
 
 def _word(value: Value) -> str:

@@ -5,20 +5,21 @@ from kvboost_hf.cache.codecs import Codec, Planes, Role, make_codec, turboquant
 from kvboost_hf.cache.codecs import base as packing
 from kvboost_hf.cache.codecs.base import ExactStart, centroids, pack, packed_width, round_to, unpack
 from kvboost_hf.cache.codecs.turboquant import TurboQuant, random_projection, random_rotation, rotated, rotated_back
-from kvboost_hf.cache.costs import TOKENS_PER_GRAPH, CompileCosts, ComputePace, Graph
+from kvboost_hf.cache.costs import TOKENS_PER_GRAPH, CompileCosts, Graph
 from kvboost_hf.cache.forward import (
     admission,
     fill,
     flow,
     loading,
     moved,
+    prompt_plan,
     repair_later,
     reused,
     running,
     scatter,
 )
 from kvboost_hf.cache.forward.admission import blend_reason
-from kvboost_hf.cache.forward.fill import StemReader
+from kvboost_hf.cache.forward.ahead import StemReader
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.forward.running import Idle
@@ -37,14 +38,13 @@ from kvboost_hf.cache.identity.weights import (
     _window,
     plain_tensors,
 )
-from kvboost_hf.cache.kv import blocks, transfer
-from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat
-from kvboost_hf.cache.kv.layer_kv import LayerKV
+from kvboost_hf.cache.kv import layer_kv
+from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateCodes, StateFormat
-from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ModelForm, make_layers, read_kv, read_states
+from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ColumnFormat, ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv.records import StoredStates
-from kvboost_hf.cache.kv.transfer import Staging
 from kvboost_hf.cache.layers import base as layers
+from kvboost_hf.cache.layers import make_layers
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
@@ -98,16 +98,16 @@ from kvboost_hf.cache.prompt.forward_call import LEAVE_KV_ALONE, OF_GENERATE, OF
 from kvboost_hf.cache.prompt.media import _hash, _split_items, read_prompt
 from kvboost_hf.cache.prompt.token_log import MaskShape, Prompt, TokenLog, common_shift, position_shifts
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.store import indexes, lower
+from kvboost_hf.cache.store import history, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
-from kvboost_hf.cache.store.indexes import History, StoredText
+from kvboost_hf.cache.store.history import ComputePace, History
+from kvboost_hf.cache.store.indexes import StoredText
 from kvboost_hf.cache.store.settings import DEFAULT_DISK_BYTES, TierSpec, chunk_bytes, open_tier, parse_tier
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import below, record
-from kvboost_hf.cache.tiers.base import Entry, Guard, Kind, MadeWith, Tier, secrets_in, without_secrets
+from kvboost_hf.cache.tiers.base import Entry, Guard, Kind, MadeWith, NoticeBoard, Tier, secrets_in, without_secrets
 from kvboost_hf.cache.tiers.below import MeasuredTier
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier
-from kvboost_hf.cache.tiers.notices import NoticeBoard
 from kvboost_hf.cache.tiers.record import (
     Blob,
     DamagedBlobError,
@@ -119,6 +119,7 @@ from kvboost_hf.cache.tiers.record import (
     unpack_entry,
 )
 from kvboost_hf.cache.tiers.valkey import ValkeyTier
+from kvboost_hf.device_link import Staging
 from kvboost_hf.scoring import plan_batches
 
 

@@ -313,17 +313,19 @@ class TestLifetimes:
         self, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Whoever is told that it is closed may run the forward again."""
-        root = ChunkStore.root
         for moment in range(1, 99):
-            cache, left = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16)), [moment]
+            store, left = ChunkStore(llama, chunk_size=16), [moment]
+            cache, root = ChunkReuseCache(llama, store), store.root
 
-            def close(store: ChunkStore, *given: Any, left: list[int] = left, **more: Any) -> bytes | None:
+            def close(
+                *given: Any, store: ChunkStore = store, root: Any = root, left: list[int] = left, **more: Any
+            ) -> bytes | None:
                 left[0] -= 1
                 if not left[0]:
                     store.close()
-                return root(store, *given, **more)
+                return root(*given, **more)
 
-            monkeypatch.setattr(ChunkStore, "root", close)
+            monkeypatch.setattr(store, "root", close)
             for start, stop in ((0, 30), *((n, n + 1) for n in range(30, 34))):  # which fill two chunks
                 try:
                     llama(BASE[:, start:stop], past_key_values=cache)

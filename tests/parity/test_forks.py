@@ -1,5 +1,6 @@
 """Processes forked while threads generate: gunicorn that preloads, workers of a DataLoader, multiprocessing."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -7,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -181,9 +183,32 @@ def test_a_fork_waits_for_a_change_and_not_for_long(monkeypatch: pytest.MonkeyPa
         assert in_child(lambda: guarded.is_whole) == 0  # that of the thread that forks stays its own
 
 
-def test_a_worker_works_in_a_child() -> None:
-    worker = forks.Worker("test")
-    assert worker.submit(lambda: 1).result() == 1
-    assert in_child(lambda: worker.is_lost and worker.submit(lambda: 2).result() == 2 and not worker.is_lost) == 0
-    assert worker.submit(lambda: 3).result() == 3
-    worker.shutdown()
+class Starting:
+    """Has a thread, in children, too."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.start()
+        forks.in_child(self.start)
+
+    def start(self) -> None:
+        self.started += 1
+        self.executor = ThreadPoolExecutor(1, "test")
+
+
+def test_threads_are_started_in_a_child() -> None:
+    starting = Starting()
+    assert starting.executor.submit(lambda: 1).result() == 1
+    assert in_child(lambda: starting.started == 2 and starting.executor.submit(lambda: 2).result() == 2) == 0
+    assert starting.executor.submit(lambda: 3).result() == 3
+    assert starting.started == 1
+    starting.executor.shutdown()
+
+
+def test_what_is_gone_is_not_started_in_a_child() -> None:
+    starting = Starting()
+    (known,) = [ref for ref in forks._starting if getattr(ref(), "__self__", None) is starting]
+    del starting
+    gc.collect()
+    assert known() is None
+    assert known not in forks._starting

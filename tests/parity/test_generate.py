@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
 from tests.conftest import FULL_ATTENTION, as_inputs, counted, left_pad, make_model, random_ids
-from tests.internals.cache import indexes
+from tests.internals.cache import history
 
 NEW = 6
 
@@ -269,8 +269,8 @@ def test_text_that_never_comes_again_is_no_longer_stored(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where storing has not paid, a chunk is stored when it comes again; what is pinned or asked for, always."""
-    monkeypatch.setattr(indexes, "_STORED_AT_LEAST", 512)
-    monkeypatch.setattr(indexes, "_COMPUTED_AT_LEAST", 0)
+    monkeypatch.setattr(history, "_STORED_AT_LEAST", 512)
+    monkeypatch.setattr(history, "_COMPUTED_AT_LEAST", 0)
     check_model_compatibility(llama)
 
     def asked(store: ChunkStore, seed: int, policy: ReusePolicy | None = None) -> ChunkReuseCache:
@@ -304,8 +304,8 @@ def test_text_that_never_comes_again_is_no_longer_stored(
 def test_what_other_processes_may_ask_for_is_always_stored(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, disk: str
 ) -> None:
-    monkeypatch.setattr(indexes, "_STORED_AT_LEAST", 0)
-    monkeypatch.setattr(indexes, "_COMPUTED_AT_LEAST", 0)
+    monkeypatch.setattr(history, "_STORED_AT_LEAST", 0)
+    monkeypatch.setattr(history, "_COMPUTED_AT_LEAST", 0)
     prompt = random_ids(200, seed=1)
     for tiers, stored in (([], 0), ([disk], 3)):
         with ChunkStore(llama, chunk_size=64, tiers=tiers) as store:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     MuseGlimmerAssistantConfig,
     MuseGlimmerAssistantModel,
@@ -23,6 +24,7 @@ from transformers.modeling_layers import MtpModel
 from kvboost_hf import (
     ChunkReuseCache,
     ChunkStore,
+    DraftTreeConfig,
     KVBoost,
     ReusePolicy,
     ReuseReport,
@@ -361,8 +363,63 @@ def test_stock_drafts_go_on_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     load_assistant(copied)  # which takes the same heads here
     with pytest.raises(ValueError, match="prepared for another model than this Glm4MoeForCausalLM"):
         model.generate(PROMPT, **GREEDY, assistant_model=heads)
-    with pytest.raises(ValueError, match="MtpModel"):
-        TreeDecoding(heads)
+    with pytest.raises(ValueError, match="prepared for another model than this Glm4MoeForCausalLM"):
+        model.generate(PROMPT, **GREEDY, custom_generate=TreeDecoding(heads))
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "glm4_moe 2", "mimo_v2_flash", "blocks"])
+def test_rounds_of_trees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`TreeDecoding` runs heads as it runs drafts: any processors and criteria, padding, and over any cache."""
+    family, _, layers = kind.partition(" ")
+    if kind == "blocks":
+        model: Any = probed(make_model("deep_llama"))
+        heads: Any = load_assistant(make_blocks(model, [0, 1]), target=model)
+    else:
+        model = probed(make_target(family, int(layers or 1)))
+        use_layers(model, monkeypatch)
+        heads = load_assistant(model)
+    trees = TreeDecoding(heads, DraftTreeConfig(policy="tree"))
+    name = "context_hidden_states" if kind == "blocks" else "last_hidden_states"
+    store = ChunkStore(model, chunk_size=32)
+    given: dict[str, Any] = {
+        **GREEDY,
+        "repetition_penalty": 1.1,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    plain = model.generate(PROMPT, **given)
+    seen = []
+    for computed in (None, 200, 1, 1):
+        cache = {"past_key_values": ChunkReuseCache(model, store)} if computed is not None else {}
+        with watched(heads, name) as rounds, counted(model) as work:
+            found = model.generate(PROMPT, **given, **cache, custom_generate=trees)
+        assert torch.equal(found.sequences, plain.sequences)
+        torch.testing.assert_close(torch.stack(found.logits), torch.stack(plain.logits), atol=1e-4, rtol=1e-4)
+        seen.append((rounds, trees.stats.accepted, work.tokens))
+        if computed is not None:
+            assert cache["past_key_values"].report.bypass_reason is None
+            assert cache["past_key_values"].report.forwarded_tokens <= max(computed, 8)
+    for (rounds, accepted, _), (before, earlier, _) in zip(seen[1:], seen, strict=False):
+        assert_alike(rounds, before)
+        assert accepted > earlier or kind == "blocks"
+    assert store.check_integrity().wrong == 0
+    padded = torch.cat([torch.zeros(1, 9, dtype=torch.int64), PROMPT], dim=1)
+    mask = (torch.arange(209) >= 9)[None].long()
+    given = {**GREEDY, "attention_mask": mask, "do_sample": False}
+    plain = model.generate(padded, **given)
+    assert torch.equal(model.generate(padded, **given, custom_generate=trees), plain)
+
+
+def test_what_rounds_of_heads_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_target("glm4_moe")
+    use_layers(model, monkeypatch)
+    trees = TreeDecoding(load_assistant(model))
+    with pytest.raises(ValueError, match="`prefill_chunk_size` must be None with heads"):
+        model.generate(PROMPT, **GREEDY, custom_generate=trees, prefill_chunk_size=64)
+    filled = DynamicCache(config=model.config)
+    model(PROMPT[:, :50], past_key_values=filled)
+    with pytest.raises(ValueError, match="of which the cache holds 50 tokens"):
+        model.generate(PROMPT, **GREEDY, custom_generate=trees, past_key_values=filled)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "glm4_moe without files"])

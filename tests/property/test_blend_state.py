@@ -77,6 +77,24 @@ class BlendMachine(RuleBasedStateMachine):
         self.check_counts(self.blended, rows)
         self.said = rows[0] if rows[0].shape[1] < 500 else None
 
+    @rule(at=st.integers(0, 80), tokens=st.integers(1, 60), to=st.integers(0, 140), new=texts)
+    def edit(self, at: int, tokens: int, to: int, new: list[int]) -> None:
+        """A span goes, another one comes, and a third is put elsewhere, as far as there is text."""
+        held = self.blended.get_seq_length()
+        stop = min(at + tokens, held)
+        if at >= stop or self.said is None:
+            return
+        fits = stop + 40 <= held and (to <= at or stop + 40 <= to <= held)
+        moved = [(stop, stop + 40, to)] if fits else []
+        found = self.blended.edit(replace=[(at, stop, text(new))], move=moved)
+        assert self.blended.get_seq_length() == found.shape[1]
+        self.check_counts(self.blended, list(found[:, None]))
+        self.said = found[:1] if found.shape[1] < 500 else None
+
+    @rule()
+    def repair(self) -> None:
+        self.blended.repair()
+
     @rule(columns=st.integers(1, 60))
     def crop(self, columns: int) -> None:
         self.blended.crop(-min(columns, self.blended.get_seq_length()))

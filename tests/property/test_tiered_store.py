@@ -133,7 +133,7 @@ class TieredMachine(RuleBasedStateMachine):
         lower = records_of(self.store).lower.tiers
         with lower._lock:
             lower._closed = True
-        lower._worker.shutdown(wait=True, cancel_futures=True)
+        lower._executor.shutdown(wait=True, cancel_futures=True)
         self.store._close_tiers.detach()
         lower._close_opened()
         self.waiting.clear()

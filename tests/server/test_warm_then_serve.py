@@ -14,7 +14,7 @@ import pytest
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from tests.forged import Forged, change_all
-from tests.internals.cache import ChatTemplate, ComputePace, fingerprint, lower
+from tests.internals.cache import ChatTemplate, ComputePace, fingerprint, history
 from tests.internals.cli import _chats, add_secrets, command_line, engine_settings, main, server_settings
 from tests.internals.engine import EngineSettings
 from tests.internals.server import (
@@ -146,7 +146,7 @@ def test_what_cannot_be_found_is_told(
 def test_other_versions_are_told(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = ["--disk-cache-dir", str(tmp_path / "tier")]
     with monkeypatch.context() as patch:
-        patch.setattr(lower, "versions", lambda: "torch 1.0\n`rm`, transformers 2.0")
+        patch.setattr(history, "versions", lambda: "torch 1.0\n`rm`, transformers 2.0")
         patch.setattr(fingerprint, "library_versions", lambda: ("1.0", "2.0"))
         warm(file, tier)
     _, said = start(tier)

@@ -511,7 +511,7 @@ def test_what_cannot_be_stored_is_still_an_answer(engines: Any, monkeypatch: pyt
 def test_a_row_that_cannot_go_on_alone(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends, and the long prompt that is under way beside it does not."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(ChunkReuseCache, "extend", fail)

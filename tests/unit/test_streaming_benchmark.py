@@ -32,7 +32,7 @@ def test_the_host_explains_what_was_found() -> None:
 
 @pytest.mark.parametrize(("host_ms", "share"), [(0.0, 0.99), (1.6, 0.99), (1.85, 0.93), (2.3, 0.75), (4.6, 0.37)])
 def test_the_forecast_by_what_the_host_takes(host_ms: float, share: float) -> None:
-    """The table of docs/streaming.md, in milliseconds."""
+    """The last table of benchmarks/results/ring.md, in milliseconds."""
     assert streaming.forecast(PLAN, host_ms / 1000, 2e-4) == pytest.approx(share, abs=0.02)
 
 

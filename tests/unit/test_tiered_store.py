@@ -36,7 +36,7 @@ from tests.internals.cache import (
     records_of,
     trim_row,
 )
-from tests.internals.cache import costs as pace
+from tests.internals.cache import history as pace
 from tests.internals.disk import DiskTier
 from tests.property.test_store import BYTES_PER_TOKEN, KV_FORM, kv_of
 
@@ -314,7 +314,7 @@ def test_the_thread_may_be_the_last_to_hold_a_store(folder: Path, caplog: pytest
         lower = records_of(store).lower.tiers
         lower.run(lambda store=store: None)
         lower.touch([b"something"])  # and one that does not
-        executor = lower._worker._executor
+        executor = lower._executor
         assert executor is not None
         (thread,) = executor._threads
         del store
@@ -345,7 +345,7 @@ SECOND = """
 import sys
 from tests.conftest import as_inputs, make_model, random_ids
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache.costs import ComputePace
+from kvboost_hf.cache.store.history import ComputePace
 ComputePace.seconds_per_token = lambda self, model: 1.0
 model = make_model("llama")
 store = ChunkStore(model, chunk_size=32, tiers=[f"disk:{sys.argv[1]}:1GB"])

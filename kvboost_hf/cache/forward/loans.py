@@ -5,7 +5,7 @@ that the cache could keep track of. It takes over those that do. A server reads 
 with others, and hands over what that has computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,12 +71,21 @@ def read_states(live: LiveKV) -> list[LayerState | None]:
     return [layer.view_state(0) for layer in kv_layers(live.layers)]
 
 
+def read_hidden(live: LiveKV, layers: Sequence[int], start: int) -> dict[int, torch.Tensor] | None:
+    """Views of the hidden states [1, columns, hidden_size] from column `start` on; None if they are not all kept."""
+    hidden = live.hidden
+    if hidden is None or not set(layers) <= set(hidden.which) or hidden.first or hidden.length != live.held:
+        return None
+    return {layer: hidden.view(layer, start) for layer in layers}
+
+
 def extend_layers(
     parts: CacheParts,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     kv: Sequence[LayerPair | None],
     states: Sequence[LayerState | None],
+    hidden: Mapping[int, torch.Tensor],
 ) -> None:
     """Append columns that were computed by forwards elsewhere: see `ChunkReuseCache.extend`."""
     live, model = parts.live, parts.binding.model()
@@ -84,12 +93,13 @@ def extend_layers(
     stop = held + input_ids.shape[1]
     for layer, pair in zip(kv_layers(live.layers), kv, strict=True):
         if pair is not None:
-            layer.fill(held, stop, [[(pair[0][0], pair[1][0])]])
+            layer.fill(held, stop, [[row] for row in zip(*pair, strict=True)])
             if live.is_recording:
                 layer.native.crop(0)
     for layer, state in zip(kv_layers(live.layers), states, strict=bool(states)):
         if state is not None:
             layer.load_states([state])
+    live.keep_hidden(hidden.get)
     if (
         live.ledger is not None
         and model is not None
@@ -102,8 +112,10 @@ def extend_layers(
 def root_of(parts: CacheParts, tokens: int) -> bytes | None:
     """The root of a prompt of one row with so many tokens; None if nothing of it can be stored."""
     live, model = parts.live, parts.binding.model()
-    regime = rope_regime(model, tokens) if model is not None and live.unsupported is None else None
-    return parts.binding.root(regime) if regime is not None else None
+    if model is None or live.unsupported is not None or (regime := rope_regime(model, tokens)) is None:
+        return None
+    grows = live.static is None and parts.binding.live_quant is None  # others keep no hidden states
+    return parts.binding.root(regime, hidden_layers=parts.binding.always_hidden(model) if grows else None)
 
 
 def stored_tokens(parts: CacheParts, ids: torch.Tensor) -> int:

@@ -95,6 +95,12 @@ def plan_moved(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns,
     return Moving(plan, repair, measures)
 
 
+def moving_of(parts: CacheParts, model: PreTrainedModel, plan: BlendPlan) -> Moving:
+    """How moved chunks take part in a text for which somebody else has planned them."""
+    repair = repair_for(model, parts.binding.policy.repair, len(parts.live.layers))
+    return Moving(plan, repair, _measures(plan, repair, parts.binding.policy))
+
+
 def movable_spans(parts: CacheParts, ids: torch.Tensor, start: int) -> list[tuple[int, int]]:
     """Which tokens from `start` on of a prompt [1, tokens] chunks could serve that stood elsewhere; half-open."""
     model, tokens = parts.binding.model(), ids[0].cpu().numpy().astype(np.int64, copy=False)

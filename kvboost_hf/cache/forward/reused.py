@@ -17,22 +17,23 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from kvboost_hf.cache.costs import LEAST_TOKENS, ComputePace
-from kvboost_hf.cache.forward.fill import compute_columns, fill_layers, run_ahead
+from kvboost_hf.cache.forward.ahead import run_ahead
+from kvboost_hf.cache.forward.fill import compute_columns, fill_layers
 from kvboost_hf.cache.forward.loading import Loading
 from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer
 from kvboost_hf.cache.kv.checkpoints import Checkpoints, mixers_of
-from kvboost_hf.cache.kv.model_form import private_cache
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
+from kvboost_hf.cache.layers import private_cache
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
 from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import PIECE, Tokens
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ReusePlan, RowPlan, plan_shared
-from kvboost_hf.cache.planning.report import BATCH, Tally, miss_report
+from kvboost_hf.cache.planning.report import BATCH, LIVE, Missed, Tally
 from kvboost_hf.cache.prompt.forward_call import OF_MEDIA, Kwargs, returns_of_each_token, without_router_logits
 from kvboost_hf.cache.prompt.media import narrow_media
 from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.cache.store.history import LEAST_TOKENS, ComputePace
 from kvboost_hf.compat import LAST, Shown, cache_argument, difference, run_model, tolerance
 
 _log = logging.getLogger("kvboost_hf")
@@ -178,7 +179,7 @@ class Reused(Forward):
     def _load_meanwhile(self, model: PreTrainedModel) -> Loading:
         plan, layers, tally = self._plan, self.parts.live.layers, self.parts.live.tally
         inputs, first = self._prompt.inputs, self._prompt.first  # not `self`, which has the `Loading`
-        served, rows = dict(tally.tiers), list(tally.rows)
+        served, rows = tally.tiers.copy(), list(tally.rows)
 
         def compute() -> list[list[Piece]]:
             tally.tiers, tally.rows = served, rows
@@ -308,7 +309,8 @@ def count_stems(tally: Tally, plan: ReusePlan) -> None:
             tokens[row] = max(min(stem.stop, plan.starts(row) - pad) - max(stem.start, plan.held - pad), 0)
         tokens[max(tokens, key=lambda row: tokens[row])] -= len(stem)
         for row, reused in tokens.items():
-            tally.serve(row, {BATCH: reused})
+            tally.tiers[BATCH] += reused
+            tally.rows[row] += reused
 
 
 def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]:
@@ -328,28 +330,30 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]
     for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
         reach = plan.starts(row) - pad  # what follows was computed ahead
         chunks: list[StoredChunk] = []
-        moved: list[tuple[int, int]] = []  # by how much, and how many
-        tiers: dict[str, int] = {}
+        has_moved = is_edit = False
         for segment in row_plan.segments:
             if segment.start < reach:
                 assert isinstance(segment.chunk, StoredChunk)
-                chunks.append(segment.chunk)
+                if segment.chunk.tier == LIVE:
+                    is_edit = True
+                else:
+                    chunks.append(segment.chunk)
                 tokens = min(segment.stop, reach) - segment.start
-                tier = segment.chunk.tier
-                tiers[tier] = tiers.get(tier, 0) + tokens
+                tally.tiers[segment.chunk.tier] += tokens
+                tally.rows[row] += tokens
                 if segment.moved:
-                    moved.append((segment.shift, tokens))
-        if tiers:
-            tally.serve(row, tiers, moved)
+                    tally.moved_by[segment.shift] += tokens
+                    has_moved = True
         saved = row_plan.states.get(plan.filled - pad) if row_plan.states is not None else None
         states = saved if isinstance(saved, StoredStates) else None
-        store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=bool(moved))
+        if not is_edit:  # which asks no store
+            store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=has_moved)
         found += [*chunks, *([states] if states is not None else [])]
         if (miss := row_plan.miss) is not None:
             tokens_of = ids[row, pad:]
             evicted = store.was_evicted(miss.wanted_key)
             other = store.known_under_other_root(ledger.root, tokens_of)
-            tally.misses.append(miss_report(row, tokens_of, miss, evicted=evicted, other_fingerprint=other))
+            tally.misses.append(Missed(row, tokens_of.copy(), miss, evicted, other))
     return found
 
 

@@ -12,6 +12,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -43,7 +44,7 @@ _log = logging.getLogger("kvboost_hf")
 _MOMENT_S = 0.05  # in which a thread takes a token and goes on
 _CONSTANT = (bool, int, float, str, type(None))  # types of arguments that are the same if they are the same object
 _OF_EACH_STEP = ("input_ids", "position_ids", "cache_position", "attention_mask")
-_idle_thread, _idle_work = forks.Worker("kvboost_hf-idle"), forks.lock()
+_idle_work = forks.lock()
 _NEVER = threading.Event()
 _NEVER.set()
 _ALIKE = 16  # columns in which two prompts agree that may share more
@@ -54,6 +55,30 @@ class _Stop(threading.Event):
 
     def is_set(self) -> bool:
         return super().is_set() or not threading.main_thread().is_alive()
+
+
+class _IdleThread:
+    """A thread that is started when there is something to do; a forked process starts another one."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        forks.in_child(self._forget)
+
+    def _forget(self) -> None:
+        self._executor = None
+
+    def submit(self, work: Callable[..., None], *given: Any) -> None:
+        """Have it done.
+
+        Raises:
+            RuntimeError: at the end of the interpreter.
+        """
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "kvboost_hf-idle")
+        self._executor.submit(work, *given)
+
+
+_idle_thread = _IdleThread()
 
 
 class Idle:
@@ -242,7 +267,7 @@ class Forward(ABC):
 
     def take_hidden_states(self, shown: Shown) -> Shown:
         """Keep the hidden states of new columns; returns those to compute logits of, and to return."""
-        self.parts.live.keep_hidden(shown)
+        self.parts.live.keep_hidden(shown.of)
         return shown
 
     @abstractmethod
@@ -602,6 +627,15 @@ class CacheUse:
         if self._config is not None and self._thread != threading.get_ident():
             with self._lock:
                 self._require_free(None)
+
+    def require_idle(self) -> None:
+        """Before somebody changes the text itself, which a generate() call under way counts on.
+
+        Raises:
+            CacheInUseError: a call is under way with it, in this thread or in another one.
+        """
+        with self._lock:
+            self._require_free(None)
 
     @property
     def call_has_ended(self) -> bool:

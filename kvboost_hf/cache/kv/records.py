@@ -10,8 +10,7 @@ from enum import Enum
 
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates
-from kvboost_hf.cache.planning.chunks import Tokens, prefix_key
-from kvboost_hf.cache.tiers.base import Kind
+from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.tiers.below import Found
 
 
@@ -28,14 +27,7 @@ class StoredChunk:
     nbytes: int
     content_only: bool = False  # its K/V is not that of a prompt computed whole
     found: Found | None = None  # where it was found, if not in host memory
-    on_device: bool = False  # it was found where the model computes
-
-    @property
-    def tier(self) -> str:
-        """Name of the tier that it was found in."""
-        if self.on_device:
-            return "device"
-        return self.found.tier.tier.name if self.found is not None else "ram"
+    tier: str = "ram"  # name of the tier that it was found in; `LIVE` for a copy of what a cache holds, in no store
 
     @property
     def kv(self) -> LayerKV:
@@ -46,7 +38,7 @@ class StoredChunk:
     def in_memory(self, kv: LayerKV | LayerStates) -> "StoredChunk":
         """The same chunk as host memory holds it, with K/V of its own."""
         assert isinstance(kv, LayerKV)
-        return replace(self, loaded=kv, found=None, on_device=False)
+        return replace(self, loaded=kv, found=None, tier="ram")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,11 +102,6 @@ class Put(Enum):
     UNSEEN = "unseen"  # little of what was stored was of use: it will be stored when it comes again
 
 
-def head_key(parent: bytes, head: Tokens) -> bytes:
-    """The key that all chunks share which follow `parent` and start with the tokens `head`."""
-    return prefix_key(parent, head)
-
-
 def with_descendants(keys: Iterable[bytes], records: Iterable[Stored]) -> set[bytes]:
     """`keys`, and the keys of all that continues them."""
     children: dict[bytes, list[bytes]] = {}
@@ -128,15 +115,6 @@ def with_descendants(keys: Iterable[bytes], records: Iterable[Stored]) -> set[by
             found.add(key)
             todo += children.get(key, ())
     return found
-
-
-def unloaded(found: Found) -> Stored:
-    """The record of a blob in a lower tier, which is not read yet."""
-    entry = found.entry
-    if entry.kind is Kind.STATES:
-        return StoredStates(entry.key, entry.root, entry.parent, entry.tokens, None, 0, found)
-    place = (entry.key, entry.root, entry.parent, entry.start, entry.tokens)
-    return StoredChunk(*place, None, 0, content_only=entry.kind is Kind.CONTENT, found=found)
 
 
 class Heads:

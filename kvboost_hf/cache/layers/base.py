@@ -231,11 +231,6 @@ class ReuseLayer:
         """Put back the states of all rows."""
 
 
-def natives_of(layers: Sequence[ReuseLayer]) -> list[Any]:
-    """The layers that transformers sees, as it sees them."""
-    return [native for layer in layers if (native := layer.native) is not None]
-
-
 def kv_layers(layers: Sequence[ReuseLayer]) -> list[ReuseLayer]:
     """The layers that transformers sees."""
     return [layer for layer in layers if layer.native is not None]

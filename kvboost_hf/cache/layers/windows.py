@@ -6,14 +6,14 @@ theirs. transformers does not see it: a hook behind the decoder layers (`compat.
 keeps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from kvboost_hf.cache.layers.base import ColumnSpec, Piece, ReuseLayer, Turn
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
-from kvboost_hf.compat import LAST, Shown
+from kvboost_hf.compat import LAST
 
 _REWIND = 256  # columns kept behind the window, so that a cache can go back a little without asking the store
 
@@ -182,6 +182,8 @@ class HiddenStates(ReuseLayer):
         which: The layers, by their numbers in what transformers returns, or `LAST`.
     """
 
+    can_branch = True  # nothing of it is lent
+
     def __init__(self, which: tuple[int, ...] = (LAST,)) -> None:
         self.which = which
         self._states = [GrowingTensor() for _ in which]
@@ -194,9 +196,9 @@ class HiddenStates(ReuseLayer):
     def native(self) -> None:
         """None: transformers sees no such layer."""
 
-    def append(self, shown: Shown) -> None:
-        """Append [batch, m, hidden_size] of each layer; nothing, if one of them is not shown."""
-        new = [states for layer in self.which if (states := shown.of(layer)) is not None]
+    def append(self, of: Callable[[int], torch.Tensor | None]) -> None:
+        """Append [batch, m, hidden_size] `of` each layer; nothing, if one of them is not known."""
+        new = [states for layer in self.which if (states := of(layer)) is not None]
         self.version += 1
         if len(new) == len(self.which):
             with torch.no_grad():

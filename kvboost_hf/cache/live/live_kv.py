@@ -21,8 +21,8 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import is_own
 from kvboost_hf.cache.identity.weights import are_held_by_more, references
-from kvboost_hf.cache.kv.model_form import make_layers
-from kvboost_hf.cache.layers.base import ReuseLayer, kv_layers, natives_of
+from kvboost_hf.cache.layers import make_layers
+from kvboost_hf.cache.layers.base import ReuseLayer, kv_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.stateful import states_of
 from kvboost_hf.cache.layers.static import StaticReuseLayer
@@ -32,7 +32,7 @@ from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import Tokens, is_text
 from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import Shown, cache_layers, known_reason
+from kvboost_hf.compat import cache_layers, known_reason
 from kvboost_hf.config import KVQuantConfig
 
 _is_own: Callable[[type], bool] = cache(is_own)  # asked of the classes of layers for each text
@@ -130,10 +130,8 @@ class LiveKV:
         self._fingerprint = weakref.ref(fingerprint)  # it may hold hooks that hold the model
         self._bumps = fingerprint.bumps
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
-        self._classes_of: list[ReuseLayer] | None = None
         self._own_of: list[ReuseLayer] | None = None
         self._own: dict[str, list[int]] = {}  # by method, numbers of these layers: `has_layers_elsewhere` counts them
-        self._classes: list[type | None] = []  # of what transformers sees, as it was made; None for somebody else's
         text_config = model.config.get_text_config(decoder=True)
         self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())  # they hold no tokens
         self._make_layers(model)
@@ -153,19 +151,19 @@ class LiveKV:
                     model, self._live_quant, hidden_layers=self.hidden_layers, contiguous=self._reproducible
                 )
         self.hands_out = False
-        self._find_counting()
+        self._look_at_layers()
 
-    def _find_counting(self) -> None:
-        self.counting: ReuseLayer | None = None
-        for layer in self.layers:
-            if layer.length is not None and layer.native is not None:
-                self.counting = layer
-                return
+    def _look_at_layers(self) -> None:
+        """Note which layer counts columns, and the classes of what transformers sees; None for somebody else's."""
+        seen = kv_layers(self.layers)
+        self.counting: ReuseLayer | None = next((layer for layer in seen if layer.length is not None), None)
+        kinds = [type(layer.native) for layer in seen]
+        self._classes = [kind if _is_own(kind) else None for kind in kinds]
 
     def _native_layers(self, model: PreTrainedModel) -> list[Any]:
         if self.plain_reason is not None:
             return cache_layers(model)
-        return natives_of(self.layers)
+        return [layer.native for layer in kv_layers(self.layers)]
 
     @property
     def hidden(self) -> HiddenStates | None:
@@ -219,7 +217,7 @@ class LiveKV:
                 _move(old, new, ledger.log.batch_size if ledger is not None else None)
         except BaseException:
             self.static, self.layers, self.hands_out = before
-            self._find_counting()
+            self._look_at_layers()
             raise
         self._show(self._native_layers(model))
         if ledger is not None:
@@ -229,7 +227,8 @@ class LiveKV:
     def follow_others(self) -> None:
         """Go on with layers that somebody else has put in place of ours, of which nothing is known."""
         self.note_change()
-        self.plain_reason, self.layers, self.counting, self.plain_used = CHANGED, [], None, True
+        self.plain_reason, self.layers, self.plain_used = CHANGED, [], True
+        self._look_at_layers()
 
     def _show(self, layers: Sequence[Any]) -> None:
         """Have transformers see these layers; an attached call's own cache sees the same list."""
@@ -242,9 +241,6 @@ class LiveKV:
     @property
     def owns_layers(self) -> bool:
         """Whether the layers that transformers sees are those that were made for it, as they were made."""
-        if self._classes_of is not self.layers:
-            kinds = list(map(type, natives_of(self.layers)))
-            self._classes_of, self._classes = self.layers, [kind if _is_own(kind) else None for kind in kinds]
         if len(self.visible) != len(self._classes):
             return False
         for theirs, ours, made in zip(self.visible, self.layers, self._classes, strict=False):
@@ -428,10 +424,10 @@ class LiveKV:
         elif self._kept is not None:
             self._kept.append(input_ids, position_ids)
 
-    def keep_hidden(self, shown: Shown) -> None:
-        """A forward under way has computed hidden states of its columns."""
+    def keep_hidden(self, of: Callable[[int], torch.Tensor | None]) -> None:
+        """A forward under way has computed hidden states of its columns; `of` gives those of a layer, if known."""
         if self.hidden is not None and self.ledger is not None:
-            self.hidden.append(shown)
+            self.hidden.append(of)
 
     @contextmanager
     def changing(self) -> Iterator[Ledger | None]:
@@ -578,8 +574,8 @@ class LiveKV:
         twin.plain_reason, twin.plain_used, twin.changed = self.plain_reason, self.plain_used, self.changed
         twin.hidden_layers, twin.layers = self.hidden_layers, [layer.share() for layer in self.layers]
         twin.hands_out = self.hands_out
-        twin._find_counting()
-        twin.visible[:] = natives_of(twin.layers) if layers is None else layers
+        twin._look_at_layers()
+        twin.visible[:] = [layer.native for layer in kv_layers(twin.layers)] if layers is None else layers
         twin.regime, twin._columns, twin._bumps = self.regime, self._columns, self._bumps
         twin._records_for_call, twin.behind = self._records_for_call, self.behind
         twin.ledger = self.ledger.copy() if self.ledger is not None else None

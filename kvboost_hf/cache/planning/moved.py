@@ -20,7 +20,7 @@ from kvboost_hf.cache.planning.match import MovedIndex, find_moved
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, Segment
 from kvboost_hf.config import ReusePolicy
 
-_LAST_TOKENS = 16  # the end of a prompt is computed even where it is stored
+LAST_TOKENS = 16  # the end of a prompt is computed even where it is stored
 _RATIO, _MOST_FOR_A_SEAM = 0.15, 128
 _HALF = 8  # tokens behind a seam: there a token counts half for `Query`
 Mask = NDArray[np.bool_]  # [columns] of a row, or [batch, columns]
@@ -244,7 +244,7 @@ def plan_blend(ids: Tokens, exact: ReusePlan, logits: int, index: MovedIndex, si
         own = tokens[pad:]
         key = own.tobytes()
         if key not in found:
-            stop = len(own) - max(logits, _LAST_TOKENS)
+            stop = len(own) - max(logits, LAST_TOKENS)
             found[key] = find_moved(own, max(plan.hit, sink_tokens), stop, index)
         segments = found[key]
         moved, computed = np.zeros(columns, dtype=bool), np.zeros(columns, dtype=bool)

@@ -12,18 +12,16 @@ from transformers import PreTrainedModel
 from kvboost_hf import forks
 from kvboost_hf.cache.codecs import LiveQuant, live_config, make_codec
 from kvboost_hf.cache.codecs.base import Codec
-from kvboost_hf.cache.costs import ComputePace, stored_per_computed, worth_loading
+from kvboost_hf.cache.costs import stored_per_computed
 from kvboost_hf.cache.identity.fingerprint import ModelState, model_name
-from kvboost_hf.cache.identity.walk import ModelParts
-from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_states import StateFormat
+from kvboost_hf.cache.kv.model_form import ColumnFormat
 from kvboost_hf.cache.kv.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.planning.chunks import Chunker
-from kvboost_hf.cache.planning.plan import RowPlan
 from kvboost_hf.cache.planning.report import ReuseReport
-from kvboost_hf.cache.store.indexes import Audits
+from kvboost_hf.cache.store.history import Audits, Payback, Roots, require_model
 from kvboost_hf.cache.store.integrity import IntegrityReport, check_integrity
-from kvboost_hf.cache.store.lower import BlobReader, Roots
+from kvboost_hf.cache.store.lower import BlobReader
 from kvboost_hf.cache.store.settings import (
     Starts,
     Texts,
@@ -42,13 +40,11 @@ from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.compat import KeptOnModel, ranks_of, require_cache, require_one_process, rope_regime, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
-from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.ngrams import MAX_NGRAM
 
 __all__ = ["ChunkStore", "Put", "StoredChunk", "StoredStates", "salt_bytes"]
 
 S = TypeVar("S", bound=Stored)
-_MOST_KINDS = 8  # choices of layers whose hidden states are kept, which are tried for each prompt
 
 
 class ChunkStore:
@@ -109,7 +105,6 @@ class ChunkStore:
         model = unwrapped(model)
         require_cache(model)
         self.ranks = ranks_of(model)
-        self._mark = b"rank %d of %d" % (self.ranks.rank, self.ranks.size) if self.ranks is not None else b""
         self.chunker = checked_chunker(chunker, chunk_size)
         self.salt = salt_bytes(salt)
         codec = make_codec(codec)
@@ -117,21 +112,40 @@ class ChunkStore:
         ram = checked_budget(model, max_bytes, least, self.chunker.chunk_size)
         opened = open_tiers(tiers, ram, tier_key, least_bytes=least)
         self._model = weakref.ref(model)
-        require_model = partial(_require_model, self._model)
         self.audits = Audits()
-        self._reader = BlobReader(require_model, codec, StateFormat(make_codec(state_codec)))
+        state_format = StateFormat(make_codec(state_codec))
+        self._reader = BlobReader(partial(require_model, self._model), codec, state_format)
         if self.ranks is not None:
             self._reader.column_format  # noqa: B018  # it may run the model, as all ranks do now
         # What other processes may ask for is always stored; nobody else asks for the name of the model.
         lower = LowerTiers(opened.lower, opened.opened)
         name, pays_for = (model_name(model), None) if lower else (b"", stored_per_computed(model))
         self._records = records = TieredRecords(
-            opened.ram, checked_share(state_share), opened.device, lower, name, self._reader, pays_for, self.chunker
+            opened.ram,
+            checked_share(state_share),
+            opened.device,
+            lower,
+            name,
+            self._reader,
+            Payback(pays_for, model),
+            self.chunker,
+        )
+        ranks = b"rank %d of %d" % (self.ranks.rank, self.ranks.size) if self.ranks is not None else b""
+        self._roots = Roots(
+            model,
+            self._reader,
+            records.lock,
+            records.history,
+            records.lower,
+            records.drop,
+            require_open=records.require_open,
+            mark=ranks,
         )
         self._lock = self._records.lock
         # The verbs of caches, the server and tools: nobody else knows records, and they know no store.
         self.require_open, self.wait_for_others = records.require_open, records.wait_for_others
         self.view, self.moved_index, self.chain = records.view, records.moved_index, records.chain
+        self.root, self.hidden_kinds, self.worth = self._roots.root, self._roots.hidden_kinds, records.worth
         self.fetch, self.lose = records.fetch, records.lose
         self.held, self.entries, self.places = records.held, records.entries, records.places
         self.made_with = records.made_with
@@ -145,13 +159,8 @@ class ChunkStore:
         self.holds, self.is_in_memory = records.holds, records.memory.__contains__
         self.beginning, self.pin, self.let_go = records.beginning, records.pin, records.let_go
         self.pinned_bytes, self.has_pinned = records.pinned_bytes, records.has_pinned
-        self.hidden_kinds: tuple[tuple[int, ...], ...] = ()  # the layers whose hidden states were kept of some text
-        self._follower = weakref.ref(ModelState.of(model).fingerprint)  # it may hold hooks that hold the model
-        self._last: tuple[tuple[Any, ...], bytes] | None = None  # what the last root was derived from, and it
-        self._roots: Roots | None = Roots(self._records.history, self._records.lower, self._records.drop)
-        self._pace = ComputePace.of(model)
         if lower:  # now, for it takes a moment
-            self._pace.seconds_per_token(model)
+            records.payback.seconds_per_token  # noqa: B018
             self._reader.look_at_model()
         self._close_tiers = weakref.finalize(self, lower.close)
 
@@ -160,48 +169,6 @@ class ChunkStore:
             "A ChunkStore can be neither pickled nor copied: it belongs to a model in this process. Make a new one, "
             "which finds what this one keeps in tiers on disk and on servers."
         )
-
-    # Roots
-
-    def root(
-        self,
-        salt: bytes,
-        regime: bytes = b"",
-        *,
-        read_all: bool = False,
-        hidden_layers: tuple[int, ...] = (),
-        seen: ModelParts | None = None,
-    ) -> bytes | None:
-        """The key that all chains of the model, as it is now, start from; None for a store that keeps nothing.
-
-        Args:
-            salt: Whose prompts they are.
-            regime: Names the rotary frequencies that are in force (`compat.rope_regime`).
-            read_all: Read every weight to tell whether one has changed.
-            hidden_layers: The layers whose hidden states are kept beside K/V, by their numbers or `LAST`.
-            seen: What was just found in the model, or None to look at it.
-        """
-        self.require_open()
-        if self._roots is None:
-            return None
-        if hidden_layers and hidden_layers not in self.hidden_kinds:
-            self.hidden_kinds = (*self.hidden_kinds[1 - _MOST_KINDS :], hidden_layers)
-        model, codec = self._require_model(), self._reader.codec.name + self._reader.state_format.mark
-        follower = self._follower() or ModelState.of(model).fingerprint
-        regime += self._mark
-        with self._lock:
-            found = follower.durable(model, full=read_all, found=seen) if self._roots.last else None
-            if isinstance(found, str):
-                self._roots.note_reason(found)
-            durable = isinstance(found, bytes)
-            if not isinstance(found, bytes):
-                found = follower.current(model, full=read_all, found=seen)
-            derived_from = found, salt, regime, codec, read_all, hidden_layers, follower.age
-            if self._last is None or self._last[0] != derived_from:
-                how: dict[str, Any] = {"read_all": read_all, "hidden_layers": hidden_layers, "durable": durable}
-                root = self._roots.derive(model, found, salt, regime, codec, age=follower.age, **how)
-                self._last = derived_from, root
-            return self._last[1]
 
     def without_room(self, *, with_roots: bool = True) -> "ChunkStore":
         """A store that takes no chunks in: its caches compute, and keep, all columns.
@@ -212,7 +179,7 @@ class ChunkStore:
         """
         chunker = Uncut() if with_roots else self.chunker
         store = ChunkStore(self._require_model(), chunker=chunker, max_bytes=2**62)
-        store._roots, store.codec = self._roots if with_roots else None, self.codec
+        store._roots.noted_by, store.codec = self._roots if with_roots else None, self.codec
         store._reader.state_format = self.state_format
         return store
 
@@ -242,15 +209,6 @@ class ChunkStore:
         """The name of the codecs, if what comes out of one is not what was computed; else None."""
         is_exact = self.codec.lossless and self.state_format.codec.lossless
         return None if is_exact else self.codec.name + self.state_format.mark
-
-    def worth(self, plan: RowPlan) -> RowPlan:
-        """The plan without what would take longer to load than to compute."""
-        if all(segment.chunk.found is None for segment in plan.segments if isinstance(segment.chunk, StoredChunk)):
-            return plan
-        trimmed = worth_loading(plan, self._pace.seconds_per_token(self._require_model()))
-        with self._lock:
-            self._records.counts["not_worth_loading"] += plan.hit - trimmed.hit
-        return trimmed
 
     @property
     def owing(self) -> list[str]:
@@ -440,7 +398,7 @@ class ChunkStore:
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""
-        return self._records.stats(self.audits, self.codec.name + self.state_format.mark, self._seconds_per_token())
+        return self._records.stats(self.audits, self.codec.name + self.state_format.mark)
 
     @property
     def max_bytes(self) -> int:
@@ -490,19 +448,8 @@ class ChunkStore:
         salt, regime = self._records.history.salt_of(stored.root), rope_regime(self._require_model(), tokens)
         return salt is not None and regime is not None and self.root(salt, regime) == stored.root
 
-    def _seconds_per_token(self) -> float | None:
-        model = self._model()
-        return self._pace.seconds_per_token(model) if self._records.lower and model is not None else None
-
     def _require_model(self) -> PreTrainedModel:
-        return _require_model(self._model)
-
-
-def _require_model(ref: "weakref.ref[PreTrainedModel]") -> PreTrainedModel:
-    model = ref()
-    if model is None:
-        raise StoreClosedError("The model that this ChunkStore was made for no longer exists. Make a new store.")
-    return model
+        return require_model(self._model)
 
 
 class _DefaultStore(KeptOnModel):

@@ -11,7 +11,8 @@ from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.planning.chunks import KEY_BYTES, Tokens, content_only_key, prefix_key, states_key
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
-from kvboost_hf.cache.store.indexes import ContentIndexes, Payback
+from kvboost_hf.cache.store.history import Payback
+from kvboost_hf.cache.store.indexes import ContentIndexes
 from kvboost_hf.cache.store.lower import LowerMemory
 from kvboost_hf.cache.store.memory import HostMemory, Reservation
 

@@ -1,36 +1,34 @@
 """The tiers below host memory as a store sees them: chunks and states of one model, under roots that last."""
 
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs.base import Codec
-from kvboost_hf.cache.identity.foreign import library_versions
-from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateFormat
-from kvboost_hf.cache.kv.model_form import ChunkForms, ModelForm, read_kv, read_states
-from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_key, unloaded
-from kvboost_hf.cache.planning.chunks import root_key
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS
-from kvboost_hf.cache.store.indexes import History, remember
+from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnFormat, ModelForm, read_kv, read_states
+from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
+from kvboost_hf.cache.planning.chunks import Chunker, Tokens, prefix_key
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, Chunk, SavedState
+from kvboost_hf.cache.store.memory import HostMemory
 from kvboost_hf.cache.tiers.base import Entry, Kind, MadeWith
 from kvboost_hf.cache.tiers.below import Found, LowerTiers, MeasuredTier
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
-from kvboost_hf.compat import LAST, attn_implementation, cache_layers, key_rotation, known_reason
-
-_log = logging.getLogger("kvboost_hf")
+from kvboost_hf.compat import cache_layers, key_rotation, known_reason
 
 _LISTED_ANEW_AFTER = 10.0  # seconds after which other processes are asked for new content again
 
 S = TypeVar("S", bound=Stored)
+K = TypeVar("K")
+V = TypeVar("V")
+_REMEMBERED = 65_536  # keys
 
 
 class BlobReader:
@@ -146,12 +144,16 @@ class LowerMemory:
 
     # Looking up
 
-    def keep(self, root: bytes, made_with: MadeWith) -> None:
-        """From now on, write what is stored under a root, and find what is there, as `note_root` says."""
-        self._durable_roots[root] = made_with
+    def keep(self, root: bytes, made_with: MadeWith, fingerprint: bytes, hidden_layers: tuple[int, ...]) -> None:
+        """From now on, write what is stored under a root, and find what is there.
 
-    def note_root(self, root: bytes, fingerprint: bytes, *, hidden_layers: tuple[int, ...] = ()) -> None:
-        """Remember which fingerprint of the model a root is of, and which hidden states are kept under it."""
+        Args:
+            root: The root.
+            made_with: What the K/V under it is made with.
+            fingerprint: The fingerprint of the model that it is of.
+            hidden_layers: The layers whose hidden states are kept under it.
+        """
+        self._durable_roots.setdefault(root, made_with)
         self._reader.note_root(root, fingerprint, hidden_layers=hidden_layers)
 
     def keeps(self, root: bytes) -> bool:
@@ -261,7 +263,7 @@ class LowerMemory:
             kind, start = Kind.STATES, 0
         else:
             kind, start = Kind.CONTENT if stored.content_only else Kind.CHUNK, stored.start
-        head = b"" if kind is Kind.CONTENT else head_key(stored.parent, stored.tokens[:HEAD_TOKENS])
+        head = b"" if kind is Kind.CONTENT else prefix_key(stored.parent, stored.tokens[:HEAD_TOKENS])
         rest = (self.model_name, stored.root, stored.parent, head, start, stored.tokens)
         return Entry(stored.key, kind, *rest, nbytes=0, made_with=self._durable_roots[stored.root])
 
@@ -297,78 +299,104 @@ class LowerMemory:
             self.tiers.announce({"kind": "cleared", "model": self.model_name.hex()})
 
 
-class Roots:
-    """Derives roots from the model and the salt, and registers them with `History` and `LowerMemory`.
-
-    When weights change, K/V of before is dropped where nothing could ever find it again: in a store without tiers.
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """A row to find chunks for.
 
     Args:
-        history: Remembers the salt of each root.
-        lower: Registers roots that other processes derive, too.
-        drop: Drops all that is stored under some roots.
-
-    Attributes:
-        last: They are to be the same in every process, where that can be.
+        tokens: All of it.
+        border: The chunk border that it is to be served from.
+        chunker: Where its chunks end.
+        stateful: Saved states are wanted, too.
     """
 
-    def __init__(self, history: History, lower: LowerMemory, drop: Callable[[set[bytes]], None]) -> None:
-        self._history, self._lower, self._drop = history, lower, drop
-        self.last = bool(lower)  # there are tiers that other processes may read
-        self._age = -1, -1  # of the model
-        self._passing: set[bytes] = set()  # roots that last as long as it stays as it is
-        self._warned: set[str] = set()
+    tokens: Tokens
+    border: Border
+    chunker: Chunker
+    stateful: bool
 
-    def derive(
-        self,
-        model: PreTrainedModel,
-        fingerprint: bytes,
-        salt: bytes,
-        regime: bytes,
-        codec: str,
-        *,
-        read_all: bool,
-        hidden_layers: tuple[int, ...],
-        durable: bool,
-        age: tuple[int, int],
-    ) -> bytes:
-        """The root of a model as it is now, which `ChunkStore.root` asks for where something is new.
+    @property
+    def borders(self) -> list[Border]:
+        """The border, and all that follow it."""
+        found = [self.border]
+        while (cut := self.chunker.next_cut(self.tokens, found[-1].at)) is not None:
+            found.append(Border(cut, prefix_key(found[-1].key, self.tokens[found[-1].at : cut])))
+        return found
 
-        Args:
-            model: The model.
-            fingerprint: That of the model.
-            salt: Whose prompts they are.
-            regime: Names the rotary frequencies, and what the live cache computes over.
-            codec: Name of the store's codec.
-            read_all: Every weight was read to tell whether one has changed.
-            hidden_layers: The layers whose hidden states are kept beside K/V, by their numbers or `LAST`.
-            durable: The fingerprint is the same in other processes.
-            age: That of the model's fingerprint.
-        """
-        kept = b"hidden states" if hidden_layers else b""
-        if hidden_layers not in ((), (LAST,)):  # of the last ones alone, releases that knew no others did not say it
-            kept += f" of {hidden_layers}".encode()
-        root = root_key(fingerprint, salt, regime + codec.encode() + kept)
-        self._history.note_root(root, salt)
-        if not durable and not read_all:
-            if age != self._age:
-                self._drop(self._passing)
-                self._age, self._passing = age, set()
-            self._passing.add(root)
-        if durable:
-            if not self._lower.keeps(root):
-                made_with = MadeWith(codec, regime.decode("latin-1"), attn_implementation(model), versions())
-                self._lower.keep(root, made_with)
-            self._lower.note_root(root, fingerprint, hidden_layers=hidden_layers)
-        return root
-
-    def note_reason(self, reason: str) -> None:
-        """Say once why K/V of the model stays in host memory, though there are tiers."""
-        if reason not in self._warned:
-            self._warned.add(reason)
-            _log.warning("K/V of this model is kept in host memory only: %s in other processes.", reason)
+    @property
+    def heads(self) -> list[bytes]:
+        """The key that the chunks behind each border share which begin as the row goes on there."""
+        ends = [(border, self.tokens[border.at : border.at + HEAD_TOKENS]) for border in self.borders]
+        return [prefix_key(border.key, head) for border, head in ends if len(head) == HEAD_TOKENS]
 
 
-@cache
-def versions() -> str:
-    """The versions that K/V depends on, for people."""
-    return "torch {}, transformers {}".format(*library_versions())
+def unloaded(found: Found) -> Stored:
+    """The record of a blob in a lower tier, which is not read yet."""
+    entry = found.entry
+    if entry.kind is Kind.STATES:
+        return StoredStates(entry.key, entry.root, entry.parent, entry.tokens, None, 0, found)
+    place = (entry.key, entry.root, entry.parent, entry.start, entry.tokens)
+    content_only, tier = entry.kind is Kind.CONTENT, found.tier.tier.name
+    return StoredChunk(*place, None, 0, content_only=content_only, found=found, tier=tier)
+
+
+class TieredView:
+    """A `ChunkIndex` of the chunks that a row can find in host memory and below it.
+
+    The lower tiers are asked for all chunks that a row may have at once, when the first one is not in host memory.
+
+    Args:
+        memory: Host memory.
+        lower: The tiers below it.
+        row: The row.
+        without: Keys of records in lower tiers that are not to be found.
+    """
+
+    def __init__(self, memory: HostMemory, lower: LowerTiers, row: Row, without: frozenset[bytes]) -> None:
+        self._memory, self._lower, self._row, self._without = memory, lower, row, without
+        self._found: dict[bytes, Stored] | None = None
+        self._alike: dict[bytes, list[Stored]] | None = None  # by head
+
+    def find(self, key: bytes, tokens: Tokens) -> Chunk | None:
+        if key in self._memory.chunks and (chunk := self._memory.find(key, tokens)) is not None:
+            return chunk
+        if self._found is None:
+            found = self._lower.find([border.key for border in self._row.borders[1:]])
+            self._found = {key: unloaded(each) for key, each in found.items() if key not in self._without}
+        below = self._found.get(key)
+        if not isinstance(below, StoredChunk) or below.content_only:
+            return None
+        return below if np.array_equal(below.tokens, tokens) else None
+
+    def siblings(self, parent: bytes, head: Tokens) -> Iterable[Chunk]:
+        near = self._memory.siblings(parent, head)
+        below = [each for each in self._like(parent, head, near) if isinstance(each, StoredChunk)]
+        return [*near, *(chunk for chunk in below if not chunk.content_only)]
+
+    def states_after(self, parent: bytes, head: Tokens) -> Iterable[SavedState]:
+        near = self._memory.states_after(parent, head)
+        return [*near, *(each for each in self._like(parent, head, near) if isinstance(each, StoredStates))]
+
+    def _like(self, parent: bytes, head: Tokens, near: Iterable[Stored]) -> list[Stored]:
+        """The records below that continue `parent` and start with `head`, but for those that are near."""
+        key = prefix_key(parent, head)
+        if self._alike is None or key not in self._alike:
+            # Of models with states all borders will be asked for, of others just this one.
+            wanted = {key, *self._row.heads} if self._row.stateful else {key}
+            self._alike = {head: [] for head in wanted} | (self._alike or {})
+            for each in self._lower.find_alike(sorted(wanted)):
+                self._alike[each.entry.head].append(unloaded(each))
+        known = self._without | {each.key for each in near}
+        return [
+            each
+            for each in self._alike[key]
+            if each.key not in known and each.parent == parent and np.array_equal(each.tokens[: len(head)], head)
+        ]
+
+
+def remember(memory: OrderedDict[K, V], key: K, value: V) -> None:
+    """Enter the newest of a bounded number of keys."""
+    memory[key] = value
+    memory.move_to_end(key)
+    if len(memory) > _REMEMBERED:
+        memory.popitem(last=False)

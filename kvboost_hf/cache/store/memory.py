@@ -11,8 +11,8 @@ import numpy as np
 
 from kvboost_hf import forks
 from kvboost_hf.cache.kv.layer_kv import LayerKV
-from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_key
-from kvboost_hf.cache.planning.chunks import Tokens, common_length, content_only_key
+from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
+from kvboost_hf.cache.planning.chunks import Tokens, common_length, content_only_key, prefix_key
 from kvboost_hf.cache.planning.eviction import Bag, EvictionOrder
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 
@@ -63,7 +63,7 @@ class HostMemory:
         """Drop all records, pinned ones too; reservations that are under way lapse."""
         self.chunks: dict[bytes, StoredChunk] = {}
         self.states: dict[bytes, StoredStates] = {}
-        self._chunks_by_head: dict[bytes, dict[bytes, None]] = {}  # `head_key` -> keys, oldest first
+        self._chunks_by_head: dict[bytes, dict[bytes, None]] = {}  # key of parent and head -> keys, oldest first
         self._states_by_head: dict[bytes, dict[bytes, None]] = {}
         self.order = EvictionOrder()
         self._holders: dict[bytes, set[bytes]] = {}  # of pinned records, by key
@@ -102,7 +102,7 @@ class HostMemory:
     def siblings(self, parent: bytes, head: Tokens) -> list[StoredChunk]:
         """Chunks that continue `parent` and start with the tokens `head`, newest first."""
         with self._lock:
-            keys = list(self._chunks_by_head.get(head_key(parent, head), ()))[-_MAX_SIBLINGS:]
+            keys = list(self._chunks_by_head.get(prefix_key(parent, head), ()))[-_MAX_SIBLINGS:]
             chunks = [self.chunks[key] for key in reversed(keys)]
         wanted = head.tobytes()
         return [chunk for chunk in chunks if chunk.tokens[: len(head)].tobytes() == wanted]
@@ -110,7 +110,7 @@ class HostMemory:
     def states_after(self, parent: bytes, head: Tokens) -> list[StoredStates]:
         """States saved in the chunk after `parent`, or at its end, that starts with `head`; newest first."""
         with self._lock:
-            keys = list(self._states_by_head.get(head_key(parent, head), ()))[-_MAX_SIBLINGS:]
+            keys = list(self._states_by_head.get(prefix_key(parent, head), ()))[-_MAX_SIBLINGS:]
             return [self.states[key] for key in reversed(keys)]
 
     def covering(self, parent: bytes, tokens: Tokens) -> bytes | None:
@@ -353,7 +353,7 @@ class HostMemory:
         if isinstance(stored, StoredChunk) and stored.content_only:
             return None
         by_head = self._states_by_head if isinstance(stored, StoredStates) else self._chunks_by_head
-        return by_head, head_key(stored.parent, stored.tokens[:HEAD_TOKENS])
+        return by_head, prefix_key(stored.parent, stored.tokens[:HEAD_TOKENS])
 
     def check_consistency(self, *, complete: bool) -> None:
         """Check bytes, keys, parents and indexes against the records.
@@ -410,6 +410,9 @@ class Reservation:
     def release(self) -> None:
         """Give the bytes back."""
         self.memory.release(self)
+
+
+DEVICE = "device"  # the name of the tier
 
 
 class DeviceMemory:

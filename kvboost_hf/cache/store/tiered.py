@@ -20,11 +20,12 @@ from kvboost_hf.cache.planning.chunks import (
     prefix_key,
 )
 from kvboost_hf.cache.planning.content_index import ContentIndex
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ChunkIndex
-from kvboost_hf.cache.store.indexes import Audits, ContentIndexes, History, Payback, Row, StoredText, TieredView
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ChunkIndex, RowPlan
+from kvboost_hf.cache.store.history import Audits, History, Payback
+from kvboost_hf.cache.store.indexes import ContentIndexes, StoredText
 from kvboost_hf.cache.store.insertion import Insertion
-from kvboost_hf.cache.store.lower import BlobReader, LowerMemory
-from kvboost_hf.cache.store.memory import DeviceMemory, HostMemory
+from kvboost_hf.cache.store.lower import BlobReader, LowerMemory, Row, TieredView
+from kvboost_hf.cache.store.memory import DEVICE, DeviceMemory, HostMemory
 from kvboost_hf.cache.tiers.base import Entry, MadeWith
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.cache.tiers.record import DamagedBlobError, read_entry
@@ -60,7 +61,7 @@ class TieredRecords:
         tiers: The tiers below host memory.
         model_name: Names the model to them, see `Entry.model`.
         reader: Reads K/V and states from blobs.
-        pays_for: How many tokens take as long to store as one takes to compute; None stores everything.
+        payback: Tells what is worth storing and loading.
         chunker: Where chunks end.
     """
 
@@ -72,12 +73,12 @@ class TieredRecords:
         tiers: LowerTiers,
         model_name: bytes,
         reader: BlobReader,
-        pays_for: int | None,
+        payback: Payback,
         chunker: Chunker,
     ) -> None:
         self._chunker = chunker
         self.lock = forks.rlock(torn=self._forget_after_fork)
-        self.payback, self.history = Payback(pays_for), History()
+        self.payback, self.history = payback, History()
         self.contents = ContentIndexes(self.lock)
         self.text = StoredText(self.history.salt_of)
         self.lower = LowerMemory(tiers, model_name, reader, self.lock, self.contents.add_below)
@@ -164,6 +165,15 @@ class TieredRecords:
         self.lower.list_content(root)
         return self.contents.of(root)
 
+    def worth(self, plan: RowPlan) -> RowPlan:
+        """The plan without what would take longer to load than to compute."""
+        if not self._has_lower:
+            return plan
+        trimmed = self.payback.worth_loading(plan)
+        with self.lock:
+            self.counts["not_worth_loading"] += plan.hit - trimmed.hit
+        return trimmed
+
     def fetch(self, wanted: Iterable[S], *, check: bool = True) -> dict[bytes, S]:
         """Load records that are in lower tiers only.
 
@@ -179,7 +189,7 @@ class TieredRecords:
         for each in wanted:
             if self.device.max_bytes and isinstance(each, StoredChunk):
                 if (near := self.device.get(each.key)) is not None:
-                    fetched[each.key] = replace(each, loaded=near, on_device=True)
+                    fetched[each.key] = replace(each, loaded=near, tier=DEVICE)
                     continue
             (below if each.loaded is None else fetched).setdefault(each.key, each)
         if not below:
@@ -235,7 +245,7 @@ class TieredRecords:
                 self.memory.use(here, by_content=moved)
             self.counts["hits"] += len(chunks)
             self.counts["misses"] += missed
-            if chunks:
+            if chunks and self.payback.pays_for is not None:
                 self.payback.note_served(sum(len(chunk.tokens) for chunk in chunks))
         if self._has_lower and (durable := [each.key for each in used if self.lower.keeps(each.root)]):
             self.lower.tiers.touch(durable)
@@ -248,7 +258,7 @@ class TieredRecords:
         right = [each for each in used if each.loaded is not None and each.key not in self.insertion.offences]
         if self.device.max_bytes:
             for each in right:
-                if isinstance(each, StoredChunk) and not each.on_device:
+                if isinstance(each, StoredChunk) and each.tier != DEVICE:
                     with suppress(DamagedBlobError):  # whoever reads it next finds out
                         self.device.put(each.key, each.kv)
         if below := [each for each in right if each.found is not None]:
@@ -499,19 +509,18 @@ class TieredRecords:
         """Where each lower tier is, for people, by its name."""
         return {tier.tier.name: tier.tier.location for tier in self.lower.tiers.tiers}
 
-    def stats(self, audits: Audits, codec: str, seconds_per_token: float | None) -> dict[str, Any]:
+    def stats(self, audits: Audits, codec: str) -> dict[str, Any]:
         """Counts and bytes by tier, as `ChunkStore.stats()` returns them.
 
         Args:
             audits: Those of the store.
             codec: The name of its codec.
-            seconds_per_token: How long the model computes a token; None where it is not known.
         """
         memory, device, lower = self.memory, self.device, self.lower
         with self.lock:
             chunks = memory.chunks.values()
             ram = {"chunks": len(chunks), "bytes": memory.nbytes, "max_bytes": memory.max_bytes}
-            near = {**({"device": device.stats()} if device.max_bytes else {}), "ram": ram}
+            near = {**({DEVICE: device.stats()} if device.max_bytes else {}), "ram": ram}
             return {
                 **ram,
                 "pinned_chunks": len(memory.pinned_keys()),
@@ -526,7 +535,7 @@ class TieredRecords:
                 "loaded": lower.loaded,
                 "lost": lower.lost,
                 "codec": codec,
-                "seconds_per_token": seconds_per_token,
+                "seconds_per_token": self.payback.seconds_per_token if lower else None,
                 "tiers": {**near, **lower.tiers.stats()},
             }
 

@@ -1,24 +1,25 @@
 """The tiers below host memory as one: where to find a blob, how long reading it takes, and the thread that writes."""
 
+import json
 import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
 
 from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import KEY_BYTES
-from kvboost_hf.cache.tiers.base import Entry, Failures, Kind, Tier
-from kvboost_hf.cache.tiers.notices import NoticeBoard, Told
+from kvboost_hf.cache.tiers.base import Entry, Failures, Kind, NoticeBoard, Tier
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
 
 _log = logging.getLogger("kvboost_hf")
@@ -30,6 +31,7 @@ _PROBED = 16  # blobs that are looked at for one that is large enough to be time
 _LEAST_BYTES = 2**16  # less says more of latency
 _MAX_COUNT = 2**48  # of tokens or bytes
 _MAX_OWED = 65_536  # deletions and notices
+_REMEMBERED = 65_536  # ids of notices
 _WEIGHT = 0.2  # of the newest measurement in a running average
 
 
@@ -152,6 +154,39 @@ class MeasuredTier:
             self.seconds_per_byte = (time.perf_counter() - start) / blob.entry.nbytes
 
 
+class Told:
+    """Writes notices, and reads those of others: each once, on however many boards it is.
+
+    Not safe to use from several threads at once.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, None] = OrderedDict()  # ids
+
+    def write(self, notice: Mapping[str, Any]) -> bytes:
+        """A notice of this process."""
+        id = uuid4().hex
+        self._note(id)
+        return json.dumps({**notice, "id": id}).encode()
+
+    def read(self, written: bytes) -> dict[str, Any] | None:
+        """A notice of somebody else; None for one that is known, or was not written by `write`."""
+        try:
+            notice = json.loads(written)
+        except (ValueError, RecursionError):
+            return None
+        id = notice.pop("id", None) if isinstance(notice, dict) else None
+        if not isinstance(id, str) or id in self._known:
+            return None
+        self._note(id)
+        return dict(notice)
+
+    def _note(self, id: str) -> None:
+        self._known[id] = None
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+
+
 class LowerTiers:
     """All tiers below host memory, the nearest first.
 
@@ -167,13 +202,18 @@ class LowerTiers:
         self._opened = opened
         self.tiers = [MeasuredTier(tier) for tier in tiers]
         self._lock = forks.lock()
-        self._worker = forks.Worker("kvboost_hf-tiers", self._note_thread)
-        self._thread: int | None = None
-        self._waiting = 0
-        self._last: Future[None] | None = None
+        self._start_thread()
+        forks.in_child(self._start_thread)
         self._closed = False
         self._told, self._telling = Told(), forks.lock()
         self.refused = 0  # writes for which too much was waiting
+
+    def _start_thread(self) -> None:
+        """Have a thread; in a forked process another one, where nothing is left of what the last one was to do."""
+        self._executor = ThreadPoolExecutor(1, "kvboost_hf-tiers", self._note_thread)
+        self._thread: int | None = None
+        self._last: Future[None] | None = None
+        self._waiting = 0
 
     def __bool__(self) -> bool:
         return bool(self.tiers)
@@ -223,7 +263,6 @@ class LowerTiers:
         if not tiers:
             return True
         with self._lock:
-            self._start_over_after_fork()
             if self._closed:
                 return False
             if self._waiting and self._waiting + nbytes > _MAX_WAITING:
@@ -299,19 +338,12 @@ class LowerTiers:
         with self._lock:
             if self._closed:
                 return
-            self._start_over_after_fork()
             with suppress(RuntimeError):  # at the end of the interpreter, no more is taken
-                self._last = self._worker.submit(_logged, job)
-
-    def _start_over_after_fork(self) -> None:
-        """Threads do not live on in a forked process, nor what they were to do."""
-        if self._worker.is_lost:
-            self._last, self._waiting = None, 0
+                self._last = self._executor.submit(_logged, job)
 
     def flush(self) -> None:
         """Wait until all that was given to the thread is done."""
         with self._lock:
-            self._start_over_after_fork()
             last = self._last if threading.get_ident() != self._thread else None
         if last is not None:
             last.exception()
@@ -323,8 +355,8 @@ class LowerTiers:
         with self._lock:
             self._closed = True
             if own:
-                self._worker.submit(self._close_opened)
-        self._worker.shutdown(wait=not own)
+                self._executor.submit(self._close_opened)
+        self._executor.shutdown(wait=not own)
         if not own:
             self._close_opened()
 

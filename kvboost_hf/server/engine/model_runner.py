@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from kvboost_hf.assisted.heads import hidden_bytes
 from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.layers.stateful import states_of
 from kvboost_hf.cache.reuse import ChunkReuseCache
@@ -211,8 +212,10 @@ def row_state_bytes(model: PreTrainedModel) -> int:
 
 
 def live_token_bytes(model: PreTrainedModel, draft: PreTrainedModel | None = None) -> int:
-    """Bytes of K/V of one token of a running request; of a draft, too."""
-    return _COPIES * bytes_per_token(model) + (bytes_per_token(draft) if draft is not None else 0)
+    """Bytes of K/V of one token of a running request; of a draft, and of hidden states that it reads, too."""
+    if draft is None:
+        return _COPIES * bytes_per_token(model)
+    return _COPIES * bytes_per_token(model) + bytes_per_token(draft) + hidden_bytes(draft)
 
 
 def tokens_that_fit(

@@ -180,7 +180,8 @@ class Decoding:
             said = task.joined - len(task.job.ids)
             ids = torch.tensor([task.ids[said : said + new]], device=self._runner.device)
             positions = torch.arange(task.joined, task.joined + new, device=self._runner.device)[None]
-            task.cache.extend(ids, positions, self._batch.read(place, new), self._batch.read_states(place))
+            states, hidden = self._batch.read_states(place), self._batch.read_hidden(place, new)
+            task.cache.extend(ids, positions, self._batch.read(place, new), states, hidden=hidden)
 
     def remove(self, task: Task) -> None:
         """Remove a task; in the batch the last row takes the place of its row."""
@@ -202,7 +203,7 @@ class Decoding:
         # Moved chunks are computed for the one text that they are in.
         owner = task.job.salt if task.cache.policy.mode == "exact" else task
         cache, tokens = task.cache, [*task.job.ids, *task.ids[:-1]]
-        self._batch.join(cache.read(), tokens, owner, cache.read_states())
+        self._batch.join(cache.read(), tokens, owner, cache.read_states(), cache.kept_layers)
 
     def _leave_batch(self, task: Task) -> None:
         self.sync(task)
@@ -224,6 +225,11 @@ class Speculation:
     def figures(self) -> dict[str, float]:
         """Figures of all rounds of the draft model; none without one."""
         return self._drafts.figures if self._drafts is not None else {}
+
+    def note_step(self, tasks: int) -> None:
+        """Note a step that gives each of so many tasks one token."""
+        if self._drafts is not None and tasks > 1:
+            self._drafts.note_shared(tasks)
 
     def round(self, task: Task) -> Round | None:
         """The next forward of an answer, if it may give several tokens; None for one token by plain decoding.

@@ -33,7 +33,7 @@ from kvboost_hf.server.engine.phases import Decoding, Prefill, Round, Speculatio
 from kvboost_hf.server.engine.sessions import SessionTable
 from kvboost_hf.server.engine.task import MORE_TOKENS, SessionRecord, Task
 from kvboost_hf.server.generation.sampling import choose_rows
-from kvboost_hf.server.generation.speculation import Drafts
+from kvboost_hf.server.generation.speculation import Drafts, keeping_states
 from kvboost_hf.server.jobs import ConstraintError, FinishReason, Job, Listener, Session, SessionChange, TokenLogprob
 from kvboost_hf.server.protocol import UNLIMITED, DrainingError, ModelCard, TooLongError, UnreachableTierError
 
@@ -54,8 +54,9 @@ class ModelEngine:
         policy: How stored K/V may be used; None for exact reuse.
         live_quant: The codec of K/V of running jobs, each of which then has a cache of its own; None for K/V as the
             model computes it.
-        draft: A smaller model with the same vocabulary, or a `LookupAssistant`, which drafts tokens for a job that
-            runs alone; None for no drafts.
+        draft: A smaller model with the same vocabulary, heads that `load_assistant` has prepared for `model`, or a
+            `LookupAssistant`, which drafts tokens for a job that runs alone; None for no drafts. With heads, the
+            hidden states that they read are kept of all texts.
         draft_trees: The size of its trees of drafts; None for the default.
         clients: Names of clients whose sessions at other servers with the same tiers are to be listed before they ask.
         clock: Seconds since 1970, for what is kept of sessions.
@@ -85,10 +86,11 @@ class ModelEngine:
         self._limits, self._card = EngineLimits(**limits), ModelCard.of(model)
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._max_model_len = int(self._limits.max_model_len or positions or UNLIMITED)
-        store, policy = store if store is not None else ChunkStore(model), policy or ReusePolicy()
+        store = store if store is not None else ChunkStore(model)
+        policy = keeping_states(policy or ReusePolicy(), draft, live_quant)
         self._runner = ModelRunner(model, store, policy, live_quant, self._max_model_len)
         reason = self._runner.lending_reason
-        drafts = Drafts.of(model, reason, draft, draft_trees) if draft is not None else None
+        drafts = Drafts.of(model, reason, draft, draft_trees, policy) if draft is not None else None
         self._ahead = Speculation(self._runner, drafts)
         self._intake, self._sessions = Intake(self._limits), SessionTable(self._runner, clock, clients)
         self._prefill, self._decoding = Prefill(self._runner), Decoding(self._runner)
@@ -360,6 +362,7 @@ class ModelEngine:
             self._fail(tasks, error)
             return
         self._counts["steps"] += 1
+        self._ahead.note_step(len(tasks))
         self._choose(tasks, logits)
 
     def _run_ahead(self, task: Task, ahead: Round) -> None:

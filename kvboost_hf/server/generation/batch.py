@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttenti
 
 from kvboost_hf.cache.layers.base import LayerState
 from kvboost_hf.cache.layers.stateful import load_states, states_of, view_states
-from kvboost_hf.compat import PrivateCache, cache_layers, run_model
+from kvboost_hf.compat import PrivateCache, Shown, cache_layers, run_model
 from kvboost_hf.handles import KVHandle, PiecedKV, PieceTable
 from kvboost_hf.server.generation.prefix_tree import PrefixTree
 
@@ -169,6 +169,31 @@ class _RowStates:
         return view_states(self._layer, row)
 
 
+class _RowHidden:
+    """Hidden states of the tokens that a row was decoded to since it joined.
+
+    Args:
+        layers: The layers whose states are kept, by their numbers or `LAST`.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = tuple(layers)
+        self._steps: list[dict[int, torch.Tensor]] = []  # by layer, [1, 1, hidden_size]
+
+    def append(self, shown: Shown, row: int) -> None:
+        """Keep what a step has shown of a row."""
+        if self.layers:
+            states = {layer: found for layer in self.layers if (found := shown.of(layer)) is not None}
+            self._steps.append({layer: found[row : row + 1].clone() for layer, found in states.items()})
+
+    def read(self, tokens: int) -> dict[int, torch.Tensor]:
+        """Of each layer, the states [1, tokens, hidden_size] of the last `tokens`; none if some were not shown."""
+        steps = self._steps[len(self._steps) - tokens :] if 0 < tokens <= len(self._steps) else []
+        if not steps or any(len(step) < len(self.layers) for step in steps):
+            return {}
+        return {layer: torch.cat([step[layer] for step in steps], dim=1) for layer in self.layers}
+
+
 def _room(columns: int) -> int:
     return max(_ROOM, columns // 8)
 
@@ -193,6 +218,7 @@ class BatchKV:
         self._shown: list[Any] = []  # the layers that transformers sees
         self._lengths: list[int] = []  # of each row
         self._own: list[int] = []  # those of its tokens that are in columns
+        self._kept: list[_RowHidden] = []
         self._stop = 0
         self._tree: PrefixTree[list[KeysValues]] | None = PrefixTree(least) if in_place else None
 
@@ -220,6 +246,7 @@ class BatchKV:
         tokens: Sequence[int],
         owner: Hashable = None,
         states: Sequence[LayerState | None] = (),
+        hidden: Sequence[int] = (),
     ) -> None:
         """Add a row behind the others. If it fails, the others do not change.
 
@@ -230,6 +257,8 @@ class BatchKV:
             owner: Only rows of the same owner share K/V of prefixes.
             states: For each layer, the state of the row, of which a copy is made; None for a layer without states.
                 Empty if no layer has any.
+            hidden: The layers whose hidden states are kept of the row's new tokens. The model needs
+                `hook_hidden_states` then.
         """
         states = states or [None] * len(kv)
         if not self._lengths:
@@ -251,6 +280,7 @@ class BatchKV:
                     held.add(state)
             self._lengths.append(len(tokens))
             self._own.append(own)
+            self._kept.append(_RowHidden(hidden))
             self._place()
         except BaseException:
             self._keep(rows, stop, made)
@@ -258,7 +288,7 @@ class BatchKV:
 
     def _keep(self, rows: int, stop: int, made: int) -> None:
         """Undo the addition of a row to `rows` others, in buffers that had `made` rows and ended at `stop`."""
-        del self._lengths[rows:], self._own[rows:]
+        del self._lengths[rows:], self._own[rows:], self._kept[rows:]
         if self._tree is not None and len(self._tree) > rows:
             self._tree.remove(rows)
         self._stop = stop
@@ -278,10 +308,11 @@ class BatchKV:
     @torch.no_grad()
     def leave(self, row: int) -> None:
         """Remove a row; the last one takes its place."""
-        for numbers in (self._lengths, self._own):
-            last = numbers.pop()
-            if row < len(numbers):
-                numbers[row] = last
+        listed: tuple[list[Any], ...] = (self._lengths, self._own, self._kept)
+        for each in listed:
+            last = each.pop()
+            if row < len(each):
+                each[row] = last
         if self._tree is not None:
             self._tree.remove(row)
         if not self._lengths:
@@ -303,7 +334,7 @@ class BatchKV:
 
     def clear(self) -> None:
         """Remove all rows, whatever state they were left in."""
-        self._lengths, self._own = [], []
+        self._lengths, self._own, self._kept = [], [], []
         self._drop_layers()
         if self._tree is not None:
             self._tree.clear()
@@ -359,6 +390,13 @@ class BatchKV:
         """For each layer, views of a row's state; None where it has none."""
         return [None if held is None else held.read(row) for held in self._states]
 
+    def read_hidden(self, row: int, tokens: int) -> dict[int, torch.Tensor]:
+        """Hidden states [1, tokens, hidden_size] of a row's last `tokens`, of each layer whose states are kept of it.
+
+        Only those of tokens that were appended since the row joined.
+        """
+        return self._kept[row].read(tokens)
+
     @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         """Append a token to each row; returns the logits [rows, vocab_size] for the next ones."""
@@ -370,11 +408,19 @@ class BatchKV:
         for layer in self._layers:
             if layer is not None and layer.table is not None:
                 layer.keep, in_pieces = None if even else keep, True
+        cache, found = PrivateCache(self._shown), list[Shown]()
+        if kept := {layer for row in self._kept for layer in row.layers}:
+
+            def take(shown: Shown) -> Shown:
+                found.append(shown)
+                return shown
+
+            cache.hidden_layers, cache.take_hidden_states = sorted(kept), take
         try:
             output = run_model(
                 self._model,
                 torch.tensor(tokens, device=device)[:, None],
-                PrivateCache(self._shown),
+                cache,
                 attention_mask=keep.long() if not (even or in_pieces) else None,
                 position_ids=lengths[:, None],
             )
@@ -386,5 +432,8 @@ class BatchKV:
         self._stop += 1
         self._lengths = [length + 1 for length in self._lengths]
         self._own = [own + 1 for own in self._own]
+        for shown in found:
+            for row, held in enumerate(self._kept):
+                held.append(shown, row)
         logits: torch.Tensor = output.logits[:, -1]
         return logits

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,15 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.branches import Branches
 from kvboost_hf.assisted.chains import Chain, continuing, drafting_reason, keeps_states
+from kvboost_hf.assisted.heads import Heads
+from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.limits import fitted
 from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft, TextStore
-from kvboost_hf.assisted.rounds import Drafter, Rounds, Taken, TreeDraft, follow
+from kvboost_hf.assisted.rounds import Drafter, ModelSource, Rounds, Taken, TreeDraft, follow
 from kvboost_hf.assisted.tree import ROOT, Tree
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.compat import input_device, steps_reason
-from kvboost_hf.config import DraftTreeConfig
+from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.ngrams import MAX_NGRAM, longest_match
 from kvboost_hf.server.generation.sampling import Sampler
 from kvboost_hf.server.jobs import FinishReason, Job, TokenLogprob
@@ -32,15 +35,19 @@ class Drafts:
 
     Args:
         model: Checks the drafts.
-        draft: A smaller model with the same vocabulary, or a `LookupAssistant`.
+        draft: A smaller model with the same vocabulary, heads that `load_assistant` has prepared for the model, or a
+            `LookupAssistant`.
         config: How large trees are.
 
     Raises:
-        ValueError: for a draft of another vocabulary, or that cannot compute drafted tokens in one forward.
+        ValueError: for a draft of another vocabulary or model, or that cannot compute drafted tokens in one forward.
     """
 
     def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, config: DraftTreeConfig) -> None:
-        if not isinstance(draft, LookupAssistant):
+        self._heads = Heads.known(draft)
+        if self._heads is not None:
+            self._heads.require_target(model)
+        elif not isinstance(draft, LookupAssistant):
             draft = fitted(draft, model, name="the model")
             if (reason := drafting_reason(draft)) is not None:
                 raise ValueError(
@@ -50,8 +57,10 @@ class Drafts:
         self.model, self.draft, self.config = model, draft, config
         self.rounds, self.device = Rounds(config), input_device(model)
         config_of: Any = draft.config.get_text_config(decoder=True)
-        self._positions: int | None = getattr(config_of, "max_position_embeddings", None)
+        positions = getattr(config_of, "max_position_embeddings", None)
+        self._positions: int | None = positions if self._heads is None else None
         self._failed = False
+        self._shared_tokens = 0
 
     @classmethod
     def of(
@@ -60,20 +69,38 @@ class Drafts:
         lending_reason: str | None,
         draft: PreTrainedModel,
         config: DraftTreeConfig | None,
+        policy: ReusePolicy,
     ) -> "Drafts | None":
-        """Drafts for a model; None and a warning where it, or its caches (`lending_reason`), cannot check them."""
+        """Drafts for a model; None and a warning where it, or its caches (`lending_reason`), cannot check them.
+
+        A `policy` that keeps no hidden states has nothing for heads to read.
+        """
         if (reason := checking_reason(model, lending_reason)) is not None:
             _log.warning("No drafts: a %s cannot check them, for %s.", type(model).__name__, reason)
             return None
+        if Heads.known(draft) is not None and not policy.keep_hidden_states:
+            _log.warning(
+                "No drafts: a %s reads hidden states, and the server keeps none with mode 'blend', `live_quant`, or a "
+                "model that cannot give them.",
+                type(draft).__name__,
+            )
+            return None
         return cls(model, draft, config if config is not None else DraftTreeConfig())
 
-    def drafting(self, job: Job, sampler: Sampler, store: TextStore) -> Drafter:
+    def states(self) -> TextStates | None:
+        """What takes the hidden states of one answer's text; None if the draft reads none."""
+        layers = self._heads.reads if self._heads is not None else ""
+        return TextStates(layers) if not isinstance(layers, str) else None
+
+    def drafting(self, job: Job, sampler: Sampler, store: TextStore, states: TextStates | None) -> Drafter:
         """The drafts of one answer. Of the text in a store, a job sees that of its salt."""
         growth, ends = self.rounds.growth, job.ends
+        if self._heads is not None and states is not None:
+            return self._heads.drafting(states, growth, self.config, sampler.warpers, ends)
         if isinstance(self.draft, LookupAssistant):
             return LookupDraft(self.draft.searching(store, job.salt), growth, ends)
         chains = keeps_states(self.model)
-        return TreeDraft(self.draft, self.config, growth, sampler.warpers, ends, chains=chains)
+        return TreeDraft(ModelSource(self.draft), self.config, growth, sampler.warpers, ends, chains=chains)
 
     def take(self, job: Job, said: int) -> bool:
         """Whether to draft behind the first `said` tokens of a job's answer.
@@ -90,6 +117,10 @@ class Drafts:
         self._failed = True
         _log.error("The draft model has failed: answers go on without drafts, until a restart.", exc_info=error)
 
+    def note_shared(self, tokens: int) -> None:
+        """Count tokens of a step that several requests have shared, which has no drafts."""
+        self._shared_tokens += tokens
+
     @property
     def figures(self) -> dict[str, float]:
         """Figures of all rounds so far."""
@@ -99,6 +130,8 @@ class Drafts:
             "drafted": stats.drafted,
             "accepted": stats.accepted,
             "committed_per_round": stats.committed_per_round,
+            "plain": stats.plain,
+            "shared_tokens": self._shared_tokens,
         }
 
 
@@ -140,8 +173,8 @@ class DraftedText:
     """
 
     def __init__(self, drafts: Drafts, job: Job, sampler: Sampler, store: TextStore) -> None:
-        self._drafts, self._job, self._sampler = drafts, job, sampler
-        self._drafting = _Guarded(drafts.drafting(job, sampler, store))
+        self._drafts, self._job, self._sampler, self._states = drafts, job, sampler, drafts.states()
+        self._drafting = _Guarded(drafts.drafting(job, sampler, store, self._states))
 
     def run(self, cache: ChunkReuseCache, ids: Sequence[int], add: Add) -> FinishReason | None:
         """Run one round, which adds the drafts that are right and one more token; none if the draft model fails.
@@ -157,7 +190,9 @@ class DraftedText:
         choosing = Choosing(self._sampler, add)
         text = torch.tensor([[*self._job.ids, *ids]], device=self._drafts.device)
         room = self._job.options.max_tokens - len(ids)
-        branches = branches_of(self._drafts.model, cache, text.shape[1], text.device)
+        if (states := self._states) is not None and states.stop < text.shape[1] - 1:  # of the prompt, or of a batch
+            states.append(cache.read_hidden(states.layers, states.stop) or {})
+        branches = branches_of(self._drafts.model, cache, text.shape[1], text.device, states)
         try:
             self._drafts.rounds.run(branches, self._drafting, text, room, choosing.take)
         except _DraftFailedError as failed:  # before anything was checked, or behind it: the text is as it should be
@@ -206,11 +241,38 @@ def checking_reason(model: PreTrainedModel, lending_reason: str | None) -> str |
     return lending_reason or drafting_reason(model)
 
 
-def branches_of(model: PreTrainedModel, cache: ChunkReuseCache, length: int, device: torch.device) -> Branches | Chain:
-    """Branches behind a text of `length` tokens, of which the cache holds all but the last one."""
+def branches_of(
+    model: PreTrainedModel,
+    cache: ChunkReuseCache,
+    length: int,
+    device: torch.device,
+    states: TextStates | None = None,
+) -> Branches | Chain:
+    """Branches behind a text of `length` tokens, of which the cache holds all but the last one.
+
+    `states` takes the hidden states of those that are kept.
+    """
     held: Any = cache
     held.activate_past_recording()  # or layers with a window, or with states, could not forget
-    return continuing(model, cache, torch.tensor([[length - 1]], device=device))
+    return continuing(model, cache, torch.tensor([[length - 1]], device=device), states=states)
+
+
+def keeping_states(
+    policy: ReusePolicy, draft: PreTrainedModel | None, live_quant: KVQuantConfig | None
+) -> ReusePolicy:
+    """The policy that keeps the hidden states that a draft reads, of all texts; as it is where that cannot be."""
+    heads = Heads.known(draft)
+    kept = policy.keep_hidden_states
+    if heads is None or live_quant is not None or policy.mode == "blend" or kept is True:
+        return policy
+    if kept is False:
+        raise ValueError(
+            "`keep_hidden_states` must not be False with heads as drafts, which read hidden states. Leave it out."
+        )
+    if isinstance(layers := heads.reads, str):
+        return policy
+    before = () if kept is None else (kept,) if isinstance(kept, int) else kept
+    return replace(policy, keep_hidden_states=tuple(dict.fromkeys((*before, *layers))))
 
 
 class PredictedText:

@@ -1,0 +1,146 @@
+"""Edits what a cache holds, as a prompt whose moved chunks are copies of the live layers.
+
+refuse    what cannot be moved stays as it is               `require_editable`
+plan      where the text before serves the text after       planning/edits.py, pure
+fill      and all that follows                              `Moved`, as for a prompt with stored chunks
+"""
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.forward.admission import MOVED_HIDDEN, UNKNOWN, reason_against_moving
+from kvboost_hf.cache.forward.moved import Moved, moving_of
+from kvboost_hf.cache.forward.running import CacheParts, PromptColumns, Request
+from kvboost_hf.cache.kv.layer_kv import Block, LayerKV, Place
+from kvboost_hf.cache.kv.records import StoredChunk
+from kvboost_hf.cache.live.ledger import Ledger
+from kvboost_hf.cache.live.live_kv import Behind
+from kvboost_hf.cache.planning.chunks import is_text
+from kvboost_hf.cache.planning.edits import Edited, plan_edit
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS
+from kvboost_hf.cache.planning.report import LIVE, Tally
+from kvboost_hf.cache.prompt.forward_call import ForwardInputs
+from kvboost_hf.cache.prompt.token_log import Prompt
+from kvboost_hf.compat import PrivateCache, input_device, run_model
+
+_MODE = (
+    "`edit` moves K/V, so that answers may differ from those of plain generate(): it needs a cache with mode 'blend', "
+    "and this one has 'exact'. Make it with ReusePolicy(mode='blend'), or pass the edited prompt to generate(), which "
+    "computes again what is behind the edit."
+)
+_PASS_IT = "Pass the edited prompt to generate(): what the store has of it is found by its content."
+
+
+def require_editable(parts: CacheParts) -> Ledger:
+    """The ledger of a text that can be edited where it is held.
+
+    Raises:
+        ValueError: for a cache that does not blend, and for a text that cannot be moved; the message says why.
+    """
+    live, binding, model = parts.live, parts.binding, parts.binding.model()
+    if binding.policy.mode == "exact":
+        raise ValueError(_MODE)
+    if not live.held:
+        raise ValueError("`edit` needs a cache that holds a text, and this one is empty. Pass it to generate() first.")
+    reason = live.plain_reason
+    ledger = None if reason is not None else parts.writer.storable()
+    if reason is None and (ledger is None or model is None):
+        reason = f"{UNKNOWN}, or the model has changed since"
+    if reason is None and model is not None:
+        reason = binding.reason_in_training or reason_against_moving(parts, model, media=False)
+    if reason is not None:
+        raise ValueError(f"The text of this cache cannot be edited: {reason}. {_PASS_IT}")
+    assert ledger is not None
+    if ledger.log.pads.any():
+        raise ValueError(
+            "`edit` takes rows without padding, which have their tokens in the same columns, got a batch of unequal "
+            "rows. Give each row a cache of its own."
+        )
+    if not is_text(ledger.log.columns()):
+        raise ValueError(f"A text with images, sound or video cannot be edited where it is held. {_PASS_IT}")
+    if live.hidden_layers:
+        raise ValueError(f"The text of this cache cannot be edited: {MOVED_HIDDEN}. {_PASS_IT}")
+    if gone := max(layer.first for layer in live.layers):
+        raise ValueError(
+            f"The text of this cache cannot be edited: layers with a sliding window have let go of tokens before "
+            f"{gone}. {_PASS_IT}"
+        )
+    return ledger
+
+
+def plan_live(parts: CacheParts, ledger: Ledger, text: Edited) -> Moved | None:
+    """A forward that makes an edited text of what the layers hold, which are not changed yet.
+
+    Returns:
+        The forward; None if nothing that has moved is long enough to be used.
+
+    Raises:
+        ValueError: for an edit that leaves nothing, and for ids that the model does not know.
+    """
+    model, layers = parts.binding.model(), parts.live.layers
+    assert model is not None
+    if not text.ids.shape[1]:
+        raise ValueError("An edit must leave at least one token, and this one drops all of them. Call reset().")
+    known = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
+    if (most := int(text.ids.max())) >= known:
+        raise ValueError(f"New text of `replace` must be token ids below {known}, got {most}.")
+
+    def chunk_of(row: int, start: int, stop: int) -> StoredChunk:
+        blocks: list[Block] = []
+        places: list[tuple[Place, ...] | None] = []
+        for layer in layers:
+            piece = layer.columns(row, start, stop)
+            own = tuple((len(blocks) + at, 0) for at in range(len(piece or ())))
+            blocks += [Block.raw(part[None].detach().clone()) for part in piece or ()]
+            places.append(own if piece is not None else None)
+        tokens = ledger.log.row(row)[start:stop].copy()
+        key = b"live %d %d" % (row, start)
+        return StoredChunk(key, ledger.root, b"", start, tokens, LayerKV(tuple(blocks), tuple(places)), 0, tier=LIVE)
+
+    with torch.no_grad():
+        plan = plan_edit(text, parts.binding.policy.sink_tokens, chunk_of)
+    if plan is None:
+        return None
+    ids = torch.from_numpy(text.ids).to(input_device(model))
+    inputs = ForwardInputs(ids, None, None, logits=1, verifies=False, computes_all=None)
+    prompt = PromptColumns(inputs, Prompt.of_text(text.ids), text.ids, text.first)
+    return Moved(parts, prompt, plan.reuse, moving_of(parts, model, plan), stores_whole=False)
+
+
+def cut_live(parts: CacheParts, ledger: Ledger, text: Edited) -> None:
+    """Forget what the edited text does not begin with."""
+    live, (batch, columns), held = parts.live, text.ids.shape, text.first
+    if ledger.log.length - held >= HEAD_TOKENS:
+        parts.writer.offer_tails_from(ledger, held)  # other prompts may find it
+    live.rewind(held)
+    tally = live.tally = Tally(prompt=batch * columns, live=batch * held, rows=[held] * batch)
+    tally.moved = ledger.blended.tainted_columns(held) if ledger.blended is not None else 0
+
+
+def leave_behind(parts: CacheParts, text: Edited) -> None:
+    """Leave all of the edited text that the layers do not hold to the next forward."""
+    live, (batch, columns), held = parts.live, text.ids.shape, text.first
+    if held < columns:
+        live.behind = Behind(held, torch.from_numpy(text.ids[:, held:].copy()), None)
+        live.tally.forwarded = batch * (columns - held)
+
+
+def run_live(parts: CacheParts, model: PreTrainedModel, moved: Moved) -> None:
+    """Run and record the forward of `plan_live`, behind what `cut_live` has left."""
+    cache = PrivateCache([layer.native for layer in parts.live.layers])
+    request = Request(cache, model, {}, False, True, True, True, False)
+
+    def take(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = moved.update(layer_idx, keys, values)
+        assert found is not None
+        return found
+
+    given = moved.begin(request)
+    cache.take = take
+    try:
+        output = run_model(model, cache=cache, **given)
+    finally:
+        cache.take = None
+    moved.record(output)
+    tally = parts.live.tally
+    tally.live += tally.tiers.pop(LIVE, 0)

@@ -1,0 +1,245 @@
+"""Heads that read hidden states draft for requests that run alone: warm as cold, and alone again after others."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from transformers import PreTrainedModel
+
+from kvboost_hf import ChunkStore, DraftTreeConfig, KVQuantConfig, ReusePolicy, load_assistant
+from tests import eagle
+from tests.conftest import make_model, random_ids
+from tests.internals.server import BatchKV, Finished, Job, Meter, ModelEngine, SamplingOptions, jobs, task, worker
+from tests.mtp import make_target, use_layers
+from tests.parity.test_eagle import watched as eagle_watched
+from tests.parity.test_own_heads import Rounds, assert_alike, make_blocks, watched
+from tests.server.conftest import Serve
+from tests.server.test_worker import Told, numbers
+
+TREES = DraftTreeConfig(policy="tree")  # of a size that does not depend on how long anything takes
+PROMPT = random_ids(120, seed=3)[0].tolist()
+COUNT = 32
+
+Make = Callable[..., ModelEngine]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[ModelEngine] = []
+
+    def engine(model: PreTrainedModel, **told: Any) -> ModelEngine:
+        told = {"store": ChunkStore(model, chunk_size=16), "prefill_chunk_size": 64, "draft_trees": TREES, **told}
+        made.append(ModelEngine(model, numbers(), **told))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.close()
+
+
+def job(ids: list[int] = PROMPT, count: int = COUNT, **options: Any) -> Job:
+    return Job(ids=ids, options=SamplingOptions(max_tokens=count, seed=0, **options))
+
+
+def run(engine: ModelEngine, asked: Job) -> tuple[Finished, dict[str, float]]:
+    """The end of a job, and what it has added to the counts of drafts."""
+    before, told = engine.stats()["speculation"], Told()
+    engine.submit(asked, told)
+    assert told.end.error is None
+    after = engine.stats()["speculation"]
+    return told.end, {name: after[name] - before[name] for name in before if name != "committed_per_round"}
+
+
+@pytest.fixture(params=["glm4_moe", "glm4_moe 2", "deepseek_v3", "mimo_v2_flash", "blocks", "blocks with windows"])
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, str]:
+    """A model, its heads, and the argument by which they are given hidden states."""
+    if request.param.startswith("blocks"):
+        model = make_model("gemma2" if "windows" in request.param else "deep_llama")
+        return model, load_assistant(make_blocks(model, [0, 1]), target=model), "context_hidden_states"
+    family, _, layers = request.param.partition(" ")
+    model = make_target(family, int(layers or 1))
+    use_layers(model, monkeypatch)
+    return model, load_assistant(model), "last_hidden_states"
+
+
+def test_warm_is_as_cold(pair: tuple[Any, Any, str], make: Make) -> None:
+    """The tokens of plain decoding, and the same drafts, as many accepted, from the same hidden states."""
+    model, heads, name = pair
+    plain, engine, seen = make(model), make(model, draft=heads), list[tuple[Rounds, dict[str, float]]]()
+    for least in (0, len(PROMPT) - 2):
+        wanted, _ = run(plain, job())
+        with watched(heads, name) as rounds:
+            end, counts = run(engine, job())
+        assert end.ids == wanted.ids
+        assert end.cached_tokens == wanted.cached_tokens >= least
+        assert end.computed_tokens == wanted.computed_tokens
+        seen.append((rounds, counts))
+    (cold, counted), (warm, again) = seen
+    assert_alike(warm, cold)
+    assert again == counted
+    assert counted["rounds"] + counted["accepted"] + counted["plain"] == COUNT - 1
+    assert 0 < counted["drafted"]
+    assert counted["shared_tokens"] == 0
+    stock = {"assistant_model": heads, "max_new_tokens": COUNT, "do_sample": False}
+    with watched(heads, name) as rounds:
+        model.generate(random_ids(120, seed=3), **stock)
+    drafts = zip(rounds.drafts, warm.drafts, strict=False)  # at the end there is no room for all of them here
+    assert all(ours == theirs[: len(ours)] for theirs, ours in drafts)
+
+
+def test_tokens_of_these_heads_are_accepted(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    model = make_target("glm4_moe")
+    use_layers(model, monkeypatch)
+    engine = make(model, draft=load_assistant(model))
+    counts = [run(engine, job(random_ids(40, seed=seed)[0].tolist()))[1] for seed in range(4)]
+    assert 0 < sum(each["accepted"] for each in counts) < sum(each["drafted"] for each in counts)
+    assert b'figure="speculation.shared_tokens"' in Meter(engine).page()
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.8}, {"temperature": 1.0, "top_k": 5}, {"logprobs": 2}])
+def test_ways_to_choose(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    model = make_target("glm4_moe", 2)
+    use_layers(model, monkeypatch)
+    plain, engine = make(model), make(model, draft=load_assistant(model))
+    for _ in range(2):
+        assert run(engine, job(**options))[0].ids == run(plain, job(**options))[0].ids
+
+
+def test_alone_again_after_a_batch(pair: tuple[Any, Any, str], monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    """Tokens that were decoded together with others have their hidden states: heads go on, and the store has them."""
+    model, heads, name = pair
+    plain, engine = make(model), make(model, draft=heads)
+    other = random_ids(50, seed=8)[0].tolist()
+    wanted = [run(plain, asked)[0].ids for asked in (job(count=64), job(other, count=20))]
+    slow, step = list[int](), BatchKV.step
+
+    def noted(self: BatchKV, tokens: Any) -> Any:
+        slow.append(len(tokens))
+        return step(self, tokens)
+
+    monkeypatch.setattr(BatchKV, "step", noted)
+    for _ in range(2):
+        slow.clear()
+        told, late = Told(), Told()
+        with watched(heads, name) as rounds:
+            engine.submit(job(count=64), told)
+            while len(told.events) < 2:  # it has begun alone
+                time.sleep(0.001)
+            engine.submit(job(other, count=20), late)
+            assert [told.end.ids, late.end.ids] == wanted
+        assert 2 in slow
+    assert rounds.shown
+    figures = engine.stats()["speculation"]
+    assert figures["shared_tokens"] >= 2 * slow.count(2)
+    text = [*PROMPT, *wanted[0]]
+    end, counts = run(engine, job(text, count=8))
+    same, _ = run(plain, job(text, count=8))
+    assert (end.ids, end.computed_tokens) == (same.ids, same.computed_tokens)
+    assert counts["drafted"] > 0
+    assert engine.store.check_integrity().wrong == 0
+
+
+def test_a_policy_that_keeps_logits_keeps_them_in_batches(make: Make) -> None:
+    """As above, without drafts."""
+    model, computed = make_model(), list[int]()
+    for kept in (False, True):
+        engine, told = make(model, policy=ReusePolicy(keep_logprobs=kept)), [Told(), Told()]
+        for seed, each in enumerate(told):
+            engine.submit(job(random_ids(30, seed=seed)[0].tolist(), count=40), each)
+        text = [*random_ids(30, seed=0)[0].tolist(), *told[0].end.ids]
+        assert told[1].end.error is None
+        computed.append(run(engine, job(text, count=2))[0].computed_tokens)
+    assert computed[0] == computed[1] < 16
+
+
+def test_set_aside_and_resumed(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    for part in (jobs, task):
+        monkeypatch.setattr(part, "FIRST_TOKENS", 64)
+    monkeypatch.setattr(task, "_SPARE_TOKENS", 4)
+    monkeypatch.setattr(worker, "MORE_TOKENS", 16)
+    model = make_target("glm4_moe")
+    use_layers(model, monkeypatch)
+    plain, engine = make(model), make(model, draft=load_assistant(model), max_live_tokens=240)
+    long = [job(random_ids(20, seed=seed)[0].tolist(), count=130) for seed in range(2)]
+    told = [Told(), Told()]
+    for each, listener in zip(long, told, strict=True):
+        engine.submit(each, listener)
+    assert [each.end.ids for each in told] == [run(plain, each)[0].ids for each in long]
+    assert engine.stats()["set_aside"] > 0
+    assert engine.stats()["speculation"]["rounds"] > 0
+
+
+@pytest.mark.parametrize("how", [{"policy": ReusePolicy(mode="blend")}, {"live_quant": KVQuantConfig()}])
+def test_where_no_hidden_states_are_kept(
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_target("glm4_moe")
+    use_layers(model, monkeypatch)
+    with caplog.at_level(logging.WARNING, "kvboost_hf.server"):
+        engine = make(model, draft=load_assistant(model), **how)
+    assert sum("reads hidden states" in record.getMessage() for record in caplog.records) == 1
+    assert run(engine, job())[0].ids == run(make(model, **how), job())[0].ids
+    assert engine.stats()["speculation"] == {}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_trees_of_heads(kind: str, make: Make, tmp_path: Path) -> None:
+    """EAGLE-3: warm as cold, and alone again after a batch."""
+    model = eagle.make_target(kind)
+    heads = load_assistant(str(eagle.save_heads(tmp_path, eagle.weights_of(model))), target=model)
+    sizes = DraftTreeConfig(policy="tree", depth=4, width=3, branching=3, max_nodes=20)
+    plain, seen = make(model), list[tuple[list[list[int]], dict[str, float]]]()
+    wanted, _ = run(plain, job())
+    store = ChunkStore(model, chunk_size=16)
+    for cached in (0, len(PROMPT) - 1):  # an engine each: what is drafted depends on what was accepted before
+        engine = make(model, draft=heads, draft_trees=sizes, store=store)
+        with eagle_watched() as rounds:
+            end, counts = run(engine, job())
+        assert (end.ids, end.cached_tokens) == (wanted.ids, cached)
+        seen.append((rounds.tokens, counts))
+    assert seen[0] == seen[1]
+    assert 0 < seen[0][1]["accepted"] < seen[0][1]["drafted"]
+    told, asked = [Told(), Told()], [job(count=64), job(PROMPT[:40], count=12)]
+    engine.submit(asked[0], told[0])
+    while len(told[0].events) < 2:
+        time.sleep(0.001)
+    engine.submit(asked[1], told[1])
+    for listener, each in zip(told, asked, strict=True):
+        assert listener.end.ids == run(plain, each)[0].ids
+    assert engine.stats()["speculation"]["shared_tokens"] > 0
+    assert store.check_integrity().wrong == 0
+
+
+def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    model, other = make_target("glm4_moe"), make_target("glm4_moe")
+    use_layers(model, monkeypatch)
+    heads = load_assistant(model)
+    with pytest.raises(ValueError, match="`keep_hidden_states` must not be False with heads"):
+        make(model, draft=heads, policy=ReusePolicy(keep_hidden_states=False))
+    with pytest.raises(ValueError, match="prepared for another model than this Glm4MoeForCausalLM"):
+        make(other, draft=heads)
+
+
+def test_over_http_with_a_client(monkeypatch: pytest.MonkeyPatch, make: Make, serve: Serve) -> None:
+    model = make_target("glm4_moe")
+    use_layers(model, monkeypatch)
+    plain, engine = make(model), make(model, draft=load_assistant(model))
+    answers, cached, counts = [], [], []
+    for each, times in ((plain, 1), (engine, 3)):
+        client = openai.OpenAI(base_url=f"{serve(each).url}/v1", api_key="key", max_retries=0)
+        for _ in range(times):
+            before = each.stats()["speculation"]
+            found = client.completions.create(model="reader", prompt=PROMPT, max_tokens=COUNT, temperature=0, seed=0)
+            answers.append(found.choices[0].text)
+            details = found.usage.prompt_tokens_details if found.usage is not None else None
+            cached.append(details.cached_tokens if details is not None else None)
+            after = each.stats()["speculation"]
+            counts.append({name: after[name] - before[name] for name in before if name != "committed_per_round"})
+    assert len(set(answers)) == 1
+    assert cached == [0, 0, len(PROMPT) - 1, len(PROMPT) - 1]
+    assert counts[1] == counts[2] == counts[3]
+    assert counts[1]["drafted"] > 0
