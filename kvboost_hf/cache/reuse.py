@@ -632,7 +632,7 @@ class ChunkReuseCache(DynamicCache):
     def repair(self) -> int:
         """Compute again what moved chunks have left, until all K/V is that of plain generate(), and store it as such.
 
-        For idle moments between calls, where `ReusePolicy.progressive` has not come to an end, or is False.
+        For moments between calls, where `ReusePolicy.progressive` has not come to an end, or is False.
 
         Returns:
             How many tokens went through the model, over all rows: 0 if K/V is exact, or where they cannot be
@@ -715,6 +715,16 @@ class ChunkReuseCache(DynamicCache):
             moved.settle()
         self.catch_up()
         return torch.from_numpy(text.ids).to(input_device(model))
+
+    def repair_when_idle(self) -> None:
+        """Go on with a repair that rides, in a thread of its own, until the cache or its model is used again.
+
+        For whoever calls the model in a loop of their own: a generate() call does so when it ends.
+        """
+        self._settle_last()
+        ledger = self._live.ledger
+        if ledger is not None and ledger.blended is not None and not self._live.in_forward:
+            self._parts.idle.begin(self._parts)
 
     def store_all(self, *, pinned: bool = False) -> list[Put]:
         """Offer everything that the cache holds to the store, unfinished chunks included."""

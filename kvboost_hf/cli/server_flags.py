@@ -264,8 +264,9 @@ def _add_reuse(parser: argparse.ArgumentParser) -> None:
         "--progressive",
         action=argparse.BooleanOptionalAction,
         default=_ENGINE.progressive,
-        help="go on with the repair after the first token, until K/V is exact (default: where moved text has a seam "
-        "every 1,024 tokens or more often); not in steps that several requests share, nor with trees of drafts",
+        help="go on with the repair before the second token until K/V is exact, or never (default: along with later "
+        "tokens, as far as that is nearly free, and in idle moments, where moved text has a seam every 1,024 tokens "
+        "or more often); steps that several requests share, and trees of drafts, leave it to idle moments",
     )
     group.add_argument(
         "--sink-tokens",

@@ -16,7 +16,7 @@ from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.store.settings import DEFAULT_DISK_BYTES, parse_tier
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.compat import bytes_per_token
-from kvboost_hf.config import KVQuantConfig, ReusePolicy, require_size
+from kvboost_hf.config import KVQuantConfig, Progressive, ReusePolicy, require_size
 
 ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
@@ -63,8 +63,8 @@ class EngineSettings:
             but no more than 128 tokens for each seam.
         sink_tokens: The first tokens of a prompt, which are never moved.
         overlap_k: Tokens before each seam that every strategy computes again.
-        progressive: Go on with the repair after the first token, until answers are those of plain `generate()`; see
-            `ReusePolicy`, and for None.
+        progressive: How the repair goes on after the first token, until answers are those of plain `generate()`, as
+            `ReusePolicy` has it.
         min_prefill_saving: Chunks are moved where that saves at least so many tokens.
         prefill_chunk_size: The most prompt tokens in a forward; 0 for all at once.
         salt: Separates those who must not see each other's prompts.
@@ -92,7 +92,7 @@ class EngineSettings:
     recompute_ratio: float | None = None
     sink_tokens: int = 16
     overlap_k: int = 0
-    progressive: bool | None = None
+    progressive: Progressive | None = None
     min_prefill_saving: int = 64
     prefill_chunk_size: int = 0
     salt: str | bytes = b""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf import ChunkStore, ReusePolicy
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from tests.conftest import make_model, random_ids
 from tests.internals.cache import ComputePace
@@ -101,6 +101,25 @@ def test_a_request_chooses_how_moved_kv_is_used(reader: tuple[PreTrainedModel, A
             assert found.moved_tokens == 0
             assert text == plain(reader, ids)
         assert ask(engine, again, reuse="exact")[0].cached_tokens == len(again) - 1
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_what_moved_kv_has_left_is_repaired_between_requests(reader: tuple[PreTrainedModel, Any], batch: int) -> None:
+    """Then the next request is an exact hit; with the batch, each prompt is, that comes when the repair has ended."""
+    prompts = [reader[1].encode(head(at) + BOOK + "Who plays?") for at in ("9:41", "10:07", "11:23")]
+    with engine_of(*reader, policy=ReusePolicy(mode="blend", repair="none", progressive="ride")) as engine:
+        ask(engine, prompts[0], 2)
+        seen = ChunkReuseCache(reader[0], engine._runner.store)
+        for ids in prompts[1:]:
+            told = [Told() for _ in range(batch)]
+            for one in told:
+                engine.submit(Job(ids=ids, options=SamplingOptions(max_tokens=2)), one)
+            assert all(one.end.moved_tokens > 100 for one in told)
+            row = torch.tensor([ids])
+            until(lambda row=row, ids=ids: seen.stored_tokens(row) >= len(ids) - 16, "nothing was repaired")
+            found, text = ask(engine, ids, reuse="exact")
+            assert found.cached_tokens >= len(ids) - 16
+            assert text == plain(reader, ids)
 
 
 def test_exact_answers_beside_those_with_moved_kv() -> None:

@@ -213,6 +213,7 @@ def _repair_piece(parts: CacheParts, stop: threading.Event) -> None:
     _note_repaired(live, columns, wanted)
     if live.ledger is not None and live.ledger.blended is None:
         parts.writer.confirm(live.ledger)
+        parts.writer.offer_tails()  # nobody may use the cache again
 
 
 def _is_as_it_was(parts: CacheParts) -> bool:

@@ -181,8 +181,8 @@ class ModelRunner:
         kept = policy.keep_logprobs or policy.keep_hidden_states or policy.reproducible
         if job.reuse is None or kept or self._live_quant is not None:
             return policy
-        # A repair that goes on takes long steps, in which others wait: only the operator can ask for it.
-        progressive = policy.progressive if policy.mode == "blend" else False
+        # With `True`, others would wait for a long step: only the operator can ask for that.
+        progressive = policy.progressive if policy.mode == "blend" else "ride"
         return replace(policy, mode="blend", repair=job.reuse, audit_rate=0.0, progressive=progressive)
 
     def root_of(self, salt: bytes) -> bytes | None:

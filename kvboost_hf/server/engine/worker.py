@@ -410,6 +410,7 @@ class ModelEngine:
                     task.note_report()
                 task.cache.store_tails()
                 self._sessions.end(task)
+                task.cache.repair_when_idle()
         except Exception:
             _log.exception("K/V of a text could not be stored.")
 
