@@ -16,7 +16,6 @@ import logging
 import random
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,30 +104,35 @@ def is_right(tokenizer: Any, question: Question, found: Answer) -> bool:
     return question.truth in tokenizer.decode(found.tokens[:SHORT]).lower()
 
 
-def measured(
-    model: PreTrainedModel, tokenizer: Any, store: ChunkStore, question: Question, *, fed: bool
+def answered(
+    model: PreTrainedModel, tokenizer: Any, store: ChunkStore, question: Question
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Figures of each way for one prompt."""
-    plain = answer(model, question.ids, LONG) if fed else None
+    """What each way answers by itself."""
     for name, policy in WAYS.items():
-
-        def cache(policy: ReusePolicy | None = policy) -> Any:
-            return ChunkReuseCache(model, store, policy) if policy is not None else None
-
-        row: dict[str, float] = {}
         if name not in FED_ONLY:
-            own = answer(model, question.ids, SHORT, cache())
-            row |= {"right": float(is_right(tokenizer, question, own)), "first": own.first, "short": own.whole}
-        if plain is not None:
-            used = cache()
-            found = answer(model, question.ids, plain.tokens, used) if used is not None else plain
-            target, logs = (each.logits.double().log_softmax(-1) for each in (plain, found))
-            kl = (target.exp() * (target - logs)).sum(-1)
-            same = (plain.logits.argmax(-1) == found.logits.argmax(-1)).double()
-            row |= {"first": found.first, "short": found.times[SHORT - 1], "long": found.whole}
-            row |= {"kl_short": float(kl[:SHORT].mean()), "kl_long": float(kl.mean())}
-            row |= {"same_short": float(same[:SHORT].mean()), "same_long": float(same.mean())}
+            cache = ChunkReuseCache(model, store, policy) if policy is not None else None
+            own = answer(model, question.ids, SHORT, cache)
+            yield name, {"right": float(is_right(tokenizer, question, own)), "first": own.first, "short": own.whole}
+
+
+def fed(
+    model: PreTrainedModel, _tokenizer: Any, store: ChunkStore, question: Question
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """How far each way is from plain, to which the plain answer is fed."""
+    plain = answer(model, question.ids, LONG)
+    for name, policy in WAYS.items():
+        cache = ChunkReuseCache(model, store, policy) if policy is not None else None
+        found = answer(model, question.ids, plain.tokens, cache) if cache is not None else plain
+        target, logs = (each.logits.double().log_softmax(-1) for each in (plain, found))
+        kl = (target.exp() * (target - logs)).sum(-1)
+        same = (plain.logits.argmax(-1) == found.logits.argmax(-1)).double()
+        row = {"first": found.first, "short": found.times[SHORT - 1], "long": found.whole}
+        row |= {"kl_short": float(kl[:SHORT].mean()), "kl_long": float(kl.mean())}
+        row |= {"same_short": float(same[:SHORT].mean()), "same_long": float(same.mean())}
         yield name, row
+
+
+PARTS = {"own": answered, "fed": fed}
 
 
 def table(result: Result) -> str:
@@ -141,31 +145,37 @@ def table(result: Result) -> str:
         "it. KL and same first choices: the plain answer of 128 tokens is fed to each way, for the first prompts.",
         "Times are medians over prompts, over that of plain `generate()`.",
     ]
-    for kind, prompts in result["kinds"].items():
-        fed = [each for each in prompts if "long" in each["plain"]]
+    for kind, parts in result["kinds"].items():
+        own, fed = parts.get("own", []), parts.get("fed", [])
         lines += [
             "",
-            f"## {KINDS[kind].title}: {len(prompts)} prompts, of {len(fed)} the plain answer is fed",
+            f"## {KINDS[kind].title}: {len(own)} prompts, of {len(fed)} the plain answer is fed",
             "",
-            "| way | right | first token | 24 tokens | 128 tokens | KL, 24 | KL, 128 | same first choices, 24 | 128 |",
-            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+            "| way | right | own 24 tokens | first token | 24 tokens | 128 tokens | KL, 24 | KL, 128 | same first "
+            "choices, 24 | 128 |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         for name in WAYS:
-            asked = [each[name]["right"] for each in prompts if "right" in each[name]]
-            right = f"{sum(asked):.0f} of {len(asked)}" if asked else ""
-
-            def over(what: str, name: str = name, fed: list[Any] = fed) -> str:
-                return f"{statistics.median(each[name][what] / each['plain'][what] for each in fed):.2f}"
-
-            def mean(what: str, form: str, name: str = name, fed: list[Any] = fed) -> str:
-                return format(statistics.mean(each[name][what] for each in fed), form)
-
-            lines.append(
-                f"| {name} | {right} | {over('first')} | {over('short')} | {over('long')} "
-                f"| {mean('kl_short', '.4f')} | {mean('kl_long', '.4f')} | {mean('same_short', '.1%')} "
-                f"| {mean('same_long', '.1%')} |"
-            )
+            asked = [each for each in own if name in each]
+            right = f"{sum(each[name]['right'] for each in asked):.0f} of {len(asked)}" if asked else ""
+            cells = [
+                right,
+                over(asked, name, "short"),
+                *(over(fed, name, what) for what in ("first", "short", "long")),
+            ]
+            cells += [mean(fed, name, what, ".4f") for what in ("kl_short", "kl_long")]
+            cells += [mean(fed, name, what, ".1%") for what in ("same_short", "same_long")]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def over(prompts: list[Any], name: str, what: str) -> str:
+    """The median of a time over that of plain."""
+    return f"{statistics.median(each[name][what] / each['plain'][what] for each in prompts):.2f}" if prompts else ""
+
+
+def mean(prompts: list[Any], name: str, what: str, form: str) -> str:
+    return format(statistics.mean(each[name][what] for each in prompts), form) if prompts else ""
 
 
 def main() -> None:
@@ -183,20 +193,16 @@ def main() -> None:
     path = options.out / f"{NAME}.json"
     result: Result = json.loads(path.read_text()) if path.exists() else {"kinds": {}}
     result["provenance"] = str(provenance(f"`python benchmarks/whole_answers.py {' '.join(sys.argv[1:])}`", "cpu"))
-    for kind in options.kinds:
-        prompts = result["kinds"].setdefault(kind, [])
-        for seed in range(len(prompts) // 8, -(-options.prompts // 8)):
-            case = draw(KINDS[kind], tokenizer, seed, 8)
-            store = primed(model, tokenizer, case)
-            for number, question in enumerate(case.asked):
-                if seed * 8 + number < len(prompts):
-                    continue
-                began = time.time()
-                fed = seed * 8 + number < options.fed
-                prompts.append(dict(measured(model, tokenizer, store, question, fed=fed)))
-                right = {name: row["right"] for name, row in prompts[-1].items() if "right" in row}
-                print(kind, len(prompts), f"{time.time() - began:.0f} s", list(right.values()), flush=True)
-                write(options.out, NAME, result, table(result))
+    for part, count in (("own", options.prompts), ("fed", options.fed)):
+        for kind in options.kinds:
+            prompts = result["kinds"].setdefault(kind, {}).setdefault(part, [])
+            for seed in range(len(prompts) // 8, -(-count // 8)):
+                case = draw(KINDS[kind], tokenizer, seed, 8)
+                store = primed(model, tokenizer, case)
+                for question in case.asked[len(prompts) - seed * 8 : count - seed * 8]:
+                    prompts.append(dict(PARTS[part](model, tokenizer, store, question)))
+                    print(kind, part, len(prompts), [row.get("right") for row in prompts[-1].values()], flush=True)
+                    write(options.out, NAME, result, table(result))
     print(table(result))
 
 

@@ -76,7 +76,9 @@ class ComparedArm:
         """What the policy of a repair says of the time after the first token: `", progressive"`, or nothing."""
         if self.policy is None or self.kind != "repaired" or self.policy.progressive is None:
             return ""
-        return ", progressive" if self.policy.progressive else ", once"
+        value = self.policy.progressive
+        names = {True: ", progressive", False: ", once", "ride": ", riding"}
+        return names[value] if isinstance(value, bool | str) else f", {value} a token"
 
 
 FULL, EXACT = ComparedArm(None), ComparedArm(ReusePolicy())
@@ -123,19 +125,20 @@ def _short(codec: Codec) -> str:
 DEFAULT = ReusePolicy(mode="blend")
 _NAMED = {
     "default": DEFAULT,
+    "progressive": ReusePolicy(mode="blend", progressive=True),
     "once": ReusePolicy(mode="blend", progressive=False),
     "none": ReusePolicy(mode="blend", repair="none"),
     "selective": ReusePolicy(mode="blend", repair="selective"),
 }
-CHOSEN_ARMS = ("default", "once", "none", "selective")  # what users choose among
+CHOSEN_ARMS = ("default", "progressive", "none", "selective")  # what users choose among
 
 
 def named_policies(names: Sequence[str]) -> tuple[ReusePolicy, ...]:
     """The policies that go by these names, in their order, each once.
 
     Args:
-        names: `"default"` for `ReusePolicy(mode="blend")`, `"once"` for it without the repair after the first token,
-            `"none"` and `"selective"` for these repairs; `"query"`, `"cacheblend"` and `"first_k"` for a repair at all
+        names: `"default"` for `ReusePolicy(mode="blend")`, `"progressive"` and `"once"` for it with all of the repair
+            before the second token, and with none after the first; `"none"` and `"selective"` for these repairs; `"query"`, `"cacheblend"` and `"first_k"` for a repair at all
             ratios, or `"query:15"` for one of 15%; `"all"` for all of these.
 
     Raises:

@@ -1,11 +1,13 @@
 """Answers a prompt, from K/V in fewer bits too, and compares the logits with those of plain generate()."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf.cache.codecs import Codec, Planes, Role
 from kvboost_hf.cache.layers.quantized import QuantizedLayer
@@ -28,10 +30,25 @@ class AnswerLogits:
     Args:
         ids: New tokens.
         logits: From which they were chosen, [new tokens, vocab], float32, on the CPU.
+        times: Seconds from the call to each new token, on the host.
     """
 
     ids: list[int]
     logits: torch.Tensor
+    times: tuple[float, ...]
+
+
+class _Clock(BaseStreamer):
+    """Takes the times at which generate() hands out what."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
 
 
 def answer(
@@ -40,6 +57,7 @@ def answer(
     """Greedy generate() for one prompt, ids [1, n]."""
     ids = ids.to(input_device(model))
     generate: Any = model.generate
+    clock, began = _Clock(), time.perf_counter()
     out = generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -48,10 +66,12 @@ def answer(
         max_new_tokens=max_new_tokens,
         output_logits=True,
         return_dict_in_generate=True,
+        streamer=clock,
         **({cache_argument(model): cache} if cache is not None else {}),
     )
     logits = torch.stack([step[0].float().cpu() for step in out.logits])
-    return AnswerLogits(out.sequences[0, ids.shape[1] :].tolist(), logits)
+    times = tuple(at - began for at in clock.times[1:])  # the prompt is handed out first
+    return AnswerLogits(out.sequences[0, ids.shape[1] :].tolist(), logits, times)
 
 
 def compare(
@@ -96,6 +116,8 @@ def compare(
         bypass_reason=report.bypass_reason,
         moved_reason=report.moved_reason,
         coded_tokens=coded_tokens,
+        first_token=found.times[0] / full.times[0],
+        answer=found.times[shared - 1] / full.times[shared - 1],
     )
 
 

@@ -11,7 +11,7 @@ from kvboost_hf.verify.arms import DEFAULT
 from kvboost_hf.verify.results import ArmResult, PromptResult
 
 _HEADS = ("arm", "mean KL", "max KL", "agreement", "diverged", "from token")
-_COSTS, _READ = ("moved", "computed"), ("as codes",)
+_COSTS, _READ, _TIMES = ("moved", "computed"), ("as codes",), ("first token", "answer")
 _COLOURS = {
     "query": "#1f6fb2",
     "cacheblend": "#d9822b",
@@ -138,12 +138,12 @@ class CorrectnessReport:
 
 
 def _table(arms: Sequence[ArmResult]) -> str:
-    """One line for each arm: KL in nats, then shares; the last ones are of all prompt tokens.
+    """One line for each arm: KL in nats, shares (the last ones of all prompt tokens), and times over plain.
 
     Args:
         arms: All with K/V in fewer bits, or none.
     """
-    lines = [(*_HEADS, *(_READ if arms[0].arm.kind == "coded" else _COSTS)), *map(_cells, arms)]
+    lines = [(*_HEADS, *(_READ if arms[0].arm.kind == "coded" else _COSTS), *_TIMES), *map(_cells, arms)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
@@ -161,6 +161,7 @@ def _cells(arm: ArmResult) -> tuple[str, ...]:
         f"{arm.diverged} of {len(arm.prompts)}",
         "-" if arm.first_divergence is None else f"{arm.first_divergence}",
         *(f"{share:.1%}" for share in ((arm.coded_tokens / tokens,) if arm.arm.kind == "coded" else shares)),
+        *(f"{share:.2f}" for share in (arm.first_token, arm.answer)),
     )
 
 
@@ -333,5 +334,5 @@ def _look(label: str) -> tuple[str, str]:
     warmed = "warmed" in more
     if kind in _POINTS:
         return "#999999" if warmed else "#333333", _POINTS[kind]
-    marker = "^" if "progressive" in more else "v" if "once" in more else "o"
+    marker = "^" if "progressive" in more else "v" if "once" in more else "o" if len(more) <= warmed else "D"
     return _COLOURS[kind], f"{marker}--" if warmed else f"{marker}-"

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from kvboost_hf.config import ReusePolicy
@@ -31,6 +31,8 @@ class PromptResult:
         moved_reason: Why nothing was moved, or None.
         coded_tokens: In an arm that keeps K/V in fewer bits, tokens of the prompt that were read as codes: decoded
             from the store, or held by live quantization; with both, the fewer.
+        first_token: Time to the first new token, over that of plain `generate()`.
+        answer: Time to the last new token that both have, over that of plain `generate()`.
     """
 
     prompt: int
@@ -47,6 +49,8 @@ class PromptResult:
     bypass_reason: str | None
     moved_reason: str | None
     coded_tokens: int = 0
+    first_token: float = 1.0
+    answer: float = 1.0
 
     @property
     def mean_kl(self) -> float:
@@ -183,6 +187,16 @@ class ArmResult:
         """Computed tokens as a share of all prompt tokens."""
         return self.forwarded_tokens / sum(prompt.prompt_tokens for prompt in self.prompts)
 
+    @property
+    def first_token(self) -> float:
+        """Median over the prompts of the time to the first new token, over that of plain `generate()`."""
+        return median(prompt.first_token for prompt in self.prompts)
+
+    @property
+    def answer(self) -> float:
+        """Median over the prompts of the time of the whole answer, over that of plain `generate()`."""
+        return median(prompt.answer for prompt in self.prompts)
+
     def meets(self, max_kl: float, min_agreement: float) -> bool:
         """Whether it is close enough to plain generate(); False where anything is NaN."""
         return self.mean_kl <= max_kl and self.agreement >= min_agreement
@@ -192,6 +206,7 @@ class ArmResult:
         names = ("mean_kl", "first_token_kl", "max_kl", "agreement", "diverged", "first_divergence")
         chances = ("changed", "changed_at_most")
         costs = ("forwarded_tokens", "forwarded_share", "reused_tokens", "moved_tokens", "coded_tokens")
+        times = ("first_token", "answer")
         coding = self.arm.coding
         return {
             "name": self.name,
@@ -200,7 +215,7 @@ class ArmResult:
             "policy": asdict(self.policy) if self.policy is not None else None,
             "codec": coding.codec.name if coding is not None and coding.codec is not None else None,
             "live_quant": asdict(coding.live_quant) if coding is not None and coding.live_quant is not None else None,
-            **{name: getattr(self, name) for name in (*names, *chances, *costs)},
+            **{name: getattr(self, name) for name in (*names, *chances, *costs, *times)},
             "prompts": [asdict(prompt) for prompt in self.prompts],
         }
 

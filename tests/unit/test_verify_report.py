@@ -199,7 +199,7 @@ def test_arms_by_name() -> None:
     default, at_15 = ReusePolicy(mode="blend"), ReusePolicy(mode="blend", repair="query", recompute_ratio=0.15)
     assert named_policies(["default", "query:15", "default"]) == (default, at_15)
     assert len(named_policies(["query"])) == 6
-    assert len(named_policies(["all"])) == 22
+    assert len(named_policies(["all"])) == 23
     with pytest.raises(ValueError, match="got 'exact'"):
         named_policies(["exact"])
 
@@ -266,7 +266,9 @@ def test_compare_stops_at_the_first_token_that_differs() -> None:
     other = logits.clone()
     other[1] = torch.tensor([0.0, 1.0, 1.5])
     other[2] = 100 * torch.rand(3)
-    found = compare(0, AnswerLogits([0, 1, 0], logits), AnswerLogits([0, 2, 2], other), ReuseReport())
+    plain, ours = AnswerLogits([0, 1, 0], logits, (4.0, 5.0, 6.0)), AnswerLogits([0, 2], other[:2], (1.0, 2.5))
+    found = compare(0, plain, ours, ReuseReport())
+    assert (found.first_token, found.answer) == (0.25, 0.5)
     assert (found.first_divergence, len(found.kl), found.agreeing_steps) == (1, 2, 1)
     assert found.kl[0] == 0
     p, q = logits[1].softmax(0), other[1].softmax(0)

@@ -22,6 +22,9 @@ METHOD = Method(
     source="ours",
     about="As `progressive`, but a third of the prompt is computed again with each of the three tokens that follow "
     "the first one, however short the prompt is.",
-    settings={"15%": ReusePolicy(mode="blend"), "nothing at first": ReusePolicy(mode="blend", repair="none")},
+    settings={
+        "15%": ReusePolicy(mode="blend", progressive=True),
+        "nothing at first": ReusePolicy(mode="blend", repair="none", progressive=True),
+    },
     change=thirds,
 )
