@@ -19,7 +19,7 @@ from kvboost_hf.assisted.heads import Heads
 from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.limits import fitted, may_keep_state, vocab_size
 from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft
-from kvboost_hf.assisted.rounds import Drafter, Rounds, SpeculationStats, Taken, TreeDraft, follow
+from kvboost_hf.assisted.rounds import Drafter, ModelSource, Rounds, SpeculationStats, Taken, TreeDraft, follow
 from kvboost_hf.assisted.row_rounds import RowRounds, require_rows
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.compat import (
@@ -160,7 +160,7 @@ class TreeDecoding:
         if (heads := Heads.known(self.draft)) is None:
             return None
         heads.require_target(model)
-        if isinstance(layers := heads.reads(self.draft), str):
+        if isinstance(layers := heads.reads, str):
             raise ValueError(f"Heads read hidden states, and a {type(model).__name__} cannot give them: {layers}.")
         if config.prefill_chunk_size is not None:
             raise ValueError(
@@ -185,11 +185,11 @@ class TreeDecoding:
         """The drafts of an answer that some tokens end."""
         draft = self._draft_for(model)
         if states is not None and (heads := Heads.known(draft)) is not None:
-            return heads.drafting(draft, states, self._rounds.growth, _without_state(processors), ends)
+            return heads.drafting(states, self._rounds.growth, self.config, _without_state(processors), ends)
         if isinstance(draft, LookupAssistant):
             return LookupDraft(draft, self._rounds.growth, ends)
         return TreeDraft(
-            draft,
+            ModelSource(draft),
             self.config,
             self._rounds.growth,
             _without_state(processors),
