@@ -119,7 +119,7 @@ class Stored:
 def drafts(arm: str, stored: Stored) -> Draft:
     """Drafts at most so many tokens behind a text."""
     if arm.startswith("transformers"):
-        limits = {"num_output_tokens": 10, "max_matching_ngram_size": 2, "max_length": 100_000}
+        limits: dict[str, Any] = {"num_output_tokens": 10, "max_matching_ngram_size": 2, "max_length": 100_000}
         stock: Any = PromptLookupCandidateGenerator(**limits)
 
         def draft(ids: list[int], most: int) -> list[int]:
