@@ -64,9 +64,7 @@ from kvboost_hf.cache.planning.chunks import (
     Tokens,
     common_length,
     content_only_key,
-    find_stems,
     media_ids,
-    paths_of,
     piece_ends,
     prefix_key,
     root_key,
@@ -90,6 +88,7 @@ from kvboost_hf.cache.planning.plan import (
     plan_shared,
     trim_row,
 )
+from kvboost_hf.cache.planning.stems import find_stems, paths_of
 from kvboost_hf.cache.prompt import media
 from kvboost_hf.cache.prompt.chats import ChatTemplate
 from kvboost_hf.cache.prompt.forward_call import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, read_inputs
