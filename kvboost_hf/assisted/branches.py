@@ -219,7 +219,7 @@ class Branches:
         return len(self._tokens)
 
 
-class Continuation(Protocol):
+class Continuing(Protocol):
     """Tokens that continue what a cache holds, in a forward over lent layers."""
 
     model: PreTrainedModel
@@ -247,7 +247,7 @@ class Running:
         queries: Tokens of each row.
     """
 
-    def __init__(self, branches: Continuation, layers: list[Any], queries: int) -> None:
+    def __init__(self, branches: Continuing, layers: list[Any], queries: int) -> None:
         self.cache = PrivateCache(layers)
         self.kv: list[Pair | None] = [None] * len(layers)
         self.cache.take = _append_behind(branches, layers, self.kv)
@@ -278,7 +278,7 @@ class Running:
 
 
 def _append_behind(
-    branches: Continuation, layers: Sequence[Any], kv: list[Pair | None]
+    branches: Continuing, layers: Sequence[Any], kv: list[Pair | None]
 ) -> Callable[[int, torch.Tensor, torch.Tensor], Pair]:
     """Appends new K/V to lent layers, behind that of earlier forwards, and notes both in `kv`."""
 
