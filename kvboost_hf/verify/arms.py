@@ -137,9 +137,10 @@ def named_policies(names: Sequence[str]) -> tuple[ReusePolicy, ...]:
     """The policies that go by these names, in their order, each once.
 
     Args:
-        names: `"default"` for `ReusePolicy(mode="blend")`, `"progressive"` and `"once"` for it with all of the repair
-            before the second token, and with none after the first; `"none"` and `"selective"` for these repairs; `"query"`, `"cacheblend"` and `"first_k"` for a repair at all
-            ratios, or `"query:15"` for one of 15%; `"all"` for all of these.
+        names: `"default"` for `ReusePolicy(mode="blend")`; `"progressive"` and `"once"` for it with all of the repair
+            before the second token, and with none after the first; `"none"` and `"selective"` for these repairs;
+            `"query"`, `"cacheblend"` and `"first_k"` for a repair at all ratios, or `"query:15"` for one of 15%;
+            `"all"` for all of these.
 
     Raises:
         ValueError: for any other name.

@@ -30,12 +30,12 @@ class AnswerLogits:
     Args:
         ids: New tokens.
         logits: From which they were chosen, [new tokens, vocab], float32, on the CPU.
-        times: Seconds from the call to each new token, on the host.
+        times: Seconds from the call to each new token, on the host; empty where nobody has taken them.
     """
 
     ids: list[int]
     logits: torch.Tensor
-    times: tuple[float, ...]
+    times: tuple[float, ...] = ()
 
 
 class _Clock(BaseStreamer):
@@ -116,8 +116,8 @@ def compare(
         bypass_reason=report.bypass_reason,
         moved_reason=report.moved_reason,
         coded_tokens=coded_tokens,
-        first_token=found.times[0] / full.times[0],
-        answer=found.times[shared - 1] / full.times[shared - 1],
+        first_token=found.times[0] / full.times[0] if found.times else 1.0,
+        answer=found.times[shared - 1] / full.times[shared - 1] if found.times else 1.0,
     )
 
 

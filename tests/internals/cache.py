@@ -66,9 +66,7 @@ from kvboost_hf.cache.planning.chunks import (
     Tokens,
     common_length,
     content_only_key,
-    find_stems,
     media_ids,
-    paths_of,
     piece_ends,
     prefix_key,
     root_key,
@@ -92,6 +90,7 @@ from kvboost_hf.cache.planning.plan import (
     plan_shared,
     trim_row,
 )
+from kvboost_hf.cache.planning.stems import find_stems, paths_of
 from kvboost_hf.cache.prompt import media
 from kvboost_hf.cache.prompt.chats import ChatTemplate
 from kvboost_hf.cache.prompt.forward_call import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, read_inputs
@@ -131,3 +130,8 @@ def records_of(store: ChunkStore) -> TieredRecords:
 def idle_of(cache: ChunkReuseCache) -> Idle:
     """What is done with a cache between its calls."""
     return cache.parts.idle
+
+
+def bytes_per_column(layer: ReuseLayer) -> int:
+    """Bytes of one row's columns for one token."""
+    return sum(spec.heads * spec.dim * spec.dtype.itemsize for spec in layer.column_specs)

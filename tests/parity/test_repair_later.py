@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ReusePolicy
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
-from tests.internals.cache import REPAIRS, blend_reason, costs, idle_of, repair_later, running
+from tests.internals.cache import REPAIRS, blend_reason, costs, idle_of, repair_later, running, scatter
 from tests.parity.test_blend import (
     MOVABLE,
     OutOfLuck,
@@ -219,15 +219,15 @@ class Halted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, idx: int = 1) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
-        real, main = repair_later.ScatterPass.update, threading.get_ident()
+        real, main = scatter.ScatterPass.update, threading.get_ident()
 
-        def update(scatter: Any, layer: int, *args: Any) -> Any:
+        def update(under_way: Any, layer: int, *args: Any) -> Any:
             if layer == idx and threading.get_ident() != main:
                 self.reached.set()
                 assert self.go_on.wait(30)
-            return real(scatter, layer, *args)
+            return real(under_way, layer, *args)
 
-        monkeypatch.setattr(repair_later.ScatterPass, "update", update)
+        monkeypatch.setattr(scatter.ScatterPass, "update", update)
 
 
 @pytest.mark.parametrize("comes", ["call", "crop", "copy", "other cache", "plain", "layers", "reset", "reorder"])
@@ -256,7 +256,7 @@ def test_whoever_comes_ends_it_within_a_layer(monkeypatch: pytest.MonkeyPatch, c
     elif comes == "reset":
         cache.reset()
     elif comes == "reorder":
-        cache.reorder_cache(torch.tensor([0]))
+        cache.reorder_cache(torch.LongTensor([0]))
     if comes != "call":
         wait_until_idle_work_is_done(cache)
         assert cache.report.repaired_tokens in (20, 0)  # 0 of a copy, or after a reset

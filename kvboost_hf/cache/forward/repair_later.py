@@ -164,7 +164,8 @@ class RidingStep(Forward):
         assert isinstance(layer, GrowingLayer)
         with torch.no_grad():
             layer.open(self._stop, (keys[:1, :, :1], values[:1, :, :1]), len(keys))
-        return self._scatter.update(layer_idx, keys, values)
+        found: tuple[torch.Tensor, torch.Tensor] = self._scatter.update(layer_idx, keys, values)
+        return found
 
     def record(self, output: Any) -> Any:
         assert self._scatter is not None
