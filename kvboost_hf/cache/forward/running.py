@@ -62,10 +62,7 @@ class _IdleThread:
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
-        forks.in_child(self._forget)
-
-    def _forget(self) -> None:
-        self._executor = None
+        self._pid = 0
 
     def submit(self, work: Callable[..., None], *given: Any) -> None:
         """Have it done.
@@ -73,8 +70,8 @@ class _IdleThread:
         Raises:
             RuntimeError: at the end of the interpreter.
         """
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "kvboost_hf-idle")
+        if self._executor is None or self._pid != os.getpid():
+            self._executor, self._pid = ThreadPoolExecutor(1, "kvboost_hf-idle"), os.getpid()
         self._executor.submit(work, *given)
 
 
