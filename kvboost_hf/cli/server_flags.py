@@ -300,7 +300,7 @@ def _add_reuse(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_drafts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("drafts for a request that runs alone")
+    group = parser.add_argument_group("drafts for a request that runs alone; text that is looked up, for all")
     group.add_argument(
         "--speculative",
         metavar="KIND",

@@ -1,6 +1,7 @@
 """The phases of a task: `Prefill` computes prompts piece by piece, `Decoding` the answers, one token in a forward.
 
-An answer that runs alone may get several tokens in one forward, which `Speculation` chooses.
+An answer that runs alone may get several tokens in one forward, which `Speculation` chooses; with looked-up drafts all
+answers of a batch may.
 """
 
 import time
@@ -238,7 +239,7 @@ class Decoding:
 
 
 class Speculation:
-    """Chooses how an answer that runs alone gets several tokens in one forward.
+    """Chooses how answers get several tokens in one forward.
 
     Args:
         runner: Has the model.
