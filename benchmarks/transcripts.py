@@ -4,9 +4,9 @@
 
 A session is made of real tools' outputs, about the files of this package as they are committed: `wc -l`, `grep -n`,
 `sed -n`, `git log` and tracebacks, drawn by a seed, with a note in each. It has several requests. Before each, its
-history is edited as agents edit theirs (`EDITS`), a result is added, and a question is asked about the note of a result
-that is still there: the answer is known. It begins with words that leave one word to say, for a small model. `notes`
-are sessions of the embedded reader, whose chats hold notes in templated English.
+history is edited as agents edit theirs (`EDITS`), a result is added, and a question is asked about the note of a
+result that is still there: the answer is known. It begins with words that leave one word to say, for a small model.
+`notes` are sessions of the embedded reader, whose chats hold notes in templated English.
 
 Each way has answered the requests before, in a store of its session. An answer is right if it has the known word. The
 prefix that a request shares with an earlier one is counted, not run: that is what exact reuse finds. Seconds are those
@@ -14,7 +14,6 @@ that one thread was computing.
 """
 
 import argparse
-import difflib
 import hashlib
 import logging
 import random
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from edits import as_edits
 from record import Record, add_options
 from targets import Result
 
@@ -316,12 +316,6 @@ def shared(requests: Sequence[Request], at: int) -> int:
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def as_edits(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, list[int]]]:
-    """What `ChunkReuseCache.edit` is to replace, so that the one text becomes the other."""
-    blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    return [(a, b, list(after[c:d])) for kind, a, b, c, d in blocks if kind != "equal"]
 
 
 def answer(model: Any, ids: list[int], cache: Any, new: int) -> list[int]:
