@@ -39,7 +39,8 @@ print(f"TTFT: {result.ttft_ms:.1f} ms | KV reuse: {result.kv_reuse_ratio:.0%}")
 assert result.kv_reuse_ratio > 0.6
 ```
 
-What is different on purpose:
+Each line below has a name of kvboost, behind an arrow what it is called here, and what to know. What is different on
+purpose:
 
 - A text is sent as the message of a user where the tokenizer has a chat template. `KVBoost(chat_template=False)` sends
   texts as kvboost does, as they are.
@@ -55,14 +56,16 @@ def page() -> str:
     """The whole page."""
     parts = [_OPENING]
     for section, entries in TABLE.items():
-        parts += [f"\n## {_TITLES[section]}\n", "| kvboost | kvboost_hf | |", "| --- | --- | --- |"]
+        parts += [f"\n## {_TITLES[section]}\n"]
         parts += [_line(entry) for entry in entries]
     return "\n".join(parts) + "\n"
 
 
 def _line(entry: Replacement) -> str:
-    where = ", ".join(f"`{name}`" for name in entry.ours)
-    return f"| {', '.join(f'`{name}`' for name in entry.names)} | {where} | {entry.note} |"
+    ours = [name.removeprefix("kvboost_hf.") for name in entry.ours]
+    where = "" if ours == list(entry.names) else ", ".join(f"`{name}`" for name in ours)
+    names = ", ".join(f"`{name}`" for name in entry.names)
+    return "".join(("- ", names, f" → {where}" if where else "", f": {entry.note}" if entry.note else ""))
 
 
 if __name__ == "__main__":

@@ -41,11 +41,11 @@ _OPENING = """# Every field of a request
 
 **Who needs this:** you write a client, and want to know whether [the server](server.md) takes a field.
 
-Each field that routes **serve** stands below the names of these routes, with its values; `*` marks those that a
-request must have. Fields that are **refused** (status 400), because ignoring them would give another answer than the
-client asked for, come next. Every other field is **ignored**: the header `x-kvboost-ignored` of the answer names it,
-and so do the log and `/metrics`. With `--strict-requests` such a field is refused, too. A field with the value `null`
-counts as left out. [The objects](#objects) in fields are at the end.
+Each field that routes **serve** stands below the names of these routes, with its values, unless it is a string; `*`
+marks those that a request must have. Fields that are **refused** (status 400), because ignoring them would give
+another answer than the client asked for, come next. Every other field is **ignored**: the header `x-kvboost-ignored`
+of the answer names it, and so do the log and `/metrics`. With `--strict-requests` such a field is refused, too. A
+field with the value `null` counts as left out. [The objects](#objects) in fields are at the end.
 """
 
 
@@ -84,7 +84,8 @@ def _rows(told: Mapping[str, Any], left_out: Collection[str] = ()) -> Iterator[s
         if name not in left_out:
             about = re.sub(r"\s+", " ", field.get("description", ""))
             kind, needed = _kind(field), "*" if name in required else ""
-            yield f"- `{name}`{needed}{f' ({kind})' if kind else ''}{': ' if about else ''}{about}"
+            values = "" if kind in ("", "string") else f" ({kind})"
+            yield f"- `{name}`{needed}{values}{': ' if about else ''}{about}"
 
 
 def _refusal(field: FieldInfo) -> Refusal | None:

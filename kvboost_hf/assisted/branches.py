@@ -132,7 +132,7 @@ class Branches:
         self._parents += parents
         layers, handles = self._lender.lend(), list[RemovableHandle]()
         try:
-            running = _Running(self, layers, len(tokens))
+            running = Running(self, layers, len(tokens))
             running.show({*self._lender.kept_layers, *(self._states.layers if self._states is not None else ())})
             handles = hook_layers(self.model, running)
             found = run_model(
@@ -220,10 +220,35 @@ class Branches:
         return len(self._tokens)
 
 
-class _Running:
-    """One forward: its cache, and the masks of its layers."""
+class Continuation(Protocol):
+    """Tokens that continue what a cache holds, in a forward over lent layers."""
 
-    def __init__(self, branches: Branches, layers: list[Any], queries: int) -> None:
+    model: PreTrainedModel
+
+    @property
+    def count(self) -> int:
+        """Columns behind those of the cache."""
+        ...
+
+    def see(self, window: int, columns: int, queries: int, device: torch.device) -> Visibility:
+        """What the last `queries` tokens see of the columns of a layer."""
+        ...
+
+    def with_new(self, idx: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        """Keys and values of a layer behind those of the cache, the new ones last."""
+        ...
+
+
+class Running:
+    """One forward: its cache, and the masks of its layers.
+
+    Args:
+        branches: What it computes.
+        layers: The lent layers.
+        queries: Tokens of each row.
+    """
+
+    def __init__(self, branches: Continuation, layers: list[Any], queries: int) -> None:
         self.cache = PrivateCache(layers)
         self.kv: list[Pair | None] = [None] * len(layers)
         self.cache.take = _append_behind(branches, layers, self.kv)
@@ -254,7 +279,7 @@ class _Running:
 
 
 def _append_behind(
-    branches: Branches, layers: Sequence[Any], kv: list[Pair | None]
+    branches: Continuation, layers: Sequence[Any], kv: list[Pair | None]
 ) -> Callable[[int, torch.Tensor, torch.Tensor], Pair]:
     """Appends new K/V to lent layers, behind that of earlier forwards, and notes both in `kv`."""
 

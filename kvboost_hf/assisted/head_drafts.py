@@ -4,6 +4,7 @@ transformers asks these generators for candidates within `generate()`, once a ro
 forward. Here they get the same from whoever runs rounds: `TreeDecoding`, and the server.
 """
 
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvboost_hf.assisted.hidden import TextStates
+from kvboost_hf.assisted.limits import Pauses, before_end
+from kvboost_hf.assisted.rounds import SpeculationStats
 from kvboost_hf.assisted.tree import ROOT, Growth, Tree
 from kvboost_hf.compat import LAST
 
@@ -67,3 +70,48 @@ class HeadDraft:
         for layer, each in states.items():
             found[layer if layer != LAST else self._count - 1] = each
         return tuple(found)
+
+
+class CountedCandidates:
+    """A generator of candidates whose rounds are counted, and that drafts nothing that would change the answer.
+
+    There are no candidates in a call whose processors or criteria have to see each token (`Pauses`), and none that
+    completes a stop string.
+
+    Args:
+        inner: The generator.
+        stats: Takes the counts.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(self, inner: Any, stats: SpeculationStats) -> None:
+        self._inner, self._stats, self._pauses = inner, stats, Pauses(None)
+        self._drafted = 0
+        self._seconds = 0.0, 0.0  # of drafting, and on the clock when it ended
+
+    @property
+    def model_kwargs_overrides(self) -> dict[str, Any]:
+        """What each forward of the target is to be passed."""
+        found: dict[str, Any] = self._inner.model_kwargs_overrides
+        return found
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        """As transformers' generators."""
+        began, length = time.perf_counter(), input_ids.shape[1]
+        found, logits = (input_ids, None) if self._pauses() else self._inner.get_candidates(input_ids, **kwargs)
+        self._drafted = before_end(input_ids, found[0, length:].tolist())
+        ended = time.perf_counter()
+        self._seconds = ended - began, ended
+        if not self._drafted:
+            return input_ids, None
+        return found[:, : length + self._drafted], logits[:, : self._drafted] if logits is not None else None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """As transformers' generators."""
+        if not self._drafted:
+            self._stats.plain += 1
+            return
+        self._inner.update_candidate_strategy(input_ids, scores, num_matches)
+        accepted, (draft_s, ended) = int(num_matches), self._seconds
+        self._stats.add_round(self._drafted, accepted, accepted + 1, (draft_s, time.perf_counter() - ended, 0.0))

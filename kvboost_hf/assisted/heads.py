@@ -7,11 +7,10 @@ counted, and passed as `assistant_model`, as other drafts are.
 
 import dis
 import sys
-import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers.cache_utils
@@ -19,14 +18,47 @@ import transformers.modeling_layers
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import candidate_generator
 
-from kvboost_hf.assisted.head_drafts import HeadDraft
+from kvboost_hf.assisted.head_drafts import CountedCandidates, HeadDraft
 from kvboost_hf.assisted.hidden import TextStates
-from kvboost_hf.assisted.rounds import SpeculationStats
+from kvboost_hf.assisted.rounds import Drafter, SpeculationStats
 from kvboost_hf.assisted.tree import Growth
-from kvboost_hf.compat import KeptOnModel, decoder_layers, hidden_form, input_device
+from kvboost_hf.compat import LAST, HiddenForm, KeptOnModel, decoder_layers, hidden_form, input_device
+from kvboost_hf.config import DraftTreeConfig
 
 _MAKE = "_get_candidate_generator"  # the method of a model that makes the drafts of a generate() call
 _BLOCKS = ("block_size", "mask_token_id", "target_layer_ids")  # in the configuration of a DFlash drafter
+
+
+class HeadKind(Protocol):
+    """What heads of one kind read, and how they draft."""
+
+    def numbers(self, form: HiddenForm) -> Any:
+        """The hidden states of the target that they read, as a value of `output_hidden_states`."""
+        ...
+
+    def drafting(
+        self,
+        target: Any,
+        form: HiddenForm,
+        states: TextStates,
+        growth: Growth,
+        config: DraftTreeConfig,
+        processors: LogitsProcessorList,
+        ends: Collection[int],
+    ) -> Drafter:
+        """The drafts of one answer; see `Heads.drafting`."""
+        ...
+
+    def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
+        """A generator of candidates for one call of `generate()`.
+
+        Args:
+            target: The model.
+            make: transformers' own way to make one.
+            config: The generation configuration, which is of this call alone.
+            processors: Logits processors of the call.
+        """
+        ...
 
 
 class Heads(KeptOnModel):
@@ -34,13 +66,13 @@ class Heads(KeptOnModel):
 
     Attributes:
         target: Gives the model that they draft for; None if it no longer exists, or they were not prepared.
-        dflash: They draft blocks, and are no layers of the target's own.
+        kind: How they draft; None if they were not prepared.
         stats: Counts of their rounds under `generate(assistant_model=...)`.
     """
 
     def __init__(self) -> None:
         self.target: Any = lambda: None
-        self.dflash = False
+        self.kind: HeadKind | None = None
         self.stats = SpeculationStats()
 
     def require_target(self, model: PreTrainedModel) -> None:
@@ -55,35 +87,36 @@ class Heads(KeptOnModel):
                 "load_assistant(..., target=model)."
             )
 
-    def reads(self, draft: Any) -> tuple[int, ...] | str:
+    @property
+    def reads(self) -> tuple[int, ...] | str:
         """The layers whose hidden states they read, by their numbers or `LAST`; or why these cannot be had."""
+        assert self.kind is not None
         if isinstance(form := hidden_form(self.target()), str):
             return form
-        return form.numbered([layer + 1 for layer in draft.config.target_layer_ids] if self.dflash else -1)
+        return form.numbered(self.kind.numbers(form))
 
     def drafting(
-        self, draft: Any, states: TextStates, growth: Growth, processors: LogitsProcessorList, ends: Collection[int]
-    ) -> HeadDraft:
+        self,
+        states: TextStates,
+        growth: Growth,
+        config: DraftTreeConfig,
+        processors: LogitsProcessorList,
+        ends: Collection[int],
+    ) -> Drafter:
         """The drafts of one answer.
 
         Args:
-            draft: The heads.
             states: Takes the hidden states of its text, of the layers that the heads read.
             growth: Knows how often tokens were accepted.
+            config: The largest tree.
             processors: Logits processors of the target, without state.
             ends: Tokens that end a text.
         """
         target = self.target()
         form = hidden_form(target)
         assert not isinstance(form, str), "without hidden states there are no `states`"
-        config = GenerationConfig(do_sample=False, max_length=sys.maxsize)  # type: ignore[no-untyped-call]
-        if self.dflash:
-            kind: Any = candidate_generator.DFlashTokenCandidateGenerator
-            given = (draft, target.get_input_embeddings(), target.get_output_embeddings(), config)
-            made = kind(*given, logits_processor=processors if len(processors) else None)
-        else:
-            made = _by_own_layers(draft, target, config, processors)
-        return HeadDraft(made, states, form.count, growth, ends)
+        assert self.kind is not None
+        return self.kind.drafting(target, form, states, growth, config, processors, ends)
 
     @classmethod
     def known(cls, draft: Any) -> "Heads | None":
@@ -92,10 +125,86 @@ class Heads(KeptOnModel):
         return found if isinstance(found, cls) else None
 
 
+class _OwnLayers:
+    """Multi-token-prediction layers of the target's own checkpoint.
+
+    Args:
+        layers: transformers' `MtpModel`.
+    """
+
+    def __init__(self, layers: Any) -> None:
+        self._layers = layers
+
+    def numbers(self, form: HiddenForm) -> int:
+        return LAST
+
+    def drafting(
+        self,
+        target: Any,
+        form: HiddenForm,
+        states: TextStates,
+        growth: Growth,
+        config: DraftTreeConfig,
+        processors: LogitsProcessorList,
+        ends: Collection[int],
+    ) -> Drafter:
+        made = self.generator(target, lambda: None, _greedy(), processors)
+        return HeadDraft(made, states, form.count, growth, ends)
+
+    def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
+        """transformers' generator of candidates, with layers that were loaded before: it has `_FIELDS`."""
+        layers, kind = self._layers, candidate_generator.MTPCandidateGenerator
+        made: Any = kind.__new__(kind)
+        made.num_mtp_layers, made.model_kwargs_overrides = layers.num_mtp_layers, {"output_hidden_states": -1}
+        made.device, made.mtp_model = next(layers.layers.parameters()).device, layers
+        made.mtp_cache = transformers.cache_utils.MtpCache(config=target.config.get_mtp_config())
+        made.mtp_cache.activate_past_recording()
+        made.do_sample, made.logits_processor, made.is_main_model_prefill = config.do_sample, processors, True
+        return made
+
+
+class _Blocks:
+    """A DFlash drafter.
+
+    Args:
+        draft: The drafter.
+    """
+
+    def __init__(self, draft: Any) -> None:
+        self._draft = draft
+
+    def numbers(self, form: HiddenForm) -> list[int]:
+        return [layer + 1 for layer in self._draft.config.target_layer_ids]
+
+    def drafting(
+        self,
+        target: Any,
+        form: HiddenForm,
+        states: TextStates,
+        growth: Growth,
+        config: DraftTreeConfig,
+        processors: LogitsProcessorList,
+        ends: Collection[int],
+    ) -> Drafter:
+        kind: Any = candidate_generator.DFlashTokenCandidateGenerator
+        given = (self._draft, target.get_input_embeddings(), target.get_output_embeddings(), _greedy())
+        made = kind(*given, logits_processor=processors if len(processors) else None)
+        return HeadDraft(made, states, form.count, growth, ends)
+
+    def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
+        config.speculation_type = "dflash"
+        return make()
+
+
+def _greedy() -> GenerationConfig:
+    """Of drafts that are chosen greedily, whatever the target does, and end where somebody else says it."""
+    return GenerationConfig(do_sample=False, max_length=sys.maxsize)  # type: ignore[no-untyped-call]
+
+
 def hidden_bytes(draft: PreTrainedModel) -> int:
     """Bytes of the hidden states of one token that a draft reads; 0 if it reads none."""
     heads = Heads.known(draft)
-    layers = heads.reads(draft) if heads is not None else ()
+    layers = heads.reads if heads is not None else ()
     if heads is None or isinstance(layers, str):
         return 0
     target = heads.target()
@@ -130,7 +239,7 @@ def load_own_heads(target: PreTrainedModel) -> PreTrainedModel | str:
         raise
     except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         return f"its multi-token-prediction layers cannot be loaded ({type(error).__name__}: {error})"
-    return _prepared(heads, target, dflash=False)
+    return prepared(heads, target, _OwnLayers(heads))
 
 
 def is_dflash(config: Any) -> bool:
@@ -148,18 +257,28 @@ def prepare_blocks(draft: PreTrainedModel, target: PreTrainedModel) -> PreTraine
     config: Any = draft.config
     if getattr(config, "vocab_size", None) is None:  # generate() compares that of a draft with the target's
         config.vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    return _prepared(draft, target, dflash=True)
+    return prepared(draft, target, _Blocks(draft))
 
 
-def _require_blocks_fit(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    config: Any = draft.config
-    text: Any = target.config.get_text_config(decoder=True)
-    names = f"The drafter, a {type(draft).__name__},"
+def require_can_read(draft: PreTrainedModel, target: PreTrainedModel) -> HiddenForm:
+    """The hidden states of a target that heads draft for.
+
+    Raises:
+        ValueError: it cannot give them, or keeps states.
+    """
+    names = f"The draft, a {type(draft).__name__},"
     if isinstance(form := hidden_form(target), str):
         raise ValueError(f"{names} reads hidden states, and a {type(target).__name__} cannot give them: {form}.")
     stateful: Any = target
     if stateful._is_stateful:
         raise ValueError(f"{names} drafts for no model with states, as a {type(target).__name__} is, in transformers.")
+    return form
+
+
+def _require_blocks_fit(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    config: Any = draft.config
+    text: Any = target.config.get_text_config(decoder=True)
+    names, form = f"The drafter, a {type(draft).__name__},", require_can_read(draft, target)
     if config.hidden_size != text.hidden_size:
         raise ValueError(
             f"{names} reads hidden states of {config.hidden_size} numbers, and those of its target, a "
@@ -179,9 +298,10 @@ def _require_blocks_fit(draft: PreTrainedModel, target: PreTrainedModel) -> None
         )
 
 
-def _prepared(draft: PreTrainedModel, target: PreTrainedModel, *, dflash: bool) -> PreTrainedModel:
+def prepared(draft: PreTrainedModel, target: PreTrainedModel, kind: HeadKind) -> PreTrainedModel:
+    """Note that heads draft for a target, and have its `generate()` know them as `assistant_model`; returns them."""
     heads = Heads.of(draft)
-    heads.target, heads.dflash, heads.stats = weakref.ref(target), dflash, SpeculationStats()
+    heads.target, heads.kind, heads.stats = weakref.ref(target), kind, SpeculationStats()
     if vars(target).get(_MAKE) is None:
         setattr(target, _MAKE, MethodType(_make_generator, target))
     return draft
@@ -198,10 +318,13 @@ def _make_generator(self: Any, generation_config: Any, *args: Any, **kwargs: Any
     if heads is None:
         return getattr(type(self), _MAKE)(self, generation_config, *args, **kwargs)
     heads.require_target(self)
-    if heads.dflash:
-        generation_config.speculation_type = "dflash"  # of a copy that generate() has made for the call
-        return _Counted(getattr(type(self), _MAKE)(self, generation_config, *args, **kwargs), heads.stats)
-    return _Counted(_by_own_layers(draft, self, generation_config, kwargs.get("logits_processor")), heads.stats)
+    assert heads.kind is not None
+
+    def make() -> Any:
+        return getattr(type(self), _MAKE)(self, generation_config, *args, **kwargs)
+
+    made = heads.kind.generator(self, make, generation_config, kwargs.get("logits_processor"))
+    return CountedCandidates(made, heads.stats)
 
 
 _FIELDS = frozenset(
@@ -214,54 +337,3 @@ def _fields_of_generator() -> frozenset[str]:
     """The fields that transformers' generator of candidates has from its beginning."""
     made: Any = candidate_generator.MTPCandidateGenerator.__init__
     return frozenset(each.argval for each in dis.get_instructions(made) if each.opname == "STORE_ATTR")
-
-
-def _by_own_layers(heads: Any, target: Any, config: Any, logits_processor: Any) -> Any:
-    """transformers' generator of candidates, with layers that were loaded before: it has `_FIELDS`."""
-    kind: Any = candidate_generator.MTPCandidateGenerator
-    made = kind.__new__(kind)
-    made.num_mtp_layers, made.model_kwargs_overrides = heads.num_mtp_layers, {"output_hidden_states": -1}
-    made.device, made.mtp_model = next(heads.layers.parameters()).device, heads
-    made.mtp_cache = transformers.cache_utils.MtpCache(config=target.config.get_mtp_config())
-    made.mtp_cache.activate_past_recording()
-    made.do_sample, made.logits_processor, made.is_main_model_prefill = config.do_sample, logits_processor, True
-    return made
-
-
-class _Counted:
-    """A generator of candidates whose rounds are counted.
-
-    Args:
-        inner: The generator.
-        stats: Takes the counts.
-    """
-
-    requires_model_outputs = True
-
-    def __init__(self, inner: Any, stats: SpeculationStats) -> None:
-        self._inner, self._stats = inner, stats
-        self._drafted = 0
-        self._seconds = 0.0, 0.0  # of drafting, and on the clock when it ended
-
-    @property
-    def model_kwargs_overrides(self) -> dict[str, Any]:
-        """What each forward of the target is to be passed."""
-        found: dict[str, Any] = self._inner.model_kwargs_overrides
-        return found
-
-    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        """As transformers' generators."""
-        began = time.perf_counter()
-        found = self._inner.get_candidates(input_ids, **kwargs)
-        ended = time.perf_counter()
-        self._drafted, self._seconds = found[0].shape[1] - input_ids.shape[1], (ended - began, ended)
-        return found
-
-    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """As transformers' generators."""
-        self._inner.update_candidate_strategy(input_ids, scores, num_matches)
-        accepted, (draft_s, ended) = int(num_matches), self._seconds
-        if self._drafted:
-            self._stats.add_round(self._drafted, accepted, accepted + 1, (draft_s, time.perf_counter() - ended, 0.0))
-        else:
-            self._stats.plain += 1

@@ -11,6 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.assisted.draft import Drafting
+from kvboost_hf.assisted.eagle import EagleHeads, is_eagle
+from kvboost_hf.assisted.eagle_drafts import load_eagle, prepare_eagle
 from kvboost_hf.assisted.heads import Heads, is_dflash, load_own_heads, prepare_blocks
 from kvboost_hf.assisted.limits import fitted
 from kvboost_hf.assisted.lookup import LOOKED_UP, TextStore, lookup_assistant
@@ -52,8 +54,9 @@ def load_assistant(
     Without a `target` the model is the target, and what drafts best for it without another model is chosen: the
     multi-token-prediction layers of its checkpoint, or else a `lookup_assistant`. The log says which.
 
-    A DFlash drafter is prepared as other drafts are, and its calls need no `speculation_type`. Such heads draft as
-    many tokens as they have been trained for, whatever the schedule.
+    A DFlash drafter is prepared as other drafts are, and its calls need no `speculation_type`. Such heads, and
+    multi-token-prediction layers, draft as many tokens as they have been trained for, whatever the schedule. EAGLE-3
+    heads are loaded from the files of the field, and draft chains by the schedule; in `TreeDecoding` they draft trees.
 
     The draft's `generate` is replaced by one that decides in each round how many tokens to draft, and counts how many
     the target accepts. If the vocabularies differ in padding only, that is done to a copy with embeddings of its own.
@@ -110,6 +113,8 @@ def load_assistant(
     draft = _load(name_or_model, target, kwargs)
     if is_dflash(draft.config):
         return prepare_blocks(draft, target)
+    if isinstance(draft, EagleHeads):
+        return prepare_eagle(draft, target, _schedule(schedule, num_assistant_tokens or _FIRST), confidence_threshold)
     require_one_process(target, "Drafts whose length is chosen")
     _require_kind(draft, target)
     other = ", or pass `tokenizer` and `assistant_tokenizer` to generate() with the draft as it is"
@@ -156,6 +161,8 @@ def _load(name_or_model: Any, target: PreTrainedModel, kwargs: dict[str, Any]) -
     if not isinstance(config, PreTrainedConfig):
         of_config = {key: kwargs[key] for key in _OF_CONFIG if key in kwargs}
         config = AutoConfig.from_pretrained(name_or_model if config is None else config, **of_config)
+    if is_eagle(config):
+        return load_eagle(str(name_or_model), config, target, given)
     if is_dflash(config):
         loader: Any = AutoModel
     else:

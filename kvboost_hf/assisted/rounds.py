@@ -153,11 +153,82 @@ class Drafter(Protocol):
         ...
 
 
-class TreeDraft:
-    """Drafts trees for one answer, with the draft model's K/V of it.
+class DraftSource(Protocol):
+    """Computes what may follow the text of one answer, token by token."""
+
+    branches: bool  # several tokens may follow the same one
+
+    def room(self, length: int, most: int) -> int:
+        """How many tokens can be drafted behind so many, at most `most`."""
+        ...
+
+    def begin(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """Logits [1, vocab_size] behind `ids` [1, tokens]; None where there can be no draft."""
+        ...
+
+    def forward(self, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+        """Add tokens; returns logits [tokens, vocab_size] behind them.
+
+        Args:
+            tokens: Their ids.
+            parents: The index of each token's parent, counted from the first token since `begin`, or `ROOT`.
+        """
+        ...
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Take note of those of the tokens that are in the text now, by their indices."""
+        ...
+
+
+class ModelSource:
+    """Continues a text by a draft model, with its K/V of it.
 
     Args:
         draft: The draft model.
+    """
+
+    def __init__(self, draft: PreTrainedModel) -> None:
+        self.branches = not keeps_states(draft)
+        self._draft, self._pauses = draft, Pauses(learned_positions(draft))
+        self._cache: Any = DynamicCache(config=draft.config.get_text_config(decoder=True))
+        self._branches: Branches | Chain | None = None
+        self._held = 0  # tokens in the cache
+
+    def begin(self, ids: torch.Tensor) -> torch.Tensor:
+        """As `DraftSource.begin`."""
+        model = self._draft
+        ids = ids.to(input_device(model))
+        output = run_model(model, ids[:, self._held :], self._cache)
+        if getattr(output, CACHE) is not self._cache or not self._held:  # a model with attach() brings its own
+            self._cache = getattr(output, CACHE)
+            self._cache.activate_past_recording()
+        self._held = ids.shape[1]
+        self._cache.crop(0)  # layers with a window let go of what has left it
+        self._branches = continuing(model, self._cache, torch.tensor([[ids.shape[1]]], device=ids.device))
+        logits: torch.Tensor = output.logits[0, -1:]
+        return logits
+
+    def forward(self, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+        """As `DraftSource.forward`."""
+        assert self._branches is not None
+        logits: torch.Tensor = self._branches.forward(tokens, parents)
+        return logits
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Keep the K/V of these tokens."""
+        assert self._branches is not None
+        self._held += self._branches.keep(path)
+
+    def room(self, length: int, most: int) -> int:
+        """How many tokens can be drafted behind so many, at most `most`."""
+        return self._pauses.room(length, most)
+
+
+class TreeDraft:
+    """Drafts trees for one answer.
+
+    Args:
+        source: Computes what may follow its text.
         config: The largest tree.
         growth: Decides how far trees grow.
         processors: Logits processors of the target.
@@ -167,7 +238,7 @@ class TreeDraft:
 
     def __init__(
         self,
-        draft: PreTrainedModel,
+        source: DraftSource,
         config: DraftTreeConfig,
         growth: Growth,
         processors: LogitsProcessorList,
@@ -176,38 +247,27 @@ class TreeDraft:
         chains: bool = False,
     ) -> None:
         self.passes = 0  # of the draft, for the last tree
-        self._draft, self._growth, self._ends = draft, growth, ends
+        self._source, self._growth, self._ends = source, growth, ends
         self._processors: Any = processors
-        self._pauses = Pauses(learned_positions(draft))
-        self._chains = chains or config.policy == "chain" or keeps_states(draft)
+        self._chains = chains or config.policy == "chain" or not source.branches
         self._width, self._branching = (1, 1) if self._chains else (config.width, config.branching)
-        self._cache: Any = DynamicCache(config=draft.config.get_text_config(decoder=True))
-        self._branches: Branches | Chain | None = None
-        self._held = 0  # tokens in the cache
-        self._computed: dict[int, int] = {}  # by index in the tree, the index in branches of tokens with K/V
+        self._computed: dict[int, int] = {}  # by index in the tree, the index in the source of tokens with K/V
 
     @torch.no_grad()
     def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
         """Grow a tree, or a `chain`, behind `ids` [1, tokens], of at most `room` levels.
 
-        Behind more tokens than the draft has positions it stays empty.
+        Where the source cannot draft it stays empty.
         """
-        model = self._draft
-        room = self._pauses.room(ids.shape[1], room)
-        if room < 1:
-            self.passes = 0
+        self.passes = 0
+        room = self._source.room(ids.shape[1], room)
+        logits = self._source.begin(ids) if room > 0 else None
+        if logits is None:
             return Tree()
-        ids = ids.to(input_device(model))
-        output = run_model(model, ids[:, self._held :], self._cache)
-        if getattr(output, CACHE) is not self._cache or not self._held:  # a model with attach() brings its own
-            self._cache = getattr(output, CACHE)
-            self._cache.activate_past_recording()
-        self._held = ids.shape[1]
-        self._cache.crop(0)  # layers with a window let go of what has left it
-        position = torch.tensor([[ids.shape[1]]], device=ids.device)
-        self._branches, self._computed, self.passes = continuing(model, self._cache, position), {}, 1
+        self._computed, self.passes = {}, 1
+        ids = ids.to(logits.device)
         chain = chain or self._chains
-        tree, logits, behind = Tree(), output.logits[0, -1:], [ROOT]
+        tree, behind = Tree(), [ROOT]
         level = 0
         while True:
             level += 1
@@ -218,14 +278,13 @@ class TreeDraft:
                 return tree
             parents = [self._computed.get(tree.parents[node], ROOT) for node in behind]
             first = len(self._computed)
-            logits = self._branches.forward([tree.tokens[node] for node in behind], parents)
+            logits = self._source.forward([tree.tokens[node] for node in behind], parents)
             self._computed |= {node: first + place for place, node in enumerate(behind)}
             self.passes += 1
 
     def keep(self, path: Sequence[int]) -> None:
         """Keep the K/V of accepted tokens of the last tree, as far as it was computed."""
-        assert self._branches is not None
-        self._held += self._branches.keep([self._computed[node] for node in path if node in self._computed])
+        self._source.keep([self._computed[node] for node in path if node in self._computed])
 
     def _add_children(
         self, tree: Tree, ids: torch.Tensor, behind: Sequence[int], logits: torch.Tensor, branching: int

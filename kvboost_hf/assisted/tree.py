@@ -135,7 +135,7 @@ class Growth:
         self.calibration = Calibration()
         self._config = config
         # The share of accepted tokens whose next token was among their children: the likeliest child, or any.
-        self._right = {any_of: _Mean(_FADE_TOKEN) for any_of in (False, True)}
+        self._right = {any_of: Mean(_FADE_TOKEN) for any_of in (False, True)}
         self._rough = True
         self._forget_times()
 
@@ -229,9 +229,20 @@ class Growth:
         if not first:
             self._slope.learn(len(tree) + 1 + carried, target_s)
 
+    def compare(self, tree: Tree, tokens: Sequence[int]) -> None:
+        """Learn how good drafts are, checked or not, from the tokens that came in their place."""
+        children, at = tree.children(), ROOT
+        for token in tokens:
+            behind = children.get(at, {})
+            for drafted, child in behind.items():
+                self.calibration.learn(tree.probabilities[child], hit=drafted == token)
+            if token not in behind:
+                return
+            at = behind[token]
+
     def _forget_times(self) -> None:
-        self._rounds, self._slope = _Mean(), _Slope()
-        self._committed, self._draft_s, self._passes, self._target_s = _Mean(), _Mean(), _Mean(), _Mean()
+        self._rounds, self._slope = Mean(), LineFit()
+        self._committed, self._draft_s, self._passes, self._target_s = Mean(), Mean(), Mean(), Mean()
 
     @property
     def _seconds_per_token(self) -> float:
@@ -240,7 +251,7 @@ class Growth:
         return min(drafted, self._target_s.value)
 
 
-class _Mean:
+class Mean:
     """An exponentially weighted mean."""
 
     def __init__(self, fade: float = _FADE) -> None:
@@ -255,7 +266,7 @@ class _Mean:
         return self._sum / self.weight if self.weight else 0.0
 
 
-class _Slope:
+class LineFit:
     """The slope of an exponentially weighted line fit, at least zero."""
 
     def __init__(self) -> None:

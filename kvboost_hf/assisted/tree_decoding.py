@@ -1,6 +1,7 @@
 """`TreeDecoding`: speculative decoding with trees of drafts, for `generate(custom_generate=...)`."""
 
 import inspect
+import logging
 import sys
 import time
 import warnings
@@ -18,7 +19,8 @@ from kvboost_hf.assisted.heads import Heads
 from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.limits import fitted, may_keep_state, vocab_size
 from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft
-from kvboost_hf.assisted.rounds import Drafter, Rounds, SpeculationStats, Taken, TreeDraft, follow
+from kvboost_hf.assisted.rounds import Drafter, ModelSource, Rounds, SpeculationStats, Taken, TreeDraft, follow
+from kvboost_hf.assisted.row_rounds import RowRounds, require_rows
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.compat import (
     CACHE,
@@ -30,6 +32,8 @@ from kvboost_hf.compat import (
     waits_for_peers,
 )
 from kvboost_hf.config import DraftTreeConfig
+
+_log = logging.getLogger(__name__)
 
 
 class _SignatureOfCall:
@@ -64,8 +68,8 @@ class TreeDecoding:
 
     Raises:
         ValueError: for a draft that cannot compute drafted tokens in one forward; and in a call, for a target of
-            another vocabulary, or that cannot, more than one row, beams, a prompt as embeddings, or attentions or
-            hidden states to return.
+            another vocabulary, or that cannot, beams, a prompt as embeddings, or attentions or hidden states to
+            return; with several rows also for what looks at all rows together, and a streamer.
 
     Example:
         >>> from kvboost_hf import ChunkReuseCache, TreeDecoding, speculation_stats
@@ -89,6 +93,7 @@ class TreeDecoding:
     ) -> None:
         self.draft, self.config = draft, config if config is not None else DraftTreeConfig()
         self._rounds = Rounds(self.config, clock)
+        self._rows = RowRounds(self._rounds, self.config)
         self._fitted = draft
         if not isinstance(draft, LookupAssistant) and Heads.known(draft) is None:
             _require_checks(draft, "draft")
@@ -111,12 +116,42 @@ class TreeDecoding:
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Decode, as `generate()` asks a custom loop to; returns the result of `generate()`."""
-        self._require_fits(model, input_ids, generation_config, model_kwargs)
+        self._require_fits(model, generation_config, model_kwargs)
+        if len(input_ids) > 1:
+            return self._answer_rows(
+                model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+            )
         answer = _Answer(input_ids, logits_processor, stopping_criteria, generation_config)
         states = self._states(model, generation_config, model_kwargs)
-        drafting = self._drafting(model, logits_processor, answer, states)
+        drafting = self._drafting(model, logits_processor, answer.ends, states)
         with recording(model_kwargs[CACHE]):
             return answer.result(self._answer(model, answer, drafting, states, model_kwargs))
+
+    def _answer_rows(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """Decode several rows. States of several rows cannot lag behind their texts: for these there are no drafts."""
+        require_rows(processors, criteria)
+        if Heads.known(self.draft) is not None:
+            raise ValueError(
+                f"Heads draft for one row, got {len(input_ids)}. Call generate() for each prompt, or pass "
+                "TreeDecoding(lookup_assistant(model, store)), or a draft model."
+            )
+
+        def drafter(ends: frozenset[int]) -> Drafter:
+            return self._drafting(model, processors, ends)
+
+        if states := keeps_states(model):
+            _log.warning("No drafts for %d rows: a %s keeps states.", len(input_ids), type(model).__name__)
+        with recording(model_kwargs[CACHE]):
+            made = None if states else drafter
+            return self._rows.answer(model, input_ids, processors, criteria, config, model_kwargs, made)
 
     def _states(
         self, model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -125,7 +160,7 @@ class TreeDecoding:
         if (heads := Heads.known(self.draft)) is None:
             return None
         heads.require_target(model)
-        if isinstance(layers := heads.reads(self.draft), str):
+        if isinstance(layers := heads.reads, str):
             raise ValueError(f"Heads read hidden states, and a {type(model).__name__} cannot give them: {layers}.")
         if config.prefill_chunk_size is not None:
             raise ValueError(
@@ -141,20 +176,24 @@ class TreeDecoding:
         return TextStates(layers)
 
     def _drafting(
-        self, model: PreTrainedModel, processors: LogitsProcessorList, answer: "_Answer", states: TextStates | None
+        self,
+        model: PreTrainedModel,
+        processors: LogitsProcessorList,
+        ends: frozenset[int],
+        states: TextStates | None = None,
     ) -> Drafter:
-        """The drafts of an answer."""
+        """The drafts of an answer that some tokens end."""
         draft = self._draft_for(model)
         if states is not None and (heads := Heads.known(draft)) is not None:
-            return heads.drafting(draft, states, self._rounds.growth, _without_state(processors), answer.ends)
+            return heads.drafting(states, self._rounds.growth, self.config, _without_state(processors), ends)
         if isinstance(draft, LookupAssistant):
-            return LookupDraft(draft, self._rounds.growth, answer.ends)
+            return LookupDraft(draft, self._rounds.growth, ends)
         return TreeDraft(
-            draft,
+            ModelSource(draft),
             self.config,
             self._rounds.growth,
             _without_state(processors),
-            answer.ends,
+            ends,
             chains=keeps_states(model),
         )
 
@@ -231,15 +270,12 @@ class TreeDecoding:
             self._fitted = fitted(self.draft, model, name="the model that generates")
         return self._fitted
 
-    def _require_fits(
-        self, model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-    ) -> None:
+    def _require_fits(self, model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         self._draft_for(model)
         _require_checks(model, "model that generates")
-        if ids.shape[0] > 1 or config.num_beams > 1:
+        if config.num_beams > 1:
             raise ValueError(
-                f"Trees are drafted for one row without beams, got {ids.shape[0]} rows and num_beams="
-                f"{config.num_beams}. Call generate() for each prompt."
+                f"`num_beams` must be 1 with trees of drafts, got {config.num_beams}. Generate without drafts."
             )
         if (cache := model_kwargs.get(CACHE)) is not None and not keeps_states(model):
             lender_of(cache)

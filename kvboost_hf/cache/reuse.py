@@ -837,12 +837,12 @@ class ChunkReuseCache(DynamicCache):
         """Append columns that were computed by forwards over lent layers, or over what was read of these.
 
         Args:
-            input_ids: [1, tokens].
-            position_ids: [1, tokens], or [planes, 1, tokens].
-            kv: For each layer, keys and values [1, num_kv_heads, tokens, head_dim]; None where it has none.
-            states: For each layer, its state behind the last of the tokens; None where it has none.
-            hidden: Hidden states [1, tokens, hidden_size] of the layers whose states are kept. Without them, nothing
-                is known any more of what the cache holds, if it keeps some.
+            input_ids: [rows, tokens].
+            position_ids: [rows, tokens], or [planes, rows, tokens].
+            kv: For each layer, keys and values [rows, num_kv_heads, tokens, head_dim]; None where it has none.
+            states: For each layer, the state of the only row behind the last of the tokens; None where it has none.
+            hidden: Hidden states [rows, tokens, hidden_size] of the layers whose states are kept. Without them,
+                nothing is known any more of what the cache holds, if it keeps some.
         """
         self._settle()
         if any(states) and (model := self._binding.model()) is not None:

@@ -120,7 +120,7 @@ def _warm_documents(
         results = offer_content(store, root, tokens, start, lambda at, stop: (0, None), pinned=pin)
         if set(results) <= {Put.PRESENT, Put.TOO_SHORT}:
             tally.prompt += row.shape[1]
-            tally.count("ram", row.shape[1])
+            tally.tiers["ram"] += row.shape[1]
             done.add(row.shape[1])
             continue
         cache = before.fork()
@@ -163,7 +163,7 @@ def _count(tally: Tally, report: ReuseReport) -> None:
     tally.live += report.tier_tokens["live"]
     for tier, tokens in report.tier_tokens.items():
         if tier != "live":
-            tally.count(tier, tokens)
+            tally.tiers[tier] += tokens
     tally.forwarded += report.forwarded_tokens
     tally.bypass = tally.bypass or report.bypass_reason
 

@@ -6,6 +6,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from kvboost_hf.engine.load import naming
 from kvboost_hf.errors import how_to_install
 from kvboost_hf.kernels import missing_for_triton
 from kvboost_hf.offload.awq.formats import PackedFormat
+from kvboost_hf.offload.cuda import link_rate
 from kvboost_hf.offload.sizes import what_fits
 from kvboost_hf.outputs import Progress
 
@@ -185,6 +187,10 @@ def add_fits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bits", type=int, choices=(4, 16), help="of weights (default: those of the checkpoint)")
     parser.add_argument("--max-tokens", type=positive, default=4096, help="in the context (default: 4096)")
     parser.add_argument("--prefill-chunk-size", type=positive, metavar="TOKENS", help="in one forward (default: all)")
+    parser.add_argument("--on", choices=("gpu", "cpu"), default="gpu", help="what computes (default: gpu)")
+    parser.add_argument(
+        "--disk-folder", metavar="FOLDER", help="with --on cpu: read layers that do not stay from files here"
+    )
     parser.set_defaults(run=run_fits)
 
 
@@ -194,14 +200,20 @@ def run_fits(options: argparse.Namespace) -> int:
 
     with naming(options.model):
         config = AutoConfig.from_pretrained(options.model)
-    streaming = StreamingConfig(max_tokens=options.max_tokens, prefill_chunk_size=options.prefill_chunk_size)
+    device = "cuda" if options.on == "gpu" else "cpu"
+    streaming = StreamingConfig(
+        max_tokens=options.max_tokens, prefill_chunk_size=options.prefill_chunk_size, disk_folder=options.disk_folder
+    )
     with Progress(f"planning {options.model}"):
-        plan = what_fits(config, options.vram_budget, streaming=streaming, bits=options.bits)
+        plan = what_fits(config, options.vram_budget, streaming=streaming, bits=options.bits, device=device)
+        if options.on == "gpu" and torch.cuda.is_available():
+            plan = replace(plan, copy_rate=link_rate(torch.device("cuda")))
     sys.stdout.write(f"{plan}\n")
     if (other := _other_weights(config, options.bits)) is not None:
         sys.stdout.write(f"\nThis is a plan for other weights than {options.model} has: {other}.\n")
         return 0
-    serve = typed("serve", options, "--awq-streaming", "--vram-budget", options.vram_budget)
+    folder = [] if options.disk_folder is None else ["--disk-folder", options.disk_folder]
+    serve = typed("serve", options, "--awq-streaming", "--vram-budget", options.vram_budget, *folder)
     sys.stdout.write(next_steps(options, (serve, "serve it within this budget")))
     return 0
 

@@ -304,8 +304,9 @@ def _add_drafts(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--speculative",
         metavar="KIND",
-        help="'mtp' drafts with multi-token-prediction layers of the checkpoint, 'dflash:NAME' with a drafter that "
-        "was trained for it; 'lookup' drafts text that repeats, of the prompt and of what the client has sent before; "
+        help="'mtp' drafts with multi-token-prediction layers of the checkpoint, 'eagle:NAME' and 'dflash:NAME' with "
+        "heads that were trained for it; 'lookup' drafts text that repeats, of the prompt and of what the client "
+        "has sent before; "
         "'draft:NAME' is --speculative-draft-model NAME; 'auto' drafts with that model if there is one, else 'mtp' or "
         "'lookup' (default: none, or the draft model)",
     )

@@ -164,7 +164,7 @@ def streaming_config(options: argparse.Namespace) -> StreamingConfig | None:
 
 
 _DRAFTS = ("auto", "mtp", "lookup", "none")
-_HEADS = ("dflash",)
+_HEADS = ("eagle", "dflash")
 
 
 def draft_kind(options: argparse.Namespace) -> tuple[str, str]:

@@ -246,9 +246,9 @@ def streaming_stats(model: nn.Module) -> StreamingStats | None:
 
 
 def streaming_plan(model: nn.Module) -> ResidencyPlan | None:
-    """Where the layers of a model are; None if no layer is streamed."""
+    """Where the layers of a model are, with the rate of the copies so far; None if no layer is streamed."""
     stream = streamed_layers(model)
-    return None if stream is None else stream.plan
+    return None if stream is None else replace(stream.plan, copy_rate=stream.backend.copy_rate() or None)
 
 
 def stop_streaming(model: nn.Module) -> nn.Module:

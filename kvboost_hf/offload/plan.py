@@ -7,12 +7,12 @@ computes by how much, and why the number of streamed layers need not be a multip
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvboost_hf.config import StreamingConfig
 
 FREE_SHARE = 0.9  # of the free memory, if there is no budget
-SHOWN_RATE = 25e9  # bytes per second, about what PCIe 4.0 with 16 lanes copies
+SHOWN_RATE = 25e9  # bytes per second, about what PCIe 4.0 with 16 lanes copies; shown where none was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class ModelSizes:
         activation_bytes: Activations of a forward at its peak.
         embedding_bytes: Those of `other_bytes` that are input embeddings, if they may stay in host memory.
         workspace_bytes: Workspaces of matrix products on a GPU.
+        counted_for: The device and the dtypes that these sizes hold for, in words.
     """
 
     layer_bytes: tuple[int, ...]
@@ -34,6 +35,7 @@ class ModelSizes:
     activation_bytes: int
     embedding_bytes: int = 0
     workspace_bytes: int = 0
+    counted_for: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class ResidencyPlan:
         reserved_bytes: Bytes of the device left free for others.
         host_embeddings: Whether the input embeddings stay in host memory.
         notes: Sentences about where the plan differs from the settings, and why.
+        copy_rate: Bytes per second at which layers were copied to the device, or read from files; None if nothing was
+            copied yet.
     """
 
     resident: tuple[int, ...]
@@ -61,6 +65,7 @@ class ResidencyPlan:
     reserved_bytes: int
     host_embeddings: bool = False
     notes: tuple[str, ...] = ()
+    copy_rate: float | None = field(default=None, compare=False)
 
     @property
     def device_bytes(self) -> int:
@@ -100,10 +105,20 @@ class ResidencyPlan:
             **({"embeddings in host memory": self.sizes.embedding_bytes} if self.host_embeddings else {}),
             f"{len(self.on_disk)} layers in files": self.disk_bytes,
         }
-        lines = [f"{name:<28}{nbytes / 1e9:>9.3f} GB" for name, nbytes in rows.items()]
+        lines = [self.sizes.counted_for] if self.sizes.counted_for else []
+        lines += [f"{name:<28}{nbytes / 1e9:>9.3f} GB" for name, nbytes in rows.items()]
         if self.streamed_bytes:
-            lines.append(f"At {SHOWN_RATE / 1e9:g} GB/s at most {self.tokens_per_s(SHOWN_RATE):.2f} tokens/s.")
+            lines.append(self._ceiling())
         return "\n".join([*lines, *self.notes])
+
+    def _ceiling(self) -> str:
+        """A sentence about the speed that copies leave time for, at the measured rate if there is one."""
+        if self.copy_rate is not None:
+            most = self.tokens_per_s(self.copy_rate)
+            return f"At {self.copy_rate / 1e9:.2f} GB/s, as measured, at most {most:.2f} tokens/s."
+        if self.on_disk:
+            return f"Each forward reads {self.disk_bytes / 1e9:.3f} GB from files; how fast is measured as it runs."
+        return f"At {SHOWN_RATE / 1e9:g} GB/s at most {self.tokens_per_s(SHOWN_RATE):.2f} tokens/s."
 
     def _on_device(self) -> dict[str, int]:
         return {

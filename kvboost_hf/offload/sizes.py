@@ -102,7 +102,14 @@ def sizes_of(
         activation_bytes=activation_bytes(model.config, streaming.forward_tokens, model.dtype),
         embedding_bytes=0 if waiting is None else waiting.nbytes,
         workspace_bytes=workspace_bytes(model, model.dtype, streaming.forward_tokens, triton=triton) if gpu else 0,
+        counted_for=_counted_for(model, gpu=gpu),
     )
+
+
+def _counted_for(model: nn.Module, *, gpu: bool) -> str:
+    packed = any(isinstance(module, AwqLinear | AwqExperts) for module in model.modules())
+    dtype = f"{model.dtype}".removeprefix("torch.")
+    return f"On {'a GPU' if gpu else 'a CPU'}, weights in {f'4 bits, all else in {dtype}' if packed else dtype}:"
 
 
 def estimate_sizes(
@@ -112,8 +119,9 @@ def estimate_sizes(
     bits: Literal[4, 16] | None = None,
     group_size: int | None = None,
     dtype: torch.dtype | None = None,
+    device: torch.device | str = "cuda",
 ) -> ModelSizes:
-    """The sizes of a model on a GPU, without its weights.
+    """The sizes of a model on a device, without its weights.
 
     With 4 bits the linear layers and experts of decoder layers are counted as streaming keeps them: words, zeros and
     scales, 0.5195 bytes a weight at a group size of 128. Embeddings, head, norms, biases, and what the configuration
@@ -126,6 +134,7 @@ def estimate_sizes(
         group_size: Rows that share a scale and a zero point; None for that of the checkpoint, or 128.
         dtype: The dtype of weights that are not quantized, of K/V and of activations; None for that of the
             configuration, or float16 where it names none.
+        device: The device that computes, which need not be there: a GPU, or `"cpu"`.
 
     Raises:
         ValueError: no decoder of text, other bits, 4 for a model without weights that can be packed, a checkpoint that
@@ -163,8 +172,13 @@ def estimate_sizes(
             )
         swap_linears(model, packed, {name: {} for name in found}, "auto")
     units = find_units(model, layers, ffn_only=streaming.residency_mode == "ffn_only_stream")
-    embeddings = input_embeddings(model) if streaming.host_embeddings else None
-    return sizes_of(model, units, streaming, embeddings, gpu=True)
+    gpu = _is_gpu(device)
+    embeddings = input_embeddings(model) if gpu and streaming.host_embeddings else None
+    return sizes_of(model, units, streaming, embeddings, gpu=gpu)
+
+
+def _is_gpu(device: torch.device | str) -> bool:
+    return torch.device(device).type == "cuda"
 
 
 def what_fits(
@@ -175,14 +189,19 @@ def what_fits(
     bits: Literal[4, 16] | None = None,
     group_size: int | None = None,
     dtype: torch.dtype | None = None,
+    device: torch.device | str = "cuda",
 ) -> ResidencyPlan:
     """Which layers of a model would stay on a device, without downloading it.
+
+    The plan is the one that `load_streamed()` makes for the same settings, device and dtype.
 
     Args:
         config: The configuration of a causal language model, as `AutoConfig.from_pretrained()` returns it.
         vram_budget: As `StreamingConfig` has it.
         streaming: Further settings.
         bits: As `estimate_sizes` has it, and so `group_size` and `dtype`.
+        device: The device that computes, which need not be there. On a `"cpu"`, layers that do not stay are read from
+            files: `streaming` must name a `disk_folder`.
 
     Raises:
         ValueError: not even the slots fit into the budget, or as `estimate_sizes` does.
@@ -194,8 +213,8 @@ def what_fits(
         (20, 12)
     """
     asked = replace(streaming or StreamingConfig(), vram_budget=vram_budget)
-    sizes = estimate_sizes(config, asked, bits=bits, group_size=group_size, dtype=dtype)
-    return plan_residency(sizes, asked, free_bytes=asked.vram_bytes)
+    sizes = estimate_sizes(config, asked, bits=bits, group_size=group_size, dtype=dtype, device=device)
+    return plan_residency(sizes, asked, free_bytes=asked.vram_bytes if _is_gpu(device) else None)
 
 
 def _own_format(stored: Any, bits: int | None) -> PackedFormat | None:

@@ -95,7 +95,10 @@ def reference(cell: Cell) -> Cell:
     if cell.live == "exact" or not (cell.model == "qwen3_next" or cell.assistant in CHAINS):
         weights = cell.weights.replace("streamed AWQ", "AWQ").replace("streamed", "resident")
         simpler = replace(simpler, weights=weights)
-    drawn = cell.decoding == "sampled" and cell.assistant in CHAINS  # rejection sampling takes other random numbers
+    # Rejection sampling takes other random numbers, and so do rows that are sampled each for itself.
+    drawn = cell.decoding == "sampled" and (
+        cell.assistant in CHAINS or (cell.assistant == "trees" and cell.rows != "one")
+    )
     # What one pass computes attends to itself exactly, though it will be codes; and first drafts are a part of the end
     # of the prompt, which "query" asks.
     if not drawn and cell.live == "exact" and cell.repair != "query":

@@ -114,7 +114,7 @@ _NO_CACHE = Limit("nothing", "", "It is a setting of the cache, and no cache is 
 _STATES = Limit("refused", "not supported with stateful models", "States cannot be taken back; transformers refuses.")
 _ONE_ROW = Limit("refused", "only supported for batch_size = 1", "transformers drafts for one row.")
 _ONE_ANSWER = Limit("refused", "num_return_sequences has to be 1", "transformers drafts for one row.")
-_TREE_ROWS = Limit("refused", "Trees are drafted for one row without beams", "Rows would accept different branches.")
+_TREE_BEAMS = Limit("refused", "`num_beams` must be 1 with trees", "Beams change rows at each token.")
 
 LIMITS: dict[Pair, Limit] = {
     **_limits("reuse", ["none"], "repair", MOVING, _NO_CACHE),
@@ -159,7 +159,7 @@ LIMITS: dict[Pair, Limit] = {
     ),
     **_limits("assistant", CHAINS, "rows", ["padded"], _ONE_ROW),
     **_limits("assistant", CHAINS, "rows", ["samples"], _ONE_ANSWER),
-    **_limits("assistant", ["trees"], "rows", ["padded", "samples", "beams"], _TREE_ROWS),
+    **_limits("assistant", ["trees"], "rows", ["beams"], _TREE_BEAMS),
     **_limits(
         "assistant",
         CHAINS,

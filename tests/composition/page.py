@@ -89,7 +89,8 @@ _OUTSIDE = """
 - With `repair="query"`, the end of the prompt that is asked has the first drafts in it, so that other tokens may be
   computed again.
 - Sampling with chains of drafts (`load_assistant`, `lookup_assistant`, prompt lookup) takes other random numbers than
-  sampling without: the distribution is the same, the answer of one seed is not. `TreeDecoding` gives the same answer.
+  sampling without: the distribution is the same, the answer of one seed is not. Nor is it with `TreeDecoding` for
+  several rows, of which each has random numbers of its own; for one row it is.
 - A codec changes nothing that comes from the cache of the last turn, unless that cache has to go back, and cannot:
   states, and windows that have moved on, then come from the store.
 

@@ -48,7 +48,7 @@ SHOWN = {
     "Models larger than the GPU's memory": "parity/test_streaming.py parity/test_streaming_awq.py "
     "parity/test_streaming_formats.py",
     "Drafts for": "parity/test_assistants.py parity/test_lookup_assistant.py parity/test_speculation_combinations.py",
-    "Drafts by the model's own heads": "parity/test_own_heads.py::test_warm_is_as_cold",
+    "Drafts by heads": "parity/test_own_heads.py::test_warm_is_as_cold",
     "Trees of drafts": "parity/test_tree_decoding.py property/test_draft_trees.py",
     "An [OpenAI-compatible server]": "server/test_clients.py server/test_worker.py server/test_storm.py",
     "Many replicas": "unit/test_routing.py::test_a_prompt_goes_where_most_of_it_went "

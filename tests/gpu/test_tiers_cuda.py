@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, check_model_compatibility
 from tests.conftest import counted, left_pad, make_model, random_ids
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
-from tests.internals.cache import ComputePace, loading
+from tests.internals.cache import ComputePace, loading, prompt_plan
 from tests.internals.top import device_link
 
 BASE = random_ids(2000, seed=1)
@@ -46,7 +46,7 @@ def test_what_is_stored_is_in_pinned_memory_and_arrives_whole() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_hit_is_gathered_from_pinned_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """By one kernel a layer, also if the store evicts it at once and the memory is used again."""
-    monkeypatch.setattr(loading, "_MIN_BYTES", 1)
+    monkeypatch.setattr(prompt_plan, "_MIN_BYTES", 1)
     assert device_link.link.gathers(DEVICE)
     gather, layers = device_link.CudaLink.gather, []
 

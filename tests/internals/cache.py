@@ -12,12 +12,13 @@ from kvboost_hf.cache.forward import (
     flow,
     loading,
     moved,
+    prompt_plan,
     reused,
     running,
     scatter,
 )
 from kvboost_hf.cache.forward.admission import blend_reason
-from kvboost_hf.cache.forward.fill import StemReader
+from kvboost_hf.cache.forward.ahead import StemReader
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.identity import fingerprint, foreign
@@ -35,14 +36,13 @@ from kvboost_hf.cache.identity.weights import (
     _window,
     plain_tensors,
 )
-from kvboost_hf.cache.kv import blocks, transfer
-from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat
-from kvboost_hf.cache.kv.layer_kv import LayerKV
+from kvboost_hf.cache.kv import layer_kv
+from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateCodes, StateFormat
-from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ModelForm, make_layers, read_kv, read_states
+from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ColumnFormat, ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv.records import StoredStates
-from kvboost_hf.cache.kv.transfer import Staging
 from kvboost_hf.cache.layers import base as layers
+from kvboost_hf.cache.layers import make_layers
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
@@ -64,9 +64,7 @@ from kvboost_hf.cache.planning.chunks import (
     Tokens,
     common_length,
     content_only_key,
-    find_stems,
     media_ids,
-    paths_of,
     piece_ends,
     prefix_key,
     root_key,
@@ -91,6 +89,7 @@ from kvboost_hf.cache.planning.plan import (
     plan_shared,
     trim_row,
 )
+from kvboost_hf.cache.planning.stems import find_stems, paths_of
 from kvboost_hf.cache.prompt import media
 from kvboost_hf.cache.prompt.chats import ChatTemplate
 from kvboost_hf.cache.prompt.forward_call import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, read_inputs
@@ -104,10 +103,9 @@ from kvboost_hf.cache.store.indexes import StoredText
 from kvboost_hf.cache.store.settings import DEFAULT_DISK_BYTES, TierSpec, chunk_bytes, open_tier, parse_tier
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import below, record
-from kvboost_hf.cache.tiers.base import Entry, Guard, Kind, MadeWith, Tier, secrets_in, without_secrets
+from kvboost_hf.cache.tiers.base import Entry, Guard, Kind, MadeWith, NoticeBoard, Tier, secrets_in, without_secrets
 from kvboost_hf.cache.tiers.below import MeasuredTier
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier
-from kvboost_hf.cache.tiers.notices import NoticeBoard
 from kvboost_hf.cache.tiers.record import (
     Blob,
     DamagedBlobError,
@@ -119,6 +117,7 @@ from kvboost_hf.cache.tiers.record import (
     unpack_entry,
 )
 from kvboost_hf.cache.tiers.valkey import ValkeyTier
+from kvboost_hf.device_link import Staging
 from kvboost_hf.scoring import plan_batches
 
 

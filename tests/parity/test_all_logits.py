@@ -23,7 +23,7 @@ from kvboost_hf import (
 from tests import multimodal
 from tests.architectures import make_architecture
 from tests.conftest import counted, left_pad, make_model, random_ids
-from tests.internals.cache import HiddenStates, loading
+from tests.internals.cache import HiddenStates, loading, prompt_plan
 from tests.internals.compat import decoder_layers, hidden_states_reason, padding_reason, text_model
 from tests.parity.test_audit import corrupt
 from tests.parity.test_loading import blobs, flip
@@ -281,7 +281,7 @@ def test_they_load_while_the_model_computes(
         fill(self, idx)
 
     monkeypatch.setattr(loading.Loading, "_fill", fill_late)
-    monkeypatch.setattr(loading, "_MIN_BYTES", 1)
+    monkeypatch.setattr(prompt_plan, "_MIN_BYTES", 1)
     ids = BASE[:, :129]
     for stored in (False, True):
         model = probed(make_model("deep_llama"))

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from tests.conftest import as_inputs, counted, left_pad, random_ids
-from tests.internals.cache import loading, reused
+from tests.internals.cache import loading, prompt_plan, reused
 from tests.parity.test_tiers import BASE, fill, generate, restart
 from tests.parity.test_tiers import serve as same_as_plain
 
@@ -29,7 +29,7 @@ def loadings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[loading.Loading]]
             super().__init__(*args)
             found.append(self)
 
-    monkeypatch.setattr(loading, "_MIN_BYTES", 1)
+    monkeypatch.setattr(prompt_plan, "_MIN_BYTES", 1)
     monkeypatch.setattr(reused, "Loading", Noted)
     yield found
     for each in found:
@@ -50,7 +50,7 @@ def flip(path: Path, part: float) -> None:
 
 
 def test_much_is_loaded_meanwhile(tmp_path: Path, disk: str, loadings: list[Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr(loading, "_MIN_BYTES", 2**20)
+    monkeypatch.setattr(prompt_plan, "_MIN_BYTES", 2**20)
     ids = random_ids(620, seed=1)
     fill("deep_llama", disk, ids, chunk_size=128)
     model, store, cache = restart("deep_llama", disk, chunk_size=128)

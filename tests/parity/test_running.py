@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from tests.conftest import make_model, random_ids
-from tests.internals.cache import REPAIRS, LayerKV, loading, reused
+from tests.internals.cache import REPAIRS, LayerKV, loading, prompt_plan, reused
 
 BASE = random_ids(200)
 
@@ -46,7 +46,7 @@ def rows_overlap(monkeypatch: pytest.MonkeyPatch) -> list[loading.Loading]:
             found.append(self)
 
     monkeypatch.setattr(LayerKV, "nbytes_elsewhere", property(lambda self: 2**21))
-    monkeypatch.setattr(loading, "_MIN_BYTES", 1)
+    monkeypatch.setattr(prompt_plan, "_MIN_BYTES", 1)
     monkeypatch.setattr(reused, "Loading", Noted)
     return found
 

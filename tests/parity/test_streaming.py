@@ -585,7 +585,7 @@ def test_embeddings_that_cannot_be_mapped_stay(
 
 def test_damage_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """K/V is checked before the forward, not beside it: what is damaged takes a forward of its own."""
-    monkeypatch.setattr("kvboost_hf.cache.forward.loading._MIN_BYTES", 0)
+    monkeypatch.setattr("kvboost_hf.cache.forward.prompt_plan._MIN_BYTES", 0)
     model = make_layers(LAYERS)
     stream_except(model, ())
     told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 4}

@@ -9,7 +9,7 @@ from tests.fuzz import __main__ as command
 from tests.fuzz.draw import draw_history
 from tests.fuzz.history import Call, History, Row
 from tests.fuzz.play import Wrong, play
-from tests.internals.cache import fill, loading
+from tests.internals.cache import fill
 
 ONCE_WRONG = [
     # A one-token piece was taken for a decoding step.
@@ -68,7 +68,7 @@ def test_what_was_wrong_once(history: History) -> None:
 
 def test_wrong_kv_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The control: what the store serves is zeros."""
-    pieces_of = loading.pieces_of
+    pieces_of = fill.pieces_of
 
     def zeros(*args: Any) -> Any:
         return [tuple(torch.zeros_like(tensor) for tensor in piece) for piece in pieces_of(*args)]

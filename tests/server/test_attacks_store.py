@@ -30,8 +30,8 @@ from tests.internals.cache import (
     ModelForm,
     StateFormat,
     below,
-    loading,
     pack_entry,
+    prompt_plan,
     read_kv,
     read_states,
     unpack_entry,
@@ -431,7 +431,7 @@ def test_a_forged_chunk_is_a_miss(
     tmp_path: Path, disk: str, change: Change, meanwhile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loaded before the model computes, and layer by layer meanwhile."""
-    monkeypatch.setattr(loading, "_MIN_BYTES", 1 if meanwhile else 2**40)
+    monkeypatch.setattr(prompt_plan, "_MIN_BYTES", 1 if meanwhile else 2**40)
     fill("llama", disk, BASE)
     made = change_all(tmp_path / "tier", forged(change))
     model, store, cache = restart_knowing("llama", disk)

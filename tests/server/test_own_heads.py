@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -10,9 +11,11 @@ import pytest
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore, DraftTreeConfig, KVQuantConfig, ReusePolicy, load_assistant
+from tests import eagle
 from tests.conftest import make_model, random_ids
 from tests.internals.server import BatchKV, Finished, Job, Meter, ModelEngine, SamplingOptions, jobs, task, worker
 from tests.mtp import make_target, use_layers
+from tests.parity.test_eagle import watched as eagle_watched
 from tests.parity.test_own_heads import Rounds, assert_alike, make_blocks, watched
 from tests.server.conftest import Serve
 from tests.server.test_worker import Told, numbers
@@ -181,6 +184,34 @@ def test_where_no_hidden_states_are_kept(
     assert sum("reads hidden states" in record.getMessage() for record in caplog.records) == 1
     assert run(engine, job())[0].ids == run(make(model, **how), job())[0].ids
     assert engine.stats()["speculation"] == {}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_trees_of_heads(kind: str, make: Make, tmp_path: Path) -> None:
+    """EAGLE-3: warm as cold, and alone again after a batch."""
+    model = eagle.make_target(kind)
+    heads = load_assistant(str(eagle.save_heads(tmp_path, eagle.weights_of(model))), target=model)
+    sizes = DraftTreeConfig(policy="tree", depth=4, width=3, branching=3, max_nodes=20)
+    plain, seen = make(model), list[tuple[list[list[int]], dict[str, float]]]()
+    wanted, _ = run(plain, job())
+    store = ChunkStore(model, chunk_size=16)
+    for cached in (0, len(PROMPT) - 1):  # an engine each: what is drafted depends on what was accepted before
+        engine = make(model, draft=heads, draft_trees=sizes, store=store)
+        with eagle_watched() as rounds:
+            end, counts = run(engine, job())
+        assert (end.ids, end.cached_tokens) == (wanted.ids, cached)
+        seen.append((rounds.tokens, counts))
+    assert seen[0] == seen[1]
+    assert 0 < seen[0][1]["accepted"] < seen[0][1]["drafted"]
+    told, asked = [Told(), Told()], [job(count=64), job(PROMPT[:40], count=12)]
+    engine.submit(asked[0], told[0])
+    while len(told[0].events) < 2:
+        time.sleep(0.001)
+    engine.submit(asked[1], told[1])
+    for listener, each in zip(told, asked, strict=True):
+        assert listener.end.ids == run(plain, each)[0].ids
+    assert engine.stats()["speculation"]["shared_tokens"] > 0
+    assert store.check_integrity().wrong == 0
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:

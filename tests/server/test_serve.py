@@ -157,7 +157,7 @@ def test_too_long_prompts_are_refused_with_a_length(process: tuple[Any, openai.O
         (["--speculative-gamma", "4"], "--speculative-draft-model"),
         (
             ["--speculative", "eagle"],
-            "`--speculative` must be one of auto, mtp, lookup, none, draft:NAME, dflash:NAME",
+            "`--speculative` must be one of auto, mtp, lookup, none, draft:NAME, eagle:NAME, dflash:NAME",
         ),
         (["--speculative", "draft:"], "got 'draft:'"),
         (["--speculative", "mtp"], "names no multi-token-prediction layers"),

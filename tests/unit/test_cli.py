@@ -4,15 +4,19 @@ import itertools
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BertConfig, BertGenerationConfig, BertGenerationDecoder
+from transformers import AutoConfig, BertConfig, BertGenerationConfig, BertGenerationDecoder
 
+from kvboost_hf import StreamingConfig, load_streamed, streaming_plan, what_fits
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
 from tests.internals.cli import main
 from tests.internals.demo import CHAT_SHAPE
+
+SMOLLM2 = Path(__file__).parents[2] / ".models" / "smollm2" / "float32"
 
 
 def rows(told: dict[str, Any], workload: str) -> list[dict[str, Any]]:
@@ -100,7 +104,12 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--documents", str(tmp_path / "document.txt"), "--json", "-"]) == 0
     names = [arm["name"] for arm in json.loads(capsys.readouterr().out)["arms"]]
     assert names[:4] == ["full", "exact", "naive", "naive, warmed"]
-    assert "query 15%, warmed" in names
+    assert "auto 15%, warmed" in names
+    assert main([*command, "--arms", "query:15", "selective", "--json", "-"]) == 0
+    names = [arm["name"] for arm in json.loads(capsys.readouterr().out)["arms"]]
+    assert names[3:] in ([], ["query 15%", "selective 16"])
+    assert main([*command, "--arms", "query:x"]) == 2
+    assert "or with a percentage as in query:15, got 'query:x'" in capsys.readouterr().err
 
 
 def test_verify_codecs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,3 +244,42 @@ def test_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 resident layers" in capsys.readouterr().out
     assert main([*asked, "--vram-budget", "1KB"]) == 2
     assert "must be at least" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("budget", ["100MB", "4.5MB", "4MB", "3MB"])
+def test_the_three_that_plan_agree(budget: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`fits`, `what_fits` and `load_streamed`: the same layers stay, or the same error says which budget would do."""
+    three_plan(EMBEDDED_MODEL_DIR, budget, tmp_path, capsys, max_tokens=128)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SMOLLM2.exists(), reason="make real-model")
+@pytest.mark.parametrize("budget", ["600MB", "500MB", "460MB", "440MB"])
+def test_the_three_that_plan_agree_on_a_real_model(
+    budget: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three_plan(SMOLLM2, budget, tmp_path, capsys, max_tokens=4096)
+
+
+def three_plan(model: Path, budget: str, folder: Path, capsys: pytest.CaptureFixture[str], *, max_tokens: int) -> None:
+    streaming = StreamingConfig(max_tokens=max_tokens, disk_folder=str(folder))
+    flags = ["--vram-budget", budget, "--max-tokens", str(max_tokens), "--on", "cpu", "--disk-folder", str(folder)]
+    asked = replace(streaming, vram_budget=budget)
+    command = ["fits", "--model", str(model), *flags]
+    if main(command) == 2:
+        refusal = capsys.readouterr().err.removeprefix("kvboost-hf: ").strip()
+        assert "must be at least" in refusal
+        with pytest.raises(ValueError, match=re.escape(refusal)):
+            what_fits(AutoConfig.from_pretrained(model), budget, streaming=streaming, device="cpu")
+        with pytest.raises(ValueError, match=re.escape(refusal)):
+            load_streamed(str(model), asked, device="cpu")
+        return
+    said = capsys.readouterr().out
+    plan = what_fits(AutoConfig.from_pretrained(model), budget, streaming=streaming, device="cpu")
+    loaded = load_streamed(str(model), asked, device="cpu")
+    made = streaming_plan(loaded)
+    assert (made is None) == (not plan.on_disk)
+    assert plan.sizes.other_bytes < 1.01 * loaded.get_output_embeddings().weight.nbytes  # tied matrices count once
+    assert made is None or made == plan
+    assert said.startswith(str(plan))
+    assert "On a CPU, weights in float32:" in said

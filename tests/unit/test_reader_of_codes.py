@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.internals.cache import Block, LayerKV, Planes, blocks, make_codec
+from tests.internals.cache import Block, LayerKV, Planes, layer_kv, make_codec
 from tests.internals.compat import LayerRotation
 
 SHAPE = (2, 32, 64)
@@ -38,6 +38,6 @@ def test_layers_are_those_decoded_alone(spec: str, order: list[int]) -> None:
 def test_a_run_is_of_layers_that_rotate_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     block = chunk("turboquant").blocks[0]
     assert [block.run(at) for at in (0, 1, 3, 5, 6)] == [range(3), range(1, 3), range(3, 5), range(5, 6), range(6, 7)]
-    monkeypatch.setattr(blocks, "_RUN", 2 * 2 * 32 * 64)
+    monkeypatch.setattr(layer_kv, "_RUN", 2 * 2 * 32 * 64)
     assert [block.run(at) for at in (0, 1, 2)] == [range(2), range(1, 3), range(2, 3)]
     assert chunk("raw").blocks[0].run(4) == range(7)  # views: nothing is decoded

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,5 +155,8 @@ def test_in_a_terminal() -> None:
         ("4 layers in host memory", "1.000"),
         ("2 layers in files", "0.500"),
     ]
-    assert text.endswith("At 25 GB/s at most 16.67 tokens/s.")
+    assert text.endswith("Each forward reads 0.500 GB from files; how fast is measured as it runs.")
+    in_host = plan(free=10**10, sizes=million, vram_budget="5GB")
+    assert str(in_host).endswith("At 25 GB/s at most 16.67 tokens/s.")
+    assert str(replace(in_host, copy_rate=3e9)).endswith("At 3.00 GB/s, as measured, at most 2.00 tokens/s.")
     assert "tokens/s" not in str(plan(vram_budget=TOTAL))

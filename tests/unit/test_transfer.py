@@ -28,6 +28,7 @@ from tests.internals.cache import (
     loading,
     make_codec,
     packing,
+    prompt_plan,
     turboquant,
 )
 from tests.internals.compat import KeyRotation, LayerRotation
@@ -45,7 +46,7 @@ def gathers() -> bool:
 
 @pytest.fixture
 def gpu(gathers: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[DoubleDevice]:
-    monkeypatch.setattr(loading, "_MIN_BYTES", 1)
+    monkeypatch.setattr(prompt_plan, "_MIN_BYTES", 1)
     monkeypatch.setattr(loading, "_FIRST_BYTES", LAYER_BYTES)
     monkeypatch.setattr(loading, "_MOST_BYTES", 4 * LAYER_BYTES)
     with DoubleDevice(gathers=gathers).in_place() as found:

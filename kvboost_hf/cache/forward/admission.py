@@ -26,8 +26,8 @@ from kvboost_hf.cache.forward.fill import fill_turned
 from kvboost_hf.cache.forward.running import CacheParts, Request
 from kvboost_hf.cache.forward.scatter import Narrowing, ScatterPass, attention_of_the_end
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_own
-from kvboost_hf.cache.kv.layer_kv import copy_columns
-from kvboost_hf.cache.kv.model_form import make_layers
+from kvboost_hf.cache.kv.model_form import copy_columns
+from kvboost_hf.cache.layers import make_layers
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import CHANGED
 from kvboost_hf.cache.planning.chunks import Tokens

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.forward.admission import MOVED_HIDDEN, UNKNOWN, reason_against_moving
 from kvboost_hf.cache.forward.moved import Moved, moving_of
 from kvboost_hf.cache.forward.running import CacheParts, PromptColumns, Request
-from kvboost_hf.cache.kv.blocks import Block
-from kvboost_hf.cache.kv.layer_kv import LayerKV, Place
+from kvboost_hf.cache.kv.layer_kv import Block, LayerKV, Place
 from kvboost_hf.cache.kv.records import StoredChunk
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import Behind

@@ -1,10 +1,11 @@
 """Puts the columns of a `ReusePlan` into the layers: from stored chunks, from other rows, and computed ahead."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -13,77 +14,150 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import device_link
 from kvboost_hf.cache.costs import pieces
-from kvboost_hf.cache.forward.loading import Span, parts_of, pieces_of, spans_of
-from kvboost_hf.cache.kv.layer_kv import LayerKVReader, Place, are_alike_in_place
-from kvboost_hf.cache.kv.model_form import private_cache
+from kvboost_hf.cache.forward.ahead import Ahead, Part, StemReader, run_behind
+from kvboost_hf.cache.kv.layer_kv import (
+    ColumnReader,
+    Groups,
+    JoinedKVReader,
+    LayerKV,
+    LayerKVReader,
+    Place,
+    Zeros,
+    are_alike_in_place,
+)
+from kvboost_hf.cache.kv.records import StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import buffers_for
-from kvboost_hf.cache.planning.chunks import Stem
-from kvboost_hf.cache.planning.plan import ReusePlan
+from kvboost_hf.cache.planning.plan import ReusePlan, Segment
 from kvboost_hf.cache.prompt.forward_call import ForwardInputs
-from kvboost_hf.cache.prompt.token_log import take_positions
-from kvboost_hf.cache.store.chunk_store import StoredStates
-from kvboost_hf.compat import KeyRotation, Shifts, run_model
+from kvboost_hf.compat import KeyRotation, Shifts
 
+_JOINED = 16  # chunks at most: while they are copied together, they are on the device twice
 _TOGETHER_BYTES = 2**24  # of the buffers that are made together: larger ones are new to the process each time
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Row tokens [start, stop) that are computed ahead."""
+class Span:
+    """Row tokens [start, stop), which a reader has from row token `origin` on."""
 
-    row: int
+    reader: ColumnReader
+    origin: int
     start: int
     stop: int
 
 
-class Ahead:
-    """Rows that were computed ahead, in layers of their own. All of them end at the same column.
+Spans = Sequence[Sequence[Span]]  # of each row, in order
+_Loaded = tuple[Segment, bytes, LayerKV]  # with the key and the K/V of its chunk
+_KEY = itemgetter(1)
+
+
+def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = False) -> list[list[Span]]:
+    """Readers for the segments of a plan whose chunks are loaded; rows with the same chunks have the same readers.
+
+    On a GPU, consecutive chunks that the same rows have are one span: its host takes longer to launch what there is to
+    do for each chunk and layer than the GPU to do it.
 
     Args:
-        layers: They hold the rows.
-        parts: What was computed of each row, in order.
+        plan: What comes from where.
+        groups: How many tensors to move together: see `LayerKV.reader`.
+        zeros: Have zeros between `plan.held` and `plan.filled` where no chunk serves.
     """
+    readers: dict[tuple[bytes, ...], LayerKVReader | JoinedKVReader] = {}  # by the chunks that they read
+    spans: list[list[Span]] = []
+    for runs in _runs(plan):
+        own: list[Span] = []
+        for run in runs:
+            keys = tuple(map(_KEY, run))
+            if keys not in readers:
+                of = LayerKVReader(run[0][2], groups)
+                readers[keys] = (
+                    of if len(run) == 1 else JoinedKVReader([of, *(LayerKVReader(kv, groups) for *_, kv in run[1:])])
+                )
+            first, last = run[0][0], run[-1][0]
+            own.append(Span(readers[keys], first.start - first.offset, first.start, last.stop))
+        spans.append(own)
+    if not zeros:
+        return spans
+    nothing = Zeros(next(iter(readers.values())), plan.filled)
+    return [
+        _with_zeros(row, nothing, plan.held - pad, plan.filled - pad)
+        for row, pad in zip(spans, plan.pads, strict=True)
+    ]
 
-    def __init__(self, layers: Sequence[ReuseLayer], parts: Sequence[Part]) -> None:
-        self._layers = layers
-        self._columns = max(part.stop for part in parts)
-        self._at = {part.row: number for number, part in enumerate(parts)}
-        self._stops = {part.row: part.stop for part in parts}
 
-    def tokens(self, row: int, layer_idx: int, start: int, stop: int) -> Piece | None:
-        """Tokens [start, stop) of a row, or fewer: a layer may not hold the first ones."""
-        layer, padding = self._layers[layer_idx], self._columns - self._stops[row]
-        return layer.columns(self._at[row], max(start + padding, layer.first), stop + padding)
+def _runs(plan: ReusePlan) -> list[list[list[_Loaded]]]:
+    """The loaded segments of each row, those together that one reader can have."""
+    rows: list[list[_Loaded]] = []
+    for row in plan.rows:
+        rows.append([])
+        for segment in row.segments:
+            chunk = segment.chunk
+            if isinstance(chunk, StoredChunk) and chunk.loaded is not None:
+                rows[-1].append((segment, chunk.key, chunk.loaded))
+    some = next((kv for own in rows for *_, kv in own), None)
+    if some is None or not some.can_follow(some):
+        return [[[each] for each in own] for own in rows]
+    users: dict[bytes, list[int]] = {}  # of each chunk, the rows
+    for number, own in enumerate(rows):
+        for _, key, _ in own:
+            users.setdefault(key, []).append(number)
+    joined: list[list[list[_Loaded]]] = []
+    for own in rows:
+        runs: list[list[_Loaded]] = []
+        for each in own:
+            if runs and len(runs[-1]) < _JOINED and _can_follow(each, runs[-1][-1], users):
+                runs[-1].append(each)
+            else:
+                runs.append([each])
+        joined.append(runs)
+    return joined
 
-    def state(self, row: int, layer_idx: int) -> LayerState | None:
-        """The state of a row at its end."""
-        return self._layers[layer_idx].save_state(self._at[row])
+
+def _can_follow(this: _Loaded, last: _Loaded, users: Mapping[bytes, list[int]]) -> bool:
+    """Whether one reader can have two segments of a row."""
+    (segment, key, kv), (before, key_before, kv_before) = this, last
+    return (
+        before.stop == segment.start
+        and segment.offset == 0
+        and before.to_end
+        and users[key_before] == users[key]
+        and kv.can_follow(kv_before)
+    )
 
 
-class StemReader:
-    """Reads a stem where it was computed, as a `LayerKVReader` reads a chunk.
+def _with_zeros(spans: Sequence[Span], zeros: Zeros, start: int, stop: int) -> list[Span]:
+    """The spans of a row with zeros between them, from row token `start` to `stop`, padding left out."""
+    found: list[Span] = []
+    at = max(start, 0)
+    for span in (*spans, Span(zeros, stop, stop, stop)):
+        if at < span.start:
+            found.append(Span(zeros, at, at, span.start))
+        if span.start < span.stop:
+            found.append(span)
+        at = span.stop
+    return found
 
-    Args:
-        ahead: Where it was computed.
-        stem: The stem.
-    """
 
-    def __init__(self, ahead: Ahead, stem: Stem) -> None:
-        self._ahead, self._stem = ahead, stem
-        self._pieces: dict[int, Piece | None] = {}  # rows that share a piece are given the same views
+def pieces_of(spans: Sequence[Span], layer_idx: int, start: int, stop: int) -> list[Piece]:
+    """K/V of a row's tokens [start, stop), as far as it has them, as pieces of what is stored."""
+    pieces: list[Piece] = []
+    for span, at, length in parts_of(spans, start, stop):
+        piece = span.reader.layer(layer_idx)
+        if piece is not None:
+            whole = piece[0].shape[1] == length  # all of them have as many tokens
+            pieces.append(piece if whole else tuple([kv.narrow(1, at, length) for kv in piece]))
+    return pieces
 
-    def layer(self, layer_idx: int) -> Piece | None:
-        """Its columns in a layer, or None if the layer keeps none."""
-        if layer_idx not in self._pieces:
-            stem = self._stem
-            self._pieces[layer_idx] = self._ahead.tokens(stem.rows[0], layer_idx, stem.start, stem.stop)
-        return self._pieces[layer_idx]
 
-    def state(self, layer_idx: int) -> LayerState | None:
-        """The state of a layer behind it."""
-        return self._ahead.state(self._stem.rows[0], layer_idx)
+def parts_of(spans: Sequence[Span], start: int, stop: int) -> list[tuple[Span, int, int]]:
+    """The spans that have some of a row's tokens [start, stop): where these begin in the reader, and how many."""
+    found: list[tuple[Span, int, int]] = []
+    for span in spans:
+        begin, end = max(span.start, start), min(span.stop, stop)
+        if begin < end:
+            found.append((span, begin - span.origin, end - begin))
+    return found
 
 
 def fill_layers(
@@ -316,56 +390,8 @@ def compute(model: PreTrainedModel, of: Rows, inputs: ForwardInputs, first: int,
     cuts = pieces(columns - new, columns) if columns > new and device.type == "cpu" else []
     for start, stop in pairwise([columns - new, *cuts, columns]):
         part_of = slice(start - (columns - new), stop - (columns - new))
-        _run(model, group, inputs, rows, at[:, part_of], mask[:, :stop])
+        run_behind(model, group, inputs, rows, at[:, part_of], mask[:, :stop])
     return Ahead(group, parts)
-
-
-def run_ahead(
-    model: PreTrainedModel, layers: Sequence[ReuseLayer], inputs: ForwardInputs, columns: slice, first: int
-) -> None:
-    """Compute columns of all rows, ahead of the forward that the caller asked for.
-
-    Args:
-        model: The model.
-        layers: They hold what comes before.
-        inputs: The caller's arguments.
-        columns: Which columns.
-        first: The column of the first id in `inputs`.
-    """
-    rows = torch.arange(len(inputs.input_ids), device=inputs.input_ids.device)[:, None]
-    at = torch.arange(columns.start - first, columns.stop - first, device=rows.device).expand(len(rows), -1)
-    mask = inputs.attention_mask[:, : columns.stop] if inputs.attention_mask is not None else None
-    _run(model, layers, inputs, rows, at, mask)
-
-
-def _run(
-    model: PreTrainedModel,
-    layers: Sequence[ReuseLayer],
-    inputs: ForwardInputs,
-    rows: torch.Tensor,
-    at: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> None:
-    """Compute the ids `at` [k, m] of `rows` [k, 1] of a call, behind what the layers hold.
-
-    Args:
-        model: The model.
-        layers: They hold the same rows.
-        inputs: The arguments of the call.
-        rows: Which rows of it.
-        at: Which of the ids of each row.
-        mask: The mask over all columns, [k, columns], if the call has one.
-    """
-    positions = inputs.position_ids
-    if mask is not None:
-        mask = mask.to(inputs.attention_mask.dtype) if inputs.attention_mask is not None else None
-    run_model(
-        model,
-        inputs.input_ids[rows, at],
-        private_cache(layers),
-        attention_mask=mask,
-        position_ids=take_positions(positions, len(inputs.input_ids), rows, at) if positions is not None else None,
-    )
 
 
 def compute_columns(
@@ -387,3 +413,9 @@ def compute_columns(
         pieces = [ahead.tokens(part.row, idx, part.start, part.stop) for part in parts]
         found.append([piece for piece in pieces if piece is not None])
     return found
+
+
+def chunks_of(plan: ReusePlan) -> list[StoredChunk]:
+    """All chunks of a plan, each once."""
+    chunks = [segment.chunk for row in plan.rows for segment in row.segments]
+    return list({chunk.key: chunk for chunk in chunks if isinstance(chunk, StoredChunk)}.values())

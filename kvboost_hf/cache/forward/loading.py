@@ -1,70 +1,37 @@
-"""Readers of the K/V that a plan takes from stored chunks, and loading it into the layers while the model computes.
+"""Loads the K/V that a plan takes from stored chunks into the layers while the model computes.
 
 The columns are opened in every layer before the forward, and filled while it runs. What is in host memory is copied to
 a device by a stream of its own: all copies are queued before the forward, and on the device each layer of the model
 waits for its own columns. Where a kernel can read pinned memory, it takes the place of all copies of a layer. What is
 in a file is read by a thread, and the host waits where the model comes to a layer that is not ready. Where K/V turns
-out to be damaged, its columns are computed in a forward of their own, in the middle of the one that wants them.
+out to be damaged, its columns are computed in a forward of their own, in the middle of the one that wants them. A
+kernel reads the columns of many chunks by one table, which is made here.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from operator import itemgetter
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
 from kvboost_hf import device_link
-from kvboost_hf.cache.kv.blocks import Groups
-from kvboost_hf.cache.kv.layer_kv import (
-    JoinedKVReader,
-    LayerKV,
-    LayerKVReader,
-    Run,
-    can_gather,
-    places_in_table,
-    planes_of,
-    table_of,
-)
+from kvboost_hf.cache.forward.fill import Spans, chunks_of, pieces_of, spans_of
+from kvboost_hf.cache.kv.layer_kv import Groups, LayerKV
 from kvboost_hf.cache.kv.records import StoredChunk
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import write_row
-from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.windows import HiddenStates
-from kvboost_hf.cache.planning.plan import ReusePlan, Segment
+from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.tiers.record import DamagedBlobError
 
-_MIN_BYTES = 2**20  # less is loaded at once
 # Copied together to a device at first, and at most: an H100 takes 1 and 10 ms for it. Each copy costs the host time.
 _FIRST_BYTES, _MOST_BYTES = 2**26, 2**29
-_JOINED = 16  # chunks at most: while they are copied together, they are on the device twice
-
-
-def is_worth_overlapping(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
-    """Whether what serves a plan is so much that loading it meanwhile saves time.
-
-    It is in lower tiers; or, if nothing is, in host memory and has to be copied to a device.
-    """
-    chunks = _chunks_of(plan)
-    nbytes = sum([chunk.found.entry.nbytes for chunk in chunks if chunk.found is not None])
-    if nbytes or sum([chunk.nbytes for chunk in chunks]) < _MIN_BYTES:
-        return nbytes >= _MIN_BYTES
-    if len(plan.rows) > 1 and any([layer.hands_out for layer in layers]):  # rows that share pieces keep them
-        return False
-    return sum([chunk.kv.nbytes_elsewhere for chunk in chunks]) >= _MIN_BYTES
-
-
-def can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
-    """Whether what serves a plan may be loaded while the model computes."""
-    return (
-        not torch.is_grad_enabled()
-        and all([type(layer) in (GrowingLayer, PiecedLayer, HiddenStates) for layer in layers])
-        and not plan.ahead
-    )
+_ALIGNED_BYTES = 16
+# Row, first column, columns, first token in the chunk, tokens of the chunk; then an address for each block.
+_FIELDS = 5
 
 
 def _groups(layer_bytes: int) -> Groups:
@@ -95,7 +62,7 @@ class Loading:
         self._layers = layers
         self._sealed: set[int] = set()  # layers whose columns are there
         self._plan, self._compute, self._lose = plan, compute, lose
-        self._chunks = [chunk for chunk in _chunks_of(plan) if chunk.loaded is not None]
+        self._chunks = [chunk for chunk in chunks_of(plan) if chunk.loaded is not None]
         self._spans: Spans | None = None  # where a layer is copied
         self._tables: dict[torch.device, torch.Tensor | None] = {}  # of the columns; None for a device to copy to
         self._ready = [threading.Event() for _ in layers]
@@ -179,7 +146,7 @@ class Loading:
             for device, table in self._tables.items():
                 if table is not None:  # chunks may be evicted before the device has read them
                     link = device_link.link
-                    link.keep(planes_of(chunk.kv for chunk in self._chunks), link.record(self._streams[device]))
+                    link.keep(_planes_of(chunk.kv for chunk in self._chunks), link.record(self._streams[device]))
             for ready in self._ready:
                 ready.set()
 
@@ -191,7 +158,7 @@ class Loading:
                 queued.enter_context(link.using(stream))
             table, places = self._table(opened), self._chunks[0].kv.places[idx]
             if table is not None and places is not None:
-                link.gather(opened, table, places_in_table(places))
+                link.gather(opened, table, _places_in_table(places))
             else:
                 self._copy(idx)
             for part in opened:
@@ -224,8 +191,8 @@ class Loading:
                 for kv in chunks:
                     for block in kv.blocks:
                         block.wait()
-                if can_gather(chunks, device):
-                    self._tables[device] = table_of(_runs_of(self._plan), chunks[0], device)
+                if _can_gather(chunks, device):
+                    self._tables[device] = _table_of(_runs_of(self._plan), chunks[0], device)
         return self._tables[device]
 
     def _repair(self) -> None:
@@ -244,7 +211,17 @@ class Loading:
                     write_row([part[row] for part in opened], [piece])
 
 
-def _runs_of(plan: ReusePlan) -> Iterator[Run]:
+class _Run(NamedTuple):
+    """Consecutive tokens of one chunk, and where they go."""
+
+    kv: LayerKV | None  # None for columns that are zeroed
+    at: int  # first token in the chunk
+    length: int  # tokens
+    row: int
+    column: int  # of the first token, among those that a layer has opened
+
+
+def _runs_of(plan: ReusePlan) -> Iterator[_Run]:
     """What goes where, of all rows: what a row has ends with the last column, and zeros are before it."""
     for number, (row, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
         start, stop, own = plan.held - pad, plan.filled - pad, []
@@ -254,16 +231,10 @@ def _runs_of(plan: ReusePlan) -> Iterator[Run]:
                 own.append((chunk.loaded, begin - segment.start + segment.offset, end - begin))
         column = plan.filled - plan.held - sum(length for _, _, length in own)
         if column:
-            yield Run(None, 0, column, number, 0)
+            yield _Run(None, 0, column, number, 0)
         for kv, at, length in own:
-            yield Run(kv, at, length, number, column)
+            yield _Run(kv, at, length, number, column)
             column += length
-
-
-def _chunks_of(plan: ReusePlan) -> list[StoredChunk]:
-    """All chunks of a plan, each once."""
-    chunks = [segment.chunk for row in plan.rows for segment in row.segments]
-    return list({chunk.key: chunk for chunk in chunks if isinstance(chunk, StoredChunk)}.values())
 
 
 def _note(chunks: Sequence[StoredChunk], seconds: float) -> None:
@@ -273,158 +244,62 @@ def _note(chunks: Sequence[StoredChunk], seconds: float) -> None:
         tier.took((sum(each.entry.nbytes for each in found if each.tier is tier), seconds))
 
 
-class ColumnReader(Protocol):
-    """Has K/V of consecutive tokens."""
+def _can_gather(chunks: Sequence[LayerKV], device: torch.device) -> bool:
+    """Whether a kernel can read the tensors of chunks, as they are, where they are.
 
-    def layer(self, layer_idx: int, /) -> Piece | None:
-        """The tensors of a layer, [heads, tokens, dim] each, or None if it keeps no columns."""
-
-
-class Zeros:
-    """Reads zeros, for columns that are computed when all others are in place.
+    They must have arrived: their planes are where they are going to stay.
 
     Args:
-        like: Has tensors of the same shapes and types.
-        tokens: How many there are at most.
+        chunks: The K/V of the chunks.
+        device: The device of the layers, with memory of its own.
     """
-
-    def __init__(self, like: ColumnReader, tokens: int) -> None:
-        self._like, self._tokens = like, tokens
-        self._made: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._last: tuple[int, Piece | None] | None = None  # a layer is read for all rows before the next one
-
-    def layer(self, layer_idx: int) -> Piece | None:
-        """Zeros for each tensor of a layer, [heads, tokens, dim], or None if it keeps no columns."""
-        if self._last is None or self._last[0] != layer_idx:
-            like = self._like.layer(layer_idx)
-            self._last = layer_idx, None if like is None else tuple([self._zeros(each) for each in like])
-        return self._last[1]
-
-    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
-        kind = like.dtype, like.device
-        if kind not in self._made:
-            self._made[kind] = torch.zeros((), dtype=like.dtype, device=like.device)
-        return self._made[kind].expand(like.shape[0], self._tokens, like.shape[2])
+    link = device_link.link
+    return all(
+        block.codec.lossless
+        and block.blob is None
+        and block.shape[1] == kv.blocks[0].shape[1]
+        and plane.data_ptr() % _ALIGNED_BYTES == 0
+        and (plane.device == device or link.is_pinned(plane))
+        for kv in chunks
+        for block in kv.blocks
+        for plane in block.planes.values()
+    ) and all(kv.is_like(chunks[0]) for kv in chunks[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Row tokens [start, stop), which a reader has from row token `origin` on."""
-
-    reader: ColumnReader
-    origin: int
-    start: int
-    stop: int
-
-
-Spans = Sequence[Sequence[Span]]  # of each row, in order
-_Loaded = tuple[Segment, bytes, LayerKV]  # with the key and the K/V of its chunk
-_KEY = itemgetter(1)
-
-
-def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = False) -> list[list[Span]]:
-    """Readers for the segments of a plan whose chunks are loaded; rows with the same chunks have the same readers.
-
-    On a GPU, consecutive chunks that the same rows have are one span: its host takes longer to launch what there is to
-    do for each chunk and layer than the GPU to do it.
+def _table_of(runs: Iterable[_Run], like: LayerKV, device: torch.device) -> torch.Tensor:
+    """Make the table [runs, 5 + blocks] of runs, int64, on a device: one copy, behind the current stream's work.
 
     Args:
-        plan: What comes from where.
-        groups: How many tensors to move together: see `LayerKV.reader`.
-        zeros: Have zeros between `plan.held` and `plan.filled` where no chunk serves.
+        runs: All of them, of chunks that `_can_gather` accepts.
+        like: One of the chunks.
+        device: The device.
     """
-    readers: dict[tuple[bytes, ...], LayerKVReader | JoinedKVReader] = {}  # by the chunks that they read
-    spans: list[list[Span]] = []
-    for runs in _runs(plan):
-        own: list[Span] = []
-        for run in runs:
-            keys = tuple(map(_KEY, run))
-            if keys not in readers:
-                of = LayerKVReader(run[0][2], groups)
-                readers[keys] = (
-                    of if len(run) == 1 else JoinedKVReader([of, *(LayerKVReader(kv, groups) for *_, kv in run[1:])])
-                )
-            first, last = run[0][0], run[-1][0]
-            own.append(Span(readers[keys], first.start - first.offset, first.start, last.stop))
-        spans.append(own)
-    if not zeros:
-        return spans
-    nothing = Zeros(next(iter(readers.values())), plan.filled)
-    return [
-        _with_zeros(row, nothing, plan.held - pad, plan.filled - pad)
-        for row, pad in zip(spans, plan.pads, strict=True)
-    ]
+    addresses: dict[int, tuple[int, ...]] = {}
+    rows: list[tuple[int, ...]] = []
+    for kv, at, length, row, column in runs:
+        if kv is None:
+            rows.append((row, column, length, at, 0, *(0 for _ in like.blocks)))
+            continue
+        own = addresses.get(id(kv))
+        if own is None:
+            own = addresses[id(kv)] = tuple(_plane(block.planes).data_ptr() for block in kv.blocks)
+        rows.append((row, column, length, at, kv.blocks[0].shape[1], *own))
+    shape = torch.Size((len(rows), _FIELDS + len(like.blocks)))
+    host = device_link.link.pinned(shape, torch.int64)
+    host.copy_(torch.tensor(rows, dtype=torch.int64).view(shape))
+    return device_link.link.send(host, device)
 
 
-def _runs(plan: ReusePlan) -> list[list[list[_Loaded]]]:
-    """The loaded segments of each row, those together that one reader can have."""
-    rows: list[list[_Loaded]] = []
-    for row in plan.rows:
-        rows.append([])
-        for segment in row.segments:
-            chunk = segment.chunk
-            if isinstance(chunk, StoredChunk) and chunk.loaded is not None:
-                rows[-1].append((segment, chunk.key, chunk.loaded))
-    some = next((kv for own in rows for *_, kv in own), None)
-    if some is None or not some.can_follow(some):
-        return [[[each] for each in own] for own in rows]
-    users: dict[bytes, list[int]] = {}  # of each chunk, the rows
-    for number, own in enumerate(rows):
-        for _, key, _ in own:
-            users.setdefault(key, []).append(number)
-    joined: list[list[list[_Loaded]]] = []
-    for own in rows:
-        runs: list[list[_Loaded]] = []
-        for each in own:
-            if runs and len(runs[-1]) < _JOINED and _can_follow(each, runs[-1][-1], users):
-                runs[-1].append(each)
-            else:
-                runs.append([each])
-        joined.append(runs)
-    return joined
+def _places_in_table(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The columns of the table with the addresses of blocks, in place of the numbers of the blocks."""
+    return [(_FIELDS + block, at) for block, at in places]
 
 
-def _can_follow(this: _Loaded, last: _Loaded, users: Mapping[bytes, list[int]]) -> bool:
-    """Whether one reader can have two segments of a row."""
-    (segment, key, kv), (before, key_before, kv_before) = this, last
-    return (
-        before.stop == segment.start
-        and segment.offset == 0
-        and before.to_end
-        and users[key_before] == users[key]
-        and kv.can_follow(kv_before)
-    )
+def _planes_of(chunks: Iterable[LayerKV]) -> list[torch.Tensor]:
+    """The tensors that a kernel reads."""
+    return [_plane(block.planes) for kv in chunks for block in kv.blocks]
 
 
-def _with_zeros(spans: Sequence[Span], zeros: Zeros, start: int, stop: int) -> list[Span]:
-    """The spans of a row with zeros between them, from row token `start` to `stop`, padding left out."""
-    found: list[Span] = []
-    at = max(start, 0)
-    for span in (*spans, Span(zeros, stop, stop, stop)):
-        if at < span.start:
-            found.append(Span(zeros, at, at, span.start))
-        if span.start < span.stop:
-            found.append(span)
-        at = span.stop
-    return found
-
-
-def pieces_of(spans: Sequence[Span], layer_idx: int, start: int, stop: int) -> list[Piece]:
-    """K/V of a row's tokens [start, stop), as far as it has them, as pieces of what is stored."""
-    pieces: list[Piece] = []
-    for span, at, length in parts_of(spans, start, stop):
-        piece = span.reader.layer(layer_idx)
-        if piece is not None:
-            whole = piece[0].shape[1] == length  # all of them have as many tokens
-            pieces.append(piece if whole else tuple([kv.narrow(1, at, length) for kv in piece]))
-    return pieces
-
-
-def parts_of(spans: Sequence[Span], start: int, stop: int) -> list[tuple[Span, int, int]]:
-    """The spans that have some of a row's tokens [start, stop): where these begin in the reader, and how many."""
-    found: list[tuple[Span, int, int]] = []
-    for span in spans:
-        begin, end = max(span.start, start), min(span.stop, stop)
-        if begin < end:
-            found.append((span, begin - span.origin, end - begin))
-    return found
+def _plane(planes: dict[str, torch.Tensor]) -> torch.Tensor:
+    (plane,) = planes.values()
+    return plane

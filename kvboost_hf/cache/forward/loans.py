@@ -93,7 +93,7 @@ def extend_layers(
     stop = held + input_ids.shape[1]
     for layer, pair in zip(kv_layers(live.layers), kv, strict=True):
         if pair is not None:
-            layer.fill(held, stop, [[(pair[0][0], pair[1][0])]])
+            layer.fill(held, stop, [[row] for row in zip(*pair, strict=True)])
             if live.is_recording:
                 layer.native.crop(0)
     for layer, state in zip(kv_layers(live.layers), states, strict=bool(states)):

@@ -4,15 +4,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs import PIECE, pieces
 from kvboost_hf.cache.forward.admission import MOVED_HIDDEN, Admitted, adds_mask, reason_against_short_hits
-from kvboost_hf.cache.forward.loading import can_overlap, is_worth_overlapping
+from kvboost_hf.cache.forward.fill import chunks_of
 from kvboost_hf.cache.forward.moved import Moving, plan_moved
 from kvboost_hf.cache.forward.running import CacheParts, PromptColumns, Request
 from kvboost_hf.cache.kv.checkpoints import can_segment, mixers_of, spacing_of
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
+from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.pieced import PiecedLayer
+from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.live.binding import in_order
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces
@@ -22,6 +27,7 @@ from kvboost_hf.cache.prompt.token_log import Prompt
 from kvboost_hf.compat import attn_implementation, hidden_states_reason, hook_hidden_states, weights_come_and_go
 from kvboost_hf.handles import ATTENTION
 
+_MIN_BYTES = 2**20  # less is loaded at once
 _NEVER = 2**62  # tokens that an extra forward must save
 
 
@@ -86,7 +92,7 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
             if all([fetched[key] is each for key, each in wanted.items()]):  # nothing had to be loaded
                 return planned
             loaded = _with_loaded(planned.plan, fetched)
-            overlaps = planned.overlaps and is_worth_overlapping(live.layers, loaded)
+            overlaps = planned.overlaps and _is_worth_overlapping(live.layers, loaded)
             return replace(planned, plan=loaded, overlaps=overlaps)
         lost |= wanted.keys() - fetched.keys()
 
@@ -258,11 +264,34 @@ def _may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, pro
         and not prompt.new.media.any()
         and parts.live.static is None
         and parts.binding.store.ranks is None  # damage must be found before
-        and is_worth_overlapping(parts.live.layers, plan)
-        and can_overlap(parts.live.layers, plan)
+        and _is_worth_overlapping(parts.live.layers, plan)
+        and _can_overlap(parts.live.layers, plan)
         and "forward" not in model.__dict__
         and "_compiled_call_impl" not in model.__dict__
         and not weights_come_and_go(model)
+    )
+
+
+def _is_worth_overlapping(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
+    """Whether what serves a plan is so much that loading it meanwhile saves time.
+
+    It is in lower tiers; or, if nothing is, in host memory and has to be copied to a device.
+    """
+    chunks = chunks_of(plan)
+    nbytes = sum([chunk.found.entry.nbytes for chunk in chunks if chunk.found is not None])
+    if nbytes or sum([chunk.nbytes for chunk in chunks]) < _MIN_BYTES:
+        return nbytes >= _MIN_BYTES
+    if len(plan.rows) > 1 and any([layer.hands_out for layer in layers]):  # rows that share pieces keep them
+        return False
+    return sum([chunk.kv.nbytes_elsewhere for chunk in chunks]) >= _MIN_BYTES
+
+
+def _can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
+    """Whether what serves a plan may be loaded while the model computes."""
+    return (
+        not torch.is_grad_enabled()
+        and all([type(layer) in (GrowingLayer, PiecedLayer, HiddenStates) for layer in layers])
+        and not plan.ahead
     )
 
 

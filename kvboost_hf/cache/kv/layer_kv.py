@@ -1,22 +1,180 @@
-"""K/V of a chunk, of all layers: copied from them, read for them, and as parts of blobs.
+"""K/V of a chunk, of all layers: blocks of tensors that are alike, and readers of them.
 
-A kernel reads the columns of many chunks by one table, which is made here.
+The tensors of a block, of several layers, are encoded, moved and decoded together.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from kvboost_hf import device_link
-from kvboost_hf.cache.kv.blocks import RAW, Block, ColumnFormat, Groups
-from kvboost_hf.cache.kv.transfer import on_host
+from kvboost_hf.cache.codecs.base import Codec, Planes, Raw, Role
 from kvboost_hf.cache.layers import base
-from kvboost_hf.cache.layers.base import Piece, ReuseLayer
+from kvboost_hf.cache.layers.base import Piece
+from kvboost_hf.cache.tiers.record import Blob
 from kvboost_hf.compat import LayerRotation
+from kvboost_hf.device_link import on_device
 
+RAW = Raw()
+
+_RUN = 1 << 17  # numbers to decode at once on a CPU
 Place = tuple[int, int]  # block, and index in it
+
+
+class Groups(NamedTuple):
+    """Sizes of the groups of tensors that are moved together: the first, then doubled up to the most."""
+
+    first: int
+    most: int
+
+    def end(self, at: int) -> int:
+        """Behind the last tensor of the group that one belongs to."""
+        stop = size = self.first
+        while at >= stop:
+            size = min(2 * size, self.most)
+            stop += size
+        return stop
+
+
+class Arriving(Protocol):
+    """A copy of planes that is under way."""
+
+    def result(self) -> object:
+        """Return once work that is done from now on finds them there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Tensors of several layers that are alike, encoded together.
+
+    Args:
+        planes: The encoded planes, [tensors, …] each, in host memory.
+        shape: heads, tokens and head_dim of each.
+        dtype: The data type of each tensor.
+        role: Keys or values.
+        codec: Decodes them.
+        rotations: The rotation of each tensor, or None.
+        device: Where the model computed them.
+        blob: The blob that the planes are views of, unchecked; None if they are owned.
+        number: The number of this block in the blob.
+        ready: Done when the planes have arrived in host memory, until when they are where the model computes; or,
+            copied to a device, when they have arrived there. None if they were there from the start.
+    """
+
+    planes: Planes
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    role: Role
+    codec: Codec
+    rotations: tuple[LayerRotation | None, ...]
+    device: torch.device
+    blob: Blob | None = None
+    number: int = 0
+    ready: Arriving | None = None
+
+    @classmethod
+    def raw(cls, x: torch.Tensor) -> "Block":
+        """Tensors [tensors, heads, tokens, head_dim] as they are."""
+        count, heads, tokens, dim = x.shape
+        planes = RAW.encode(x, "keys", ())
+        return cls(planes, (heads, tokens, dim), x.dtype, "keys", RAW, (None,) * count, x.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        total = 0
+        for plane in self.planes.values():
+            total += plane.nbytes
+        return total
+
+    def wait(self) -> None:
+        """Return once the planes can be read: by the host, or by what is queued on their device from now on."""
+        if self.ready is not None:
+            self.ready.result()
+
+    def check(self, run: range | None = None) -> None:
+        """Raise DamagedBlobError if tensors were read from somewhere, and are not what was written there."""
+        if self.blob is not None:
+            for name in self.planes:
+                self.blob.check(f"{self.number}.{name}", run if run is not None else range(len(self.rotations)))
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its planes are not on the device that the model computes on, and have to be copied there."""
+        return device_link.link.is_apart(self.device) and any(p.device != self.device for p in self.planes.values())
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether its tensors are read where they are, one by one."""
+        return self.codec.lossless and (self.device.type == "cpu" or not device_link.link.is_apart(self.device))
+
+    def run(self, start: int, groups: Groups | None = None) -> range:
+        """Tensors from `start` on to move and to decode at once: fewer calls, for little memory.
+
+        Args:
+            start: The first one.
+            groups: Where they have to be moved, not all of them, so that those of the first layers are there early.
+        """
+        stop, is_apart = len(self.rotations), device_link.link.is_apart(self.device)
+        if is_apart and groups is not None:
+            stop = min(stop, groups.end(start))
+        elif self.codec.lossless:
+            return range(stop)
+        elif not is_apart:
+            stop = min(stop, start + max(1, _RUN // max(1, prod(self.shape))))
+        if not self.codec.lossless:
+            own = self.rotations[start]
+            stop = next((at for at in range(start, stop) if self.rotations[at] is not own), stop)
+        return range(start, stop)
+
+    def decode(self, planes: Mapping[str, torch.Tensor], run: range) -> torch.Tensor:
+        """Tensors [len(run), heads, tokens, head_dim], from planes that may have been moved."""
+        return self._decode({name: plane[run.start : run.stop] for name, plane in planes.items()}, run)
+
+    def move(self, run: range) -> torch.Tensor:
+        """Tensors [len(run), heads, tokens, head_dim] where the model computes.
+
+        Raises:
+            DamagedBlobError: if they are not what was stored (where `is_viewed`, checked later).
+        """
+        self.wait()
+        if self.blob is not None and not self.is_viewed:
+            self.check(run)
+        send, device = device_link.link.send, self.device
+        return self._decode(
+            {name: send(plane[run.start : run.stop], device) for name, plane in self.planes.items()}, run
+        )
+
+    def viewed(self, run: range) -> torch.Tensor:
+        """Tensors [len(run), heads, tokens, head_dim] where they are, of a block that `is_viewed`."""
+        if self.ready is not None:
+            self.ready.result()
+        (plane,) = self.planes.values()
+        own = plane[run.start : run.stop]
+        return own if own.device == self.device else device_link.link.send(own, self.device)
+
+    def _decode(self, own: Mapping[str, torch.Tensor], run: range) -> torch.Tensor:
+        return self.codec.decode(own, (len(run), *self.shape), self.dtype, self.role, self.rotations[run.start])
+
+    def owned(self) -> "Block":
+        """A copy in host memory; pinned, if it is to go to a device with memory of its own."""
+        self.wait()
+        pins = device_link.link.is_apart(self.device)
+        planes: Planes = {}
+        for name, plane in self.planes.items():
+            shape, dtype = plane.shape, plane.dtype
+            host = device_link.link.pinned(shape, dtype) if pins else torch.empty(shape, dtype=dtype)
+            planes[name] = host.copy_(plane)
+        return replace(self, planes=planes, blob=None, ready=None)
+
+    def promoted(self) -> "Block":
+        """A copy on the device that the model computes on."""
+        self.wait()
+        planes, ready = on_device(self.planes, self.device)
+        return replace(self, planes=planes, blob=None, ready=ready)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,123 +376,35 @@ class JoinedKVReader:
         return joined[at - run.start]
 
 
-def copy_columns(
-    layers: Sequence[ReuseLayer],
-    row: int,
-    start: int,
-    stop: int,
-    form: ColumnFormat | None = None,
-    *,
-    at_start: bool = False,
-) -> LayerKV:
-    """Copy columns of every layer to host memory.
+class ColumnReader(Protocol):
+    """Has K/V of consecutive tokens."""
+
+    def layer(self, layer_idx: int, /) -> Piece | None:
+        """The tensors of a layer, [heads, tokens, dim] each, or None if it keeps no columns."""
+
+
+class Zeros:
+    """Reads zeros, for columns that are computed when all others are in place.
 
     Args:
-        layers: All of them.
-        row: The number of the row in the batch.
-        start: The first column.
-        stop: The one behind the last.
-        form: To copy them to; None keeps them as they are.
-        at_start: The row begins at `start`.
+        like: Has tensors of the same shapes and types.
+        tokens: How many there are at most.
     """
-    form = form or ColumnFormat()
-    numbers: dict[tuple[Any, ...], int] = {}  # of the blocks, by what their tensors have in common
-    parts: list[list[torch.Tensor]] = []
-    rotations: list[list[LayerRotation | None]] = []
-    places: list[tuple[Place, ...] | None] = []
-    for idx, layer in enumerate(layers):
-        columns = layer.columns(row, start, stop)
-        own: list[Place] = []
-        for at, part in enumerate(columns or ()):
-            codec, role, rotation = form.of(idx, at, part.dtype, at_start=at_start)
-            key = (part.shape, part.dtype, part.device, layer.is_sliding, codec, "keys" if codec is RAW else role)
-            number = numbers.setdefault(key, len(parts))
-            if number == len(parts):
-                parts.append([])
-                rotations.append([])
-            own.append((number, len(parts[number])))
-            parts[number].append(part)
-            rotations[number].append(rotation)
-        places.append(tuple(own) if columns is not None else None)
-    blocks: list[Block] = []
-    for (shape, dtype, device, _, codec, role), number in numbers.items():
-        planes, ready = on_host(codec.encode(torch.stack(parts[number]).detach(), role, rotations[number]))
-        blocks.append(Block(planes, tuple(shape), dtype, role, codec, tuple(rotations[number]), device, ready=ready))
-    return LayerKV(tuple(blocks), tuple(places))
 
+    def __init__(self, like: ColumnReader, tokens: int) -> None:
+        self._like, self._tokens = like, tokens
+        self._made: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._last: tuple[int, Piece | None] | None = None  # a layer is read for all rows before the next one
 
-_ALIGNED_BYTES = 16
-_FIELDS = (
-    5  # row, first column, columns, first token in the chunk, tokens of the chunk; then an address for each block
-)
+    def layer(self, layer_idx: int) -> Piece | None:
+        """Zeros for each tensor of a layer, [heads, tokens, dim], or None if it keeps no columns."""
+        if self._last is None or self._last[0] != layer_idx:
+            like = self._like.layer(layer_idx)
+            self._last = layer_idx, None if like is None else tuple([self._zeros(each) for each in like])
+        return self._last[1]
 
-
-class Run(NamedTuple):
-    """Consecutive tokens of one chunk, and where they go."""
-
-    kv: LayerKV | None  # None for columns that are zeroed
-    at: int  # first token in the chunk
-    length: int  # tokens
-    row: int
-    column: int  # of the first token, among those that a layer has opened
-
-
-def can_gather(chunks: Sequence[LayerKV], device: torch.device) -> bool:
-    """Whether a kernel can read the tensors of chunks, as they are, where they are.
-
-    They must have arrived: their planes are where they are going to stay.
-
-    Args:
-        chunks: The K/V of the chunks.
-        device: The device of the layers, with memory of its own.
-    """
-    link = device_link.link
-    return all(
-        block.codec.lossless
-        and block.blob is None
-        and block.shape[1] == kv.blocks[0].shape[1]
-        and plane.data_ptr() % _ALIGNED_BYTES == 0
-        and (plane.device == device or link.is_pinned(plane))
-        for kv in chunks
-        for block in kv.blocks
-        for plane in block.planes.values()
-    ) and all(kv.is_like(chunks[0]) for kv in chunks[1:])
-
-
-def table_of(runs: Iterable[Run], like: LayerKV, device: torch.device) -> torch.Tensor:
-    """Make the table [runs, 5 + blocks] of runs, int64, on a device: one copy, behind the current stream's work.
-
-    Args:
-        runs: All of them, of chunks that `can_gather` accepts.
-        like: One of the chunks.
-        device: The device.
-    """
-    addresses: dict[int, tuple[int, ...]] = {}
-    rows: list[tuple[int, ...]] = []
-    for kv, at, length, row, column in runs:
-        if kv is None:
-            rows.append((row, column, length, at, 0, *(0 for _ in like.blocks)))
-            continue
-        own = addresses.get(id(kv))
-        if own is None:
-            own = addresses[id(kv)] = tuple(_plane(block.planes).data_ptr() for block in kv.blocks)
-        rows.append((row, column, length, at, kv.blocks[0].shape[1], *own))
-    shape = torch.Size((len(rows), _FIELDS + len(like.blocks)))
-    host = device_link.link.pinned(shape, torch.int64)
-    host.copy_(torch.tensor(rows, dtype=torch.int64).view(shape))
-    return device_link.link.send(host, device)
-
-
-def places_in_table(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The columns of the table with the addresses of blocks, in place of the numbers of the blocks."""
-    return [(_FIELDS + block, at) for block, at in places]
-
-
-def planes_of(chunks: Iterable[LayerKV]) -> list[torch.Tensor]:
-    """The tensors that a kernel reads."""
-    return [_plane(block.planes) for kv in chunks for block in kv.blocks]
-
-
-def _plane(planes: dict[str, torch.Tensor]) -> torch.Tensor:
-    (plane,) = planes.values()
-    return plane
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        kind = like.dtype, like.device
+        if kind not in self._made:
+            self._made[kind] = torch.zeros((), dtype=like.dtype, device=like.device)
+        return self._made[kind].expand(like.shape[0], self._tokens, like.shape[2])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvboost_hf.cache.codecs.base import Codec, Planes
-from kvboost_hf.cache.kv.blocks import RAW
+from kvboost_hf.cache.kv.layer_kv import RAW
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer, extra_as_json
 
 

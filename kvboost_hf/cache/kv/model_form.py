@@ -1,11 +1,11 @@
-"""The layers that take the place of a model's, the form that K/V and states have in them, and reading that from blobs.
+"""The form that K/V and states have in a store: how columns are encoded and copied there, and read from blobs.
 
 Who wrote a blob is not known, and checksums anybody can make. So shapes, types and places are not taken from it: they
 are those of the model, found by running it on a few tokens, and the layout of a blob is compared with them.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,36 +14,117 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.cache.codecs.base import Codec, Planes, Role
-from kvboost_hf.cache.kv.blocks import Block, ColumnFormat
-from kvboost_hf.cache.kv.layer_kv import LayerKV, Place
+from kvboost_hf.cache.codecs.base import Codec, ExactStart, Planes, Role
+from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV, Place
 from kvboost_hf.cache.kv.layer_states import CodedState, LayerStates, StateCodes, StateFormat, as_columns
-from kvboost_hf.cache.layers.base import LayerState, ReuseLayer, extra_as_json, kv_layers
-from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.layers.pieced import PiecedLayer
-from kvboost_hf.cache.layers.quantized import QuantizedLayer, exact_layers
-from kvboost_hf.cache.layers.stateful import EmptyLayer, HybridLayer, HybridSlidingLayer, OpaqueLayer, StateLayer
-from kvboost_hf.cache.layers.windows import HiddenStates, IndexedLayer, SlidingLayer, SparseLayer
+from kvboost_hf.cache.layers import make_layers, private_cache
+from kvboost_hf.cache.layers.base import LayerState, ReuseLayer, extra_as_json
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
-from kvboost_hf.compat import (
-    SERVED_LAYERS,
-    KeyRotation,
-    LayerRotation,
-    PrivateCache,
-    Shown,
-    attn_implementation,
-    cache_layers,
-    input_device,
-    key_rotation,
-    probe_ids,
-    probe_logits,
-)
-from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.handles import ATTENTION, PiecedKV, read_in_place
+from kvboost_hf.compat import KeyRotation, LayerRotation, probe_ids, probe_logits
+from kvboost_hf.device_link import on_host
 
 _log = logging.getLogger("kvboost_hf")
 _REMEMBERED_FORMS, _REMEMBERED_CHARACTERS = 64, 2**16  # of layouts, which anybody may have written
+
+
+class ColumnFormat:
+    """Format of columns in a store.
+
+    Args:
+        codec: The codec of keys and values; whatever else layers keep is kept as it is.
+        rotation: How the model's keys turn with their positions, where that is known.
+        layers: How many layers of K/V the model has: one behind them is kept as it is. None if it may have any number.
+    """
+
+    def __init__(self, codec: Codec = RAW, rotation: KeyRotation | None = None, layers: int | None = None) -> None:
+        self.codec, self.rotation, self._layers = codec if not codec.lossless else RAW, rotation, layers
+        self._at_start = ExactStart(self.codec) if self.codec.sink_tokens else self.codec
+        self._known: dict[tuple[int, int, torch.dtype, bool], _TensorFormat] = {}
+
+    def of(self, layer_idx: int, tensor: int, dtype: torch.dtype, *, at_start: bool) -> "_TensorFormat":
+        """Format of one of a layer's tensors; `at_start` where its columns are those that a prompt begins with."""
+        key = layer_idx, tensor, dtype, at_start
+        known = self._known.get(key)
+        if known is None and self._layers is not None and layer_idx >= self._layers:
+            known = self._known[key] = _TensorFormat(RAW, "values", None)
+        if known is None:
+            rotation = self.rotation.layers[layer_idx] if self.rotation is not None else None
+            keys = tensor == (rotation.tensor if rotation is not None else 0)
+            own = self._at_start if at_start else self.codec
+            codec = own if tensor < 2 and dtype.is_floating_point else RAW
+            known = self._known[key] = _TensorFormat(codec, "keys" if keys else "values", rotation if keys else None)
+        return known
+
+    def nbytes(self, layers: Sequence[ReuseLayer], tokens: int, *, at_start: bool) -> int:
+        """Bytes of so many columns of one row."""
+        total = 0
+        alike: dict[tuple[Any, ...], int] = {}  # most layers, and most tensors, are like others
+        own = self.rotation is not None or self._layers is not None  # layers may be kept in other ways
+        for idx, layer in enumerate(layers):
+            specs = layer.column_specs
+            of_layer = (specs, idx if own else 0)
+            if of_layer not in alike:
+                alike[of_layer] = 0
+                for at, spec in enumerate(specs):
+                    form = self.of(idx, at, spec.dtype, at_start=at_start)
+                    key = (form.codec, form.role, spec)
+                    if key not in alike:
+                        shape = (1, spec.heads, tokens, spec.dim)
+                        alike[key] = form.codec.nbytes(shape, spec.dtype, form.role)
+                    alike[of_layer] += alike[key]
+            total += alike[of_layer]
+        return total
+
+
+class _TensorFormat(NamedTuple):
+    codec: Codec
+    role: Role
+    rotation: LayerRotation | None
+
+
+def copy_columns(
+    layers: Sequence[ReuseLayer],
+    row: int,
+    start: int,
+    stop: int,
+    form: ColumnFormat | None = None,
+    *,
+    at_start: bool = False,
+) -> LayerKV:
+    """Copy columns of every layer to host memory.
+
+    Args:
+        layers: All of them.
+        row: The number of the row in the batch.
+        start: The first column.
+        stop: The one behind the last.
+        form: To copy them to; None keeps them as they are.
+        at_start: The row begins at `start`.
+    """
+    form = form or ColumnFormat()
+    numbers: dict[tuple[Any, ...], int] = {}  # of the blocks, by what their tensors have in common
+    parts: list[list[torch.Tensor]] = []
+    rotations: list[list[LayerRotation | None]] = []
+    places: list[tuple[Place, ...] | None] = []
+    for idx, layer in enumerate(layers):
+        columns = layer.columns(row, start, stop)
+        own: list[Place] = []
+        for at, part in enumerate(columns or ()):
+            codec, role, rotation = form.of(idx, at, part.dtype, at_start=at_start)
+            key = (part.shape, part.dtype, part.device, layer.is_sliding, codec, "keys" if codec is RAW else role)
+            number = numbers.setdefault(key, len(parts))
+            if number == len(parts):
+                parts.append([])
+                rotations.append([])
+            own.append((number, len(parts[number])))
+            parts[number].append(part)
+            rotations[number].append(rotation)
+        places.append(tuple(own) if columns is not None else None)
+    blocks: list[Block] = []
+    for (shape, dtype, device, _, codec, role), number in numbers.items():
+        planes, ready = on_host(codec.encode(torch.stack(parts[number]).detach(), role, rotations[number]))
+        blocks.append(Block(planes, tuple(shape), dtype, role, codec, tuple(rotations[number]), device, ready=ready))
+    return LayerKV(tuple(blocks), tuple(places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,70 +406,3 @@ def _state_tensor(
     expected = _plane_forms(kept_as.codec, "values", as_columns(shape), dtype)  # type: ignore[arg-type]
     planes = {plane: blob.require(f"{name}.{plane}", kind, (1, *rest)) for plane, (rest, kind) in expected.items()}
     return StateCodes(planes, shape, dtype, kept_as.codec)
-
-
-# By name: some of them come and go between releases, and some live with their model. Exactly these, no subclasses: a
-# class that changes what a layer keeps would be served wrongly.
-_MAKERS: dict[str, Callable[[Any], ReuseLayer]] = {
-    "DynamicLayer": lambda stock: GrowingLayer(),
-    "DynamicSlidingWindowLayer": lambda stock: SlidingLayer(stock.sliding_window),
-    "DynamicIndexedLayer": lambda stock: IndexedLayer(),
-    "LinearAttentionLayer": lambda stock: StateLayer(stock.number_of_states),
-    "LinearAttentionAndFullAttentionLayer": lambda stock: HybridLayer(stock.number_of_states),
-    "LinearAttentionAndSlidingWindowAttentionLayer": lambda stock: HybridSlidingLayer(
-        stock.sliding_window, stock.number_of_states
-    ),
-    "DummyLayer": EmptyLayer,
-    "MiniMaxM3VLSparseCacheLayer": lambda stock: SparseLayer(),
-    "DeepseekV4HCACache": OpaqueLayer,
-    "DeepseekV4CSACache": OpaqueLayer,
-}
-assert frozenset(_MAKERS) == SERVED_LAYERS
-
-
-def make_layers(
-    model: PreTrainedModel,
-    live_quant: KVQuantConfig | None = None,
-    *,
-    hidden_layers: tuple[int, ...] = (),
-    contiguous: bool = False,
-) -> list[ReuseLayer]:
-    """Our layers for a model that `compat` has found to be served.
-
-    With `live_quant`, those of full attention hold codes, but for the first and the last ones. Without it, and where
-    `kvboost_fa2` can read chunks where they are, they leave them there, unless they are to be `contiguous`: sums over
-    chunks may round otherwise. With `hidden_layers`, one of their hidden states follows.
-    """
-    stocks = cache_layers(model)
-    layers = [_MAKERS[type(stock).__name__](stock) for stock in stocks]
-    if live_quant is None:
-        if not contiguous and attn_implementation(model) == ATTENTION and read_in_place(PiecedKV, input_device(model)):
-            layers = [PiecedLayer() if type(layer) is GrowingLayer else layer for layer in layers]
-        return [*in_place_of(stocks, layers), *([HiddenStates(hidden_layers)] if hidden_layers else [])]
-    codec, found = make_codec(live_quant), key_rotation(model)
-    rotations = found.layers if isinstance(found, KeyRotation) else [None] * len(layers)
-    ends = exact_layers(live_quant, len(layers))
-    for idx in range(ends, len(layers) - ends):
-        if type(layers[idx]) is GrowingLayer:
-            layers[idx] = QuantizedLayer(codec, live_quant, rotations[idx])
-    return in_place_of(stocks, layers)
-
-
-def in_place_of(stocks: list[Any], layers: list[ReuseLayer]) -> list[ReuseLayer]:
-    """The layers, each with the one of transformers whose place it takes: pickles have that in place of ours."""
-    for stock, layer in zip(stocks, layers, strict=True):
-        layer.stock = stock
-    return layers
-
-
-def private_cache(layers: Sequence[ReuseLayer]) -> PrivateCache:
-    """A cache for a forward of our own, which extends these layers."""
-    cache = PrivateCache([layer.native for layer in kv_layers(layers)])
-    if isinstance(last := layers[-1], HiddenStates):
-
-        def keep(shown: Shown) -> Shown:
-            last.append(shown.of)
-            return shown
-
-        cache.hidden_layers, cache.take_hidden_states = last.which, keep
-    return cache

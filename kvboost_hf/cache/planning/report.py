@@ -2,9 +2,10 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvboost_hf.cache.planning.chunks import Tokens, common_length, text_ids
 from kvboost_hf.cache.planning.plan import Miss
@@ -140,27 +141,37 @@ class ReuseReport:
         return "\n".join(lines)
 
 
+class Missed(NamedTuple):
+    """The end of a row's walk through the store."""
+
+    row: int
+    tokens: Tokens  # all of the row
+    miss: Miss
+    evicted: bool  # the chunk that was wanted there had to make room
+    other_fingerprint: bool  # the beginning of the row is stored for the model as it was before
+
+
 @dataclass(slots=True)
 class Tally:
     """Counts of the prompt under way."""
 
     prompt: int = 0
     live: int = 0
-    tiers: dict[str, int] = field(default_factory=dict)  # not from this cache, moved ones included, by tier
+    tiers: Counter[str] = field(default_factory=Counter)  # not from this cache, moved ones included, by tier
     moved: int = 0
     recomputed: int = 0
     forwarded: int = 0  # in forwards without moved tokens
     layers: tuple[int, ...] = ()  # through each layer, in those with moved tokens
     bypass: str | None = None
     moved_reason: str | None = None
-    misses: list[MissReport] = field(default_factory=list)
+    misses: list[Missed] = field(default_factory=list)
     audit_tokens: int = 0
     audit_divergence: float | None = None
     rows: list[int] = field(default_factory=list)  # reused tokens of each row
     repaired: int = 0  # tokens computed again after the prompt
     dropped: str | None = None
     unstored: str | None = None
-    moved_by: dict[int, int] = field(default_factory=dict)
+    moved_by: Counter[int] = field(default_factory=Counter)  # those that moved chunks served, by the distance
 
     @property
     def computed(self) -> int:
@@ -171,24 +182,6 @@ class Tally:
     def stored(self) -> int:
         """Tokens from the store, and from other rows."""
         return sum(self.tiers.values())
-
-    def count(self, tier: str, tokens: int) -> None:
-        """Tokens were found in a tier."""
-        self.tiers[tier] = self.tiers.get(tier, 0) + tokens
-
-    def serve(self, row: int, tiers: Mapping[str, int], moved: Iterable[tuple[int, int]] = ()) -> None:
-        """Count tokens that a row was spared.
-
-        Args:
-            row: The number of the row in the batch.
-            tiers: How many of them were found in each tier.
-            moved: Those of them that moved chunks served: by how many positions, and how many tokens.
-        """
-        for tier, tokens in tiers.items():
-            self.count(tier, tokens)
-            self.rows[row] += tokens
-        for shift, tokens in moved:
-            self.moved_by[shift] = self.moved_by.get(shift, 0) + tokens
 
     def report(self) -> ReuseReport:
         """The counts so far."""
@@ -202,7 +195,7 @@ class Tally:
             tier_tokens={"live": self.live, "ram": 0, **self.tiers},
             bypass_reason=self.bypass,
             moved_reason=self.moved_reason if not self.moved else None,  # it may be that of a part of the prompt
-            misses=tuple(self.misses),
+            misses=tuple(map(_miss_report, self.misses)),
             audit_tokens=self.audit_tokens,
             audit_divergence=self.audit_divergence,
             row_tokens=tuple(self.rows),
@@ -225,8 +218,9 @@ def _distances(moved_by: Mapping[int, int]) -> str:
     return f" by {shifts[0]:+d} to {shifts[-1]:+d}"
 
 
-def miss_report(row: int, tokens: Tokens, miss: Miss, *, evicted: bool, other_fingerprint: bool) -> MissReport:
+def _miss_report(missed: Missed) -> MissReport:
     """Classify the end of a row's walk through the store."""
+    row, tokens, miss, evicted, other_fingerprint = missed
     before = tokens[max(0, miss.at - _CONTEXT_TOKENS) : miss.at]
     found = tokens[miss.at : miss.at + _CONTEXT_TOKENS]
     expected: Tokens | None = None

@@ -14,8 +14,8 @@ from kvboost_hf.cache.codecs import LiveQuant, live_config, make_codec
 from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.costs import stored_per_computed
 from kvboost_hf.cache.identity.fingerprint import ModelState, model_name
-from kvboost_hf.cache.kv.blocks import ColumnFormat
 from kvboost_hf.cache.kv.layer_states import StateFormat
+from kvboost_hf.cache.kv.model_form import ColumnFormat
 from kvboost_hf.cache.kv.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.planning.chunks import Chunker
 from kvboost_hf.cache.planning.report import ReuseReport
@@ -156,9 +156,10 @@ class ChunkStore:
         self.put, self.put_content, self.put_states = taken.put, taken.put_content, taken.put_states
         self.settles_first, self.quarantine, self.remove = records.settles_first, records.quarantine, records.remove
         self.announce, self.hear, self.discard = records.announce, records.hear, records.discard
-        self.holds, self.is_in_memory = records.holds, records.memory.__contains__
-        self.beginning, self.pin, self.let_go = records.beginning, records.pin, records.let_go
-        self.pinned_bytes, self.has_pinned = records.pinned_bytes, records.has_pinned
+        memory = records.memory
+        self.holds, self.is_in_memory = records.holds, memory.__contains__
+        self.beginning, self.pin, self.let_go = memory.beginning, memory.pin_all, memory.let_go
+        self.pinned_bytes, self.has_pinned = memory.pinned_bytes, memory.has_pinned
         if lower:  # now, for it takes a moment
             records.payback.seconds_per_token  # noqa: B018
             self._reader.look_at_model()
@@ -229,8 +230,7 @@ class ChunkStore:
 
     def pinned_keys(self) -> set[bytes]:
         """Keys of all pinned chunks and states."""
-        with self._lock:
-            return self._records.memory.pinned_keys()
+        return self._records.memory.pinned_keys()
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Let what is stored under these keys be evicted again."""

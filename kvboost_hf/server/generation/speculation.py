@@ -15,7 +15,7 @@ from kvboost_hf.assisted.heads import Heads
 from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.limits import fitted
 from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft, TextStore
-from kvboost_hf.assisted.rounds import Drafter, Rounds, Taken, TreeDraft, follow
+from kvboost_hf.assisted.rounds import Drafter, ModelSource, Rounds, Taken, TreeDraft, follow
 from kvboost_hf.assisted.tree import ROOT, Tree
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.compat import input_device, steps_reason
@@ -57,7 +57,8 @@ class Drafts:
         self.model, self.draft, self.config = model, draft, config
         self.rounds, self.device = Rounds(config), input_device(model)
         config_of: Any = draft.config.get_text_config(decoder=True)
-        self._positions: int | None = getattr(config_of, "max_position_embeddings", None)
+        positions = getattr(config_of, "max_position_embeddings", None)
+        self._positions: int | None = positions if self._heads is None else None
         self._failed = False
         self._shared_tokens = 0
 
@@ -88,18 +89,18 @@ class Drafts:
 
     def states(self) -> TextStates | None:
         """What takes the hidden states of one answer's text; None if the draft reads none."""
-        layers = self._heads.reads(self.draft) if self._heads is not None else ""
+        layers = self._heads.reads if self._heads is not None else ""
         return TextStates(layers) if not isinstance(layers, str) else None
 
     def drafting(self, job: Job, sampler: Sampler, store: TextStore, states: TextStates | None) -> Drafter:
         """The drafts of one answer. Of the text in a store, a job sees that of its salt."""
         growth, ends = self.rounds.growth, job.ends
         if self._heads is not None and states is not None:
-            return self._heads.drafting(self.draft, states, growth, sampler.warpers, ends)
+            return self._heads.drafting(states, growth, self.config, sampler.warpers, ends)
         if isinstance(self.draft, LookupAssistant):
             return LookupDraft(self.draft.searching(store, job.salt), growth, ends)
         chains = keeps_states(self.model)
-        return TreeDraft(self.draft, self.config, growth, sampler.warpers, ends, chains=chains)
+        return TreeDraft(ModelSource(self.draft), self.config, growth, sampler.warpers, ends, chains=chains)
 
     def take(self, job: Job, said: int) -> bool:
         """Whether to draft behind the first `said` tokens of a job's answer.
@@ -268,7 +269,7 @@ def keeping_states(
         raise ValueError(
             "`keep_hidden_states` must not be False with heads as drafts, which read hidden states. Leave it out."
         )
-    if isinstance(layers := heads.reads(draft), str):
+    if isinstance(layers := heads.reads, str):
         return policy
     before = () if kept is None else (kept,) if isinstance(kept, int) else kept
     return replace(policy, keep_hidden_states=tuple(dict.fromkeys((*before, *layers))))

@@ -1,0 +1,331 @@
+"""Drafts by EAGLE-3 heads: loads them, and has them draft chains for `generate(assistant_model=...)`, and trees."""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from kvboost_hf.assisted.eagle import EagleHeads, KeysValues, layer_numbers
+from kvboost_hf.assisted.heads import HeadKind, prepared, require_can_read
+from kvboost_hf.assisted.hidden import TextStates, asking_for
+from kvboost_hf.assisted.limits import vocab_size
+from kvboost_hf.assisted.rounds import Drafter, TreeDraft
+from kvboost_hf.assisted.schedule import ConfidentLength, DraftLength
+from kvboost_hf.assisted.tree import ROOT, Growth, depths, lineage
+from kvboost_hf.compat import HiddenForm
+from kvboost_hf.config import DraftTreeConfig
+
+_OF_TARGET = {"embed_tokens.weight", "lm_head.weight"}  # which a target lends where the files have none
+_MAPS = {"d2t", "t2d"}
+_RENAMED = {r"^model\.": "", r"^layers\.0\.": "midlayer."}
+_FAR = 256  # tokens of a draft, at most
+
+
+def load_eagle(name: str, config: Any, target: PreTrainedModel, kwargs: dict[str, Any]) -> EagleHeads:
+    """Load EAGLE-3 heads from a folder or the hub, with what they borrow of their target.
+
+    Args:
+        name: The folder or name.
+        config: Its configuration.
+        target: The model that they draft for.
+        kwargs: For `from_pretrained()`.
+
+    Raises:
+        ValueError: its weights are not those of one such layer, or do not fit the target.
+    """
+    if config.num_hidden_layers != 1:
+        raise ValueError(
+            f"EAGLE-3 heads must have 1 layer, got `num_hidden_layers={config.num_hidden_layers}` in {str(name)!r}. "
+            "Choose heads of one layer."
+        )
+    kind: Any = EagleHeads
+    lender: Any = target
+    given: dict[str, Any] = {**kwargs, "config": config, "key_mapping": _RENAMED, "output_loading_info": True}
+    try:
+        with _without_report():
+            heads, found = kind.from_pretrained(name, **given)
+    except RuntimeError as error:
+        if "size" not in str(error):
+            raise
+        raise ValueError(
+            f"The weights in {str(name)!r} have other sizes than its configuration says. Choose heads in the format "
+            f"of EAGLE-3 for Llama. {error}"
+        ) from error
+    missing, others = set(found["missing_keys"]), set(found["unexpected_keys"])
+    draft_vocab = len(heads.d2t)
+    if "d2t" in missing and draft_vocab != config.vocab_size:
+        raise ValueError(
+            f"EAGLE-3 heads with {draft_vocab} of {config.vocab_size} tokens must say which these are (`d2t`), and "
+            f"{str(name)!r} does not."
+        )
+    if others or missing - _OF_TARGET - _MAPS:
+        raise ValueError(
+            f"{str(name)!r} must have the weights of one EAGLE-3 layer; others: {sorted(others) or 'none'}, missing: "
+            f"{sorted(missing - _OF_TARGET - _MAPS) or 'none'}. Choose heads in the format of Llama."
+        )
+    if "d2t" in missing:
+        heads.d2t = torch.zeros_like(heads.d2t)
+    if "embed_tokens.weight" in missing:
+        heads.embed_tokens = _borrowed(lender.get_input_embeddings(), heads, "embeddings", config.hidden_size)
+    if "lm_head.weight" in missing:
+        heads.lm_head = _borrowed(lender.get_output_embeddings(), heads, "output layer", config.hidden_size)
+    loaded: EagleHeads = heads.eval()
+    return loaded
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Keep transformers from reporting weights as missing that a target lends; others are refused with an error."""
+
+    def other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
+
+
+def _borrowed(module: Any, heads: EagleHeads, what: str, width: int) -> nn.Module:
+    found: int = module.weight.shape[1]
+    if found != width:
+        raise ValueError(
+            f"The heads have no {what} of their own, and {width} numbers for each token; those of the target have "
+            f"{found}. Choose heads that were trained for this target."
+        )
+    borrowed: nn.Module = module
+    return borrowed
+
+
+def prepare_eagle(heads: EagleHeads, target: PreTrainedModel, lengths: DraftLength, threshold: float) -> EagleHeads:
+    """Prepare EAGLE-3 heads for a target; returns them.
+
+    Args:
+        heads: Which `load_eagle` has loaded, or that were trained.
+        target: The model that they draft for.
+        lengths: How many tokens chains have.
+        threshold: Chains end at a token with less probability than that.
+
+    Raises:
+        ValueError: they were made for a target of another width, depth or vocabulary.
+    """
+    form, config = require_can_read(heads, target), target.config.get_text_config(decoder=True)
+    name, kind = f"The heads, {type(heads).__name__},", type(target).__name__
+    layers, width = layer_numbers(heads.config, form), config.hidden_size
+    if heads.fc.in_features != len(layers) * width:
+        raise ValueError(
+            f"{name} read hidden states of {heads.fc.in_features // len(layers)} numbers, and those of their target, "
+            f"a {kind}, have {width}. Choose heads that were trained for this target."
+        )
+    if not 0 <= min(layers) <= max(layers) < form.count:
+        raise ValueError(
+            f"{name} read the hidden states {list(layers)}, and their target, a {kind}, has those from 0 to "
+            f"{form.count - 1}. Choose heads that were trained for this target."
+        )
+    known, needed = vocab_size(target), int(heads.targets.max()) + 1
+    if heads.config.vocab_size != known or needed > known:
+        raise ValueError(
+            f"{name} draft for a vocabulary of {max(heads.config.vocab_size, needed)} tokens, and that of their "
+            f"target, a {kind}, has {known}. Choose heads that were trained for this target."
+        )
+    prepared(heads, target, Eagle(heads, lengths, threshold))
+    return heads
+
+
+class Eagle(HeadKind):
+    """EAGLE-3 heads.
+
+    Args:
+        heads: Prepared for their target.
+        lengths: How many tokens chains have.
+        threshold: Chains end at a token with less probability than that.
+    """
+
+    def __init__(self, heads: EagleHeads, lengths: DraftLength, threshold: float) -> None:
+        self._heads, self._lengths, self._threshold = heads, lengths, threshold
+
+    def numbers(self, form: HiddenForm) -> Sequence[int]:
+        return layer_numbers(self._heads.config, form)
+
+    def drafting(
+        self,
+        target: Any,
+        form: HiddenForm,
+        states: TextStates,
+        growth: Growth,
+        config: DraftTreeConfig,
+        processors: LogitsProcessorList,
+        ends: Collection[int],
+    ) -> Drafter:
+        order = _in_order(form.numbered, self.numbers(form))
+        return TreeDraft(EagleSource(self._heads, states, order), config, growth, processors, frozenset(ends))
+
+    def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
+        form = require_can_read(self._heads, target)
+        states = TextStates(form.numbered(self.numbers(form)))
+        order = _in_order(form.numbered, self.numbers(form))
+        source = EagleSource(self._heads, states, order)
+        asked = asking_for(target, states.layers)
+        return _Chains(source, states, asked, config, processors, self._lengths, self._threshold)
+
+
+def _in_order(numbered: Any, numbers: Sequence[int]) -> list[int]:
+    """The keys of the states of these layers, in the order in which heads read them."""
+    return [key for number in numbers for key in numbered(number)]
+
+
+class EagleSource:
+    """Continues a text by EAGLE-3 heads, with their K/V of it.
+
+    Args:
+        heads: The heads.
+        states: Hidden states of the text but for its last token.
+        order: The layers in `states`, in the order in which the heads read them.
+    """
+
+    branches = True
+
+    def __init__(self, heads: EagleHeads, states: TextStates, order: Sequence[int]) -> None:
+        self._heads, self._states, self._order = heads, states, order
+        self._kv: KeysValues | None = None  # of the text
+        self._length = 0  # tokens of the text
+        self._tree: KeysValues | None = None  # of the tokens behind it
+        self._parents: list[int] = []
+        self._hidden: list[torch.Tensor] = []  # [1, 1, hidden_size] behind the text, and behind each of the tokens
+
+    def room(self, length: int, most: int) -> int:
+        """`most`, where the hidden states of the text are known; else none."""
+        return most if self._states.stop == length - 1 else 0
+
+    @torch.no_grad()
+    def begin(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """As `DraftSource.begin`; None where hidden states of the text are missing."""
+        heads, stop = self._heads, ids.shape[1] - 1
+        if self._states.stop != stop or not (new := self._states.take()):
+            return None
+        hidden = heads.fused([new[layer] for layer in self._order])
+        count, device = hidden.shape[1], hidden.device
+        at = torch.arange(stop - count, stop, device=device)
+        seen = None
+        if self._kv is not None and count > 1:
+            seen = torch.arange(stop, device=device) <= at[:, None]
+        found, kv = heads(ids[:, -count:].to(device), hidden=hidden, position_ids=at[None], past=self._kv, seen=seen)
+        self._kv, self._length = kv.behind(self._kv), stop + 1
+        self._tree, self._parents, self._hidden = None, [], [found[:, -1:]]
+        logits: torch.Tensor = heads.logits(found[0, -1:])
+        return logits
+
+    @torch.no_grad()
+    def forward(self, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+        """As `DraftSource.forward`."""
+        heads, past = self._heads, self._kv
+        assert past is not None
+        hidden = torch.cat([self._hidden[parent + 1] for parent in parents], dim=1)
+        device, held = hidden.device, past.keys.shape[2]
+        self._parents += parents
+        depth = torch.from_numpy(depths(self._parents)[-len(tokens) :]).to(device)
+        own = torch.from_numpy(lineage(self._parents)[-len(tokens) :]).to(device)
+        seen = torch.cat([own.new_ones(len(tokens), held), own], dim=1)
+        if self._tree is not None:
+            past = self._tree.behind(past)
+        ids = torch.tensor([tokens], device=device)
+        found, kv = heads(ids, hidden=hidden, position_ids=(depth + held)[None], past=past, seen=seen)
+        self._tree = kv.behind(self._tree)
+        self._hidden += found.split(1, dim=1)
+        logits: torch.Tensor = heads.logits(found[0])
+        return logits
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Nothing: the K/V of accepted tokens is computed again, from hidden states of the target."""
+
+
+class _Chains:
+    """Candidates for `generate(assistant_model=...)`, as transformers asks for them.
+
+    Args:
+        source: Continues the text of the call.
+        states: Takes its hidden states.
+        asked: The value of `output_hidden_states` that shows them.
+        config: The generation configuration of the call.
+        processors: Logits processors of the call.
+        lengths: How many tokens to draft.
+        threshold: Chains end at a token with less probability than that.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        source: EagleSource,
+        states: TextStates,
+        asked: Any,
+        config: Any,
+        processors: Any,
+        lengths: DraftLength,
+        threshold: float,
+    ) -> None:
+        self._source, self._states, self._config = source, states, config
+        self._processors: Any = processors if processors is not None else LogitsProcessorList()
+        self._lengths, self._threshold = lengths, threshold
+        self.model_kwargs_overrides = {"output_hidden_states": asked}
+        self._sure: list[float] = []
+        self._began = self._ended = 0.0
+        self._rounds = 0
+
+    def get_candidates(
+        self, input_ids: torch.Tensor, model_kwargs: Any, model_outputs: Any, is_first_iteration: bool, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As transformers' generators."""
+        self._sure = []
+        if is_first_iteration:
+            return input_ids, None
+        self._began = time.perf_counter()
+        mask = model_kwargs.get("attention_mask")
+        pads = int((mask[0] == 0).sum()) if mask is not None else 0
+        ids, states = input_ids[:, pads:], self._states
+        first = pads if not states.stop else 0
+        count = ids.shape[1] - 1 - states.stop
+        shown = model_outputs.hidden_states
+        states.append({layer: shown[layer][:, first : first + count] for layer in states.layers})
+        most = min(self._config.max_length - input_ids.shape[1] - 1, _FAR)
+        score = self._source.begin(ids) if most > 0 else None
+        if score is None:
+            return input_ids, None
+        confident = self._lengths if isinstance(self._lengths, ConfidentLength) else None
+        count = most if confident is not None else self._lengths.length(most)
+        found, scores = input_ids, list[torch.Tensor]()
+        while True:
+            scores.append(self._processors(found, score.to(found.device)))
+            likely = scores[-1].softmax(-1)
+            token = likely.multinomial(1) if self._config.do_sample else likely.argmax(-1, keepdim=True)
+            self._sure.append(float(likely[0, token[0, 0]]))
+            found = torch.cat([found, token], dim=1)
+            enough = len(scores) >= count or self._sure[-1] < self._threshold
+            if enough or (confident is not None and not confident.goes_on(self._sure)):
+                break
+            score = self._source.forward([int(token)], [len(scores) - 2 if len(scores) > 1 else ROOT])
+        self._ended = time.perf_counter()
+        return found, torch.stack(scores, dim=1)
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """As transformers' generators."""
+        if not self._sure:
+            return
+        accepted, now = int(num_matches), time.perf_counter()
+        if isinstance(self._lengths, ConfidentLength):
+            self._lengths.compare(self._sure, accepted)
+        self._lengths.learn(
+            drafted=len(self._sure),
+            accepted=accepted,
+            draft_s=self._ended - self._began,
+            target_s=now - self._ended,
+            first=not self._rounds,
+        )
+        self._rounds += 1
