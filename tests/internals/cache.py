@@ -124,3 +124,8 @@ from kvboost_hf.scoring import plan_batches
 def records_of(store: ChunkStore) -> TieredRecords:
     """The records behind the verbs of a store."""
     return store._records
+
+
+def bytes_per_column(layer: ReuseLayer) -> int:
+    """Bytes of one row's columns for one token."""
+    return sum(spec.heads * spec.dim * spec.dtype.itemsize for spec in layer.column_specs)
