@@ -132,8 +132,8 @@ class ModelRunner:
 
     def known(self, task: Task) -> int:
         """How many tokens of what a task computes the store has, less than all of them; nothing is loaded."""
-        cache = ChunkReuseCache(self.model, self.store, self.policy, task.job.salt, live_quant=self._live_quant)
         try:
+            cache = ChunkReuseCache(self.model, self.store, self.policy, task.job.salt, live_quant=self._live_quant)
             return cache.stored_tokens(torch.tensor([task.to_compute], device=self.device))
         except StoreClosedError:  # who computes the prompt will notice
             return 0
