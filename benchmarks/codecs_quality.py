@@ -53,8 +53,8 @@ from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.texts import encode, prose, source
 from kvboost_hf.assets.world import ChatTurn, Fact, chat_messages, make_documents
 from kvboost_hf.cache.codecs import config_of
+from kvboost_hf.cache.layers import make_layers
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.layers.making import make_layers
 from kvboost_hf.cache.live.ledger import copier
 from kvboost_hf.cache.planning.chunks import prefix_key
 from kvboost_hf.compat import PrivateCache

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.internals.cache import transfer
 from tests.internals.top import device_link
 from tests.internals.triton import gather_launch as launch
 
@@ -205,8 +204,8 @@ class DoubleDevice:
             patch.setattr(device_link, "link", self)
             patch.setattr(torch.cuda, "_lazy_init", lambda: None)
             patch.setattr(torch.cuda, "current_device", lambda: 0)
-            transfer.staging_of.cache_clear()
-            stack.callback(transfer.staging_of.cache_clear)
+            device_link.staging_of.cache_clear()
+            stack.callback(device_link.staging_of.cache_clear)
             stack.enter_context(_Functions())
             stack.enter_context(_Dispatch(self))
             yield self

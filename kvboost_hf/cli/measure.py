@@ -35,6 +35,7 @@ from kvboost_hf.demo.workloads import LONG_DOCUMENT_TOKENS, linked_documents
 from kvboost_hf.outputs import STANDARD_OUTPUT, Progress, duration, say, write, written
 from kvboost_hf.verify import CorrectnessReport, verify_correctness
 from kvboost_hf.verify import figure as draw_report
+from kvboost_hf.verify.arms import CHOSEN_ARMS, named_policies
 
 _MADE_UP_PROMPTS = 16
 
@@ -171,6 +172,11 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         help="texts that the prompts hold, one in each file: measure a second time with these stored first, each "
         "computed alone",
     )
+    text = (
+        f"how moved chunks are repaired, beside exact and naive reuse (default: {' '.join(CHOSEN_ARMS)}); also query, "
+        "cacheblend and first_k at six ratios or at one, as in query:15, and all"
+    )
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help=text)
     text = "judge codecs of stored K/V, too, read back from a store: int8, int8:4, int4, turboquant:3.5, …"
     parser.add_argument("--codec", nargs="+", default=[], metavar="CODEC", help=text)
     text = "the same for K/V in use, by bits from 1 to 4, or by codec; and each pair of the two"
@@ -192,6 +198,7 @@ def run_verify(options: argparse.Namespace) -> int:
 
     console = Console(stderr=options.json == STANDARD_OUTPUT)
     given = None if options.prompts is None else read_prompts(options.prompts)
+    policies = None if options.arms is None else named_policies(options.arms)
     documents = [read_text(path).strip() for path in options.documents or ()]
     with Progress() as shown:
         model, tokenizer, name = load_shown(options, shown)
@@ -203,6 +210,7 @@ def run_verify(options: argparse.Namespace) -> int:
             prompts,
             tokenizer=tokenizer,
             documents=documents,
+            policies=policies,
             codecs=options.codec,
             live_quants=options.live_quant,
             max_new_tokens=options.max_new_tokens,

@@ -1,7 +1,7 @@
 """The arms that `verify_correctness` compares."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, get_args
 
@@ -120,8 +120,49 @@ def _short(codec: Codec) -> str:
     return next((spec for spec in _SPECS if make_codec(spec).name == codec.name), codec.name)
 
 
-def default_policies() -> tuple[ReusePolicy, ...]:
-    """Every repair at every ratio."""
+DEFAULT = ReusePolicy(mode="blend")
+_NAMED = {
+    "default": DEFAULT,
+    "once": ReusePolicy(mode="blend", progressive=False),
+    "none": ReusePolicy(mode="blend", repair="none"),
+    "selective": ReusePolicy(mode="blend", repair="selective"),
+}
+CHOSEN_ARMS = ("default", "once", "none", "selective")  # what users choose among
+
+
+def named_policies(names: Sequence[str]) -> tuple[ReusePolicy, ...]:
+    """The policies that go by these names, in their order, each once.
+
+    Args:
+        names: `"default"` for `ReusePolicy(mode="blend")`, `"once"` for it without the repair after the first token,
+            `"none"` and `"selective"` for these repairs; `"query"`, `"cacheblend"` and `"first_k"` for a repair at all
+            ratios, or `"query:15"` for one of 15%; `"all"` for all of these.
+
+    Raises:
+        ValueError: for any other name.
+    """
+    found: dict[ReusePolicy, None] = {}
+    for name in names:
+        repair, colon, percent = name.partition(":")
+        if name == "all":
+            chosen = (*_NAMED.values(), *_at_all_ratios())
+        elif name in _NAMED:
+            chosen = (_NAMED[name],)
+        elif repair in REPAIRS and not colon:
+            chosen = tuple(policy for policy in _at_all_ratios() if policy.repair == repair)
+        elif repair in REPAIRS and percent.isdecimal() and int(percent) <= 100:
+            chosen = (replace(DEFAULT, repair=repair, recompute_ratio=int(percent) / 100),)
+        else:
+            raise ValueError(
+                f"An arm must be one of {', '.join(_NAMED)}, all, or one of {', '.join(REPAIRS)}, alone for all "
+                f"ratios or with a percentage as in query:15, got {name!r}."
+            )
+        found |= dict.fromkeys(chosen)
+    return tuple(found)
+
+
+def _at_all_ratios() -> tuple[ReusePolicy, ...]:
+    """Three repairs at six ratios each."""
     return tuple(
         ReusePolicy(mode="blend", repair=repair, recompute_ratio=ratio) for repair in REPAIRS for ratio in RATIOS
     )

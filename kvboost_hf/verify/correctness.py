@@ -16,6 +16,7 @@ from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import require_cache, tolerance
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.verify.arms import (
+    CHOSEN_ARMS,
     EXACT,
     FULL,
     NAIVE,
@@ -23,7 +24,7 @@ from kvboost_hf.verify.arms import (
     ComparedArm,
     checked_policies,
     coded_arms,
-    default_policies,
+    named_policies,
 )
 from kvboost_hf.verify.measure import AnswerLogits, WatchedCodec, answer, answer_from_codes, compare
 from kvboost_hf.verify.report import CorrectnessReport
@@ -73,8 +74,8 @@ def verify_correctness(
         documents: Texts or ids that prompts are made of. Policies that move chunks are measured a second time with
             these stored first, each computed alone (`store.warm(documents=…)`); other K/V is computed in the context
             of an earlier prompt. Computing them counts as no prompt's tokens.
-        policies: Policies with mode `"blend"` to measure; None takes the repairs `"query"`, `"cacheblend"` and
-            `"first_k"` at ratios from 0.05 to 0.5.
+        policies: Policies with mode `"blend"` to measure; None takes the default of that mode, the same with
+            `progressive=False`, and those with `repair="none"` and `repair="selective"`.
         codecs: Codecs of stored K/V to judge by the thresholds, as `ChunkStore(codec=...)` takes them. That of the
             stores that `make_store` makes is always one of them, if it is lossy.
         live_quants: The same for K/V in use, as `ChunkReuseCache(live_quant=...)` takes them.
@@ -109,7 +110,7 @@ def verify_correctness(
     _require_between("max_new_tokens", max_new_tokens, 1, None, integer=True)
     _require_between("max_kl", max_kl, 0, None)
     _require_between("min_agreement", min_agreement, 0, 1)
-    chosen = default_policies() if policies is None else checked_policies(policies)
+    chosen = named_policies(CHOSEN_ARMS) if policies is None else checked_policies(policies)
     service = _Service(model, as_ids(prompts, tokenizer), max_new_tokens, make_store, documents, tokenizer, progress)
     coded = coded_arms(codecs, live_quants, make_store(model).codec)
     naive = [replace(NAIVE, warmed=warmed) for warmed in ((False, True) if documents else (False,))]

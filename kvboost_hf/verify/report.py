@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvboost_hf.config import ReusePolicy
+from kvboost_hf.verify.arms import DEFAULT
 from kvboost_hf.verify.results import ArmResult, PromptResult
 
 _HEADS = ("arm", "mean KL", "max KL", "agreement", "diverged", "from token")
@@ -118,6 +119,8 @@ class CorrectnessReport:
 
     def __str__(self) -> str:
         tables = [_table(arms) for arms in (self.arms[: len(self.arms) - len(self.coded)], self.coded) if arms]
+        if any(arm.policy == DEFAULT for arm in self.arms):
+            tables[0] += "\n* ReusePolicy(mode='blend'), the default of moved chunks"
         return "\n\n".join([*tables, self.verdict])
 
     def as_dict(self) -> dict[str, Any]:
@@ -152,7 +155,7 @@ def _cells(arm: ArmResult) -> tuple[str, ...]:
     tokens = sum(prompt.prompt_tokens for prompt in arm.prompts)
     shares = (arm.moved_tokens / tokens, arm.forwarded_share)
     return (
-        arm.name,
+        f"{arm.name} *" if arm.policy == DEFAULT else arm.name,
         *(f"{value:.2g}" for value in (arm.mean_kl, arm.max_kl)),
         f"{arm.agreement:.1%}",
         f"{arm.diverged} of {len(arm.prompts)}",
@@ -190,7 +193,7 @@ def _what_to_reuse(report: CorrectnessReport) -> str:
     elif measured < report.min_prompts:
         moved = (
             f"something was moved in {measured} of {len(report.exact.prompts)} prompts, and it takes "
-            f"{report.min_prompts} of them to recommend that"
+            f"{report.min_prompts} of them to recommend that{_best_so_far(cheap)}"
         )
     elif cheap:
         best = min(cheap, key=lambda arm: arm.forwarded_share)
@@ -206,6 +209,17 @@ def _what_to_reuse(report: CorrectnessReport) -> str:
             f"{report.min_agreement:.1%} or above"
         )
     return f"{right} and computes {exact_share} of the tokens; {moved}, so exact reuse is recommended."
+
+
+def _best_so_far(cheap: Sequence[ArmResult]) -> str:
+    """What few prompts have shown of the arm that computes least within the thresholds."""
+    if not cheap:
+        return " (of what was seen, no policy that moves chunks is within the thresholds and computes less)"
+    best = min(cheap, key=lambda arm: arm.forwarded_share)
+    return (
+        f" (of what was seen, {best.name} is best: it computes {best.forwarded_share:.0%}, with a mean KL of "
+        f"{best.mean_kl:.2g} and an agreement of {best.agreement:.1%})"
+    )
 
 
 def _what_codes_do(arm: ArmResult, report: CorrectnessReport) -> str:

@@ -36,17 +36,16 @@ from kvboost_hf.cache.identity.weights import (
     _window,
     plain_tensors,
 )
-from kvboost_hf.cache.kv import layer_kv, transfer
+from kvboost_hf.cache.kv import layer_kv
 from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateCodes, StateFormat
 from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ColumnFormat, ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv.records import StoredStates
-from kvboost_hf.cache.kv.transfer import Staging
 from kvboost_hf.cache.layers import base as layers
+from kvboost_hf.cache.layers import make_layers
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
-from kvboost_hf.cache.layers.making import make_layers
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import CodedTensor, QuantizedLayer, exact_layers, live_bytes
 from kvboost_hf.cache.layers.stateful import view_states
@@ -104,10 +103,9 @@ from kvboost_hf.cache.store.indexes import StoredText
 from kvboost_hf.cache.store.settings import DEFAULT_DISK_BYTES, TierSpec, chunk_bytes, open_tier, parse_tier
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import below, record
-from kvboost_hf.cache.tiers.base import Entry, Guard, Kind, MadeWith, Tier, secrets_in, without_secrets
+from kvboost_hf.cache.tiers.base import Entry, Guard, Kind, MadeWith, NoticeBoard, Tier, secrets_in, without_secrets
 from kvboost_hf.cache.tiers.below import MeasuredTier
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier
-from kvboost_hf.cache.tiers.notices import NoticeBoard
 from kvboost_hf.cache.tiers.record import (
     Blob,
     DamagedBlobError,
@@ -119,6 +117,7 @@ from kvboost_hf.cache.tiers.record import (
     unpack_entry,
 )
 from kvboost_hf.cache.tiers.valkey import ValkeyTier
+from kvboost_hf.device_link import Staging
 from kvboost_hf.scoring import plan_batches
 
 

@@ -104,7 +104,12 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--documents", str(tmp_path / "document.txt"), "--json", "-"]) == 0
     names = [arm["name"] for arm in json.loads(capsys.readouterr().out)["arms"]]
     assert names[:4] == ["full", "exact", "naive", "naive, warmed"]
-    assert "query 15%, warmed" in names
+    assert "auto 15%, warmed" in names
+    assert main([*command, "--arms", "query:15", "selective", "--json", "-"]) == 0
+    names = [arm["name"] for arm in json.loads(capsys.readouterr().out)["arms"]]
+    assert names[3:] in ([], ["query 15%", "selective 16"])
+    assert main([*command, "--arms", "query:x"]) == 2
+    assert "or with a percentage as in query:15, got 'query:x'" in capsys.readouterr().err
 
 
 def test_verify_codecs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from tests.internals.verify import (
     compare,
     figure,
     highest_share,
+    named_policies,
 )
 
 MIN_PROMPTS = CorrectnessReport.min_prompts
@@ -176,6 +177,31 @@ def test_exact_is_recommended_where_nothing_is_better(arms: tuple[ArmResult, ...
     assert report.recommended == ReusePolicy()
     assert why in report.verdict
     assert "exact reuse is recommended" in str(report)
+
+
+def test_the_default_is_marked() -> None:
+    of_default = replace(blended(0.15, 0.0001), arm=ComparedArm(ReusePolicy(mode="blend")))
+    shown = str(report_of(blended(0.3, 0.0), of_default))
+    assert "auto 15% *" in shown
+    assert "* ReusePolicy(mode='blend'), the default of moved chunks" in shown
+    assert "*" not in str(report_of(blended(0.3, 0.0)))
+
+
+def test_few_prompts_show_which_is_best() -> None:
+    """They are too few to recommend it, but not to say what was seen."""
+    found = report_of(blended(0.3, 0.0, moving=3), blended(0.15, 0.001, moving=3), blended(0.05, 1.0, moving=3))
+    assert "of what was seen, query 15% is best" in found.verdict
+    assert found.recommended == ReusePolicy()
+    assert "of what was seen, no policy" in report_of(blended(0.05, 1.0, moving=3)).verdict
+
+
+def test_arms_by_name() -> None:
+    default, at_15 = ReusePolicy(mode="blend"), ReusePolicy(mode="blend", repair="query", recompute_ratio=0.15)
+    assert named_policies(["default", "query:15", "default"]) == (default, at_15)
+    assert len(named_policies(["query"])) == 6
+    assert len(named_policies(["all"])) == 22
+    with pytest.raises(ValueError, match="got 'exact'"):
+        named_policies(["exact"])
 
 
 def test_why_nothing_was_moved() -> None:

@@ -27,7 +27,7 @@ from kvboost_hf.cache.forward.running import CacheParts, Request
 from kvboost_hf.cache.forward.scatter import Narrowing, ScatterPass, attention_of_the_end
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_own
 from kvboost_hf.cache.kv.model_form import copy_columns
-from kvboost_hf.cache.layers.making import make_layers
+from kvboost_hf.cache.layers import make_layers
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import CHANGED
 from kvboost_hf.cache.planning.chunks import Tokens

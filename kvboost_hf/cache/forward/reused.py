@@ -23,8 +23,8 @@ from kvboost_hf.cache.forward.loading import Loading
 from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer
 from kvboost_hf.cache.kv.checkpoints import Checkpoints, mixers_of
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
+from kvboost_hf.cache.layers import private_cache
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
-from kvboost_hf.cache.layers.making import private_cache
 from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import PIECE, Tokens

@@ -12,11 +12,11 @@ import torch
 
 from kvboost_hf import device_link
 from kvboost_hf.cache.codecs.base import Codec, Planes, Raw, Role
-from kvboost_hf.cache.kv.transfer import on_device
 from kvboost_hf.cache.layers import base
 from kvboost_hf.cache.layers.base import Piece
 from kvboost_hf.cache.tiers.record import Blob
 from kvboost_hf.compat import LayerRotation
+from kvboost_hf.device_link import on_device
 
 RAW = Raw()
 

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.codecs.base import Codec, ExactStart, Planes, Role
 from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV, Place
 from kvboost_hf.cache.kv.layer_states import CodedState, LayerStates, StateCodes, StateFormat, as_columns
-from kvboost_hf.cache.kv.transfer import on_host
+from kvboost_hf.cache.layers import make_layers, private_cache
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer, extra_as_json
-from kvboost_hf.cache.layers.making import make_layers, private_cache
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
 from kvboost_hf.compat import KeyRotation, LayerRotation, probe_ids, probe_logits
+from kvboost_hf.device_link import on_host
 
 _log = logging.getLogger("kvboost_hf")
 _REMEMBERED_FORMS, _REMEMBERED_CHARACTERS = 64, 2**16  # of layouts, which anybody may have written

@@ -1,17 +1,13 @@
 """Layers with a state: linear attention, alone or beside attention.
 
-A state sums up all tokens so far. It cannot be rewound, only put back as it was when it was saved. Of a layer that
-only its model understands, all is a state.
+A state sums up all tokens so far. It cannot be rewound, only put back as it was when it was saved.
 """
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
 from transformers.cache_utils import (
-    CacheLayerMixin,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
@@ -54,23 +50,58 @@ class _WithStates(ReuseLayer):
 
     def truncate(self, length: int) -> None:
         super().truncate(length)
-        self._kept = _put_back(self, self._kept, length)
+        kept = self._kept
+        if kept is None or kept.column > length:
+            self._kept = None
+        elif kept.column == length:
+            self._put_back(kept)
+
+    def _put_back(self, kept: _Kept) -> None:
+        layer: Any = self
+        n = layer.number_of_states
+        layer.has_previous_state = dict(kept.had_previous)
+        with torch.inference_mode(False), torch.no_grad():
+            for i in range(n):
+                conv, recurrent = kept.states[i], kept.states[n + i]
+                if conv is not None:
+                    layer.conv_states[i] = conv.clone()  # it may be longer now
+                if recurrent is not None:
+                    layer.recurrent_states[i].copy_(recurrent)
 
     def keep_state(self, column: int) -> None:
-        self._kept = _keep_states(self, column)
+        layer: Any = self
+        with torch.inference_mode(False), torch.no_grad():
+            copies = [state.detach().clone() if state is not None else None for state in _current(layer)]
+        self._kept = _Kept(column, copies, dict(layer.has_previous_state))
 
     def can_crop(self, tokens: int, held: int) -> bool:
-        return _can_crop(self, tokens, held)
+        """Whether the last tokens of `held` can be taken out by what was recorded: of convolutions only."""
+        layer: Any = self
+        if not tokens or not layer.record_past or any(layer.is_recurrent_states_initialized.values()):
+            return not tokens
+        found = [(state, layer.conv_kernel_size[i]) for i, state in layer.conv_states.items() if state is not None]
+        return bool(found) and all(state.shape[-1] >= min(tokens + kernel, held) for state, kernel in found)
 
     def stop_recording(self) -> None:
+        layer: Any = self
         self._kept = None
-        _stop_recording(self)
+        if layer.record_past:
+            layer.record_past = False
+            with torch.inference_mode(False), torch.no_grad():
+                recent = {i: _recent(layer, i) for i in range(layer.number_of_states)}
+                layer.conv_states |= {i: state.clone() for i, state in recent.items() if state is not None}
 
     def state_bytes(self) -> int:
-        return _state_bytes(self)
+        return sum(t[0].nbytes for t in _current(self) if t is not None)
 
     def save_state(self, row: int) -> LayerState | None:
-        return _save_states(self, row)
+        found = view_states(self, row)
+        if found is None:
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            # A copy in any case: models write states in place.
+            copies = [None if t is None else torch.empty_like(t, device="cpu").copy_(t) for t in found.tensors]
+        return LayerState(copies, found.extra)
 
     def view_state(self, row: int) -> LayerState | None:
         return view_states(self, row)
@@ -214,28 +245,6 @@ class HybridSlidingLayer(  # type: ignore[misc, override]
         LinearAttentionCacheLayerMixin.activate_past_recording(self)  # type: ignore[no-untyped-call]
 
 
-class EmptyLayer(ReuseLayer):
-    """A layer that never holds anything: its model layer shares the K/V of another, or has no attention.
-
-    Args:
-        layer: The layer that transformers made.
-    """
-
-    can_branch = True
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    @property
-    def native(self) -> Any:
-        """The layer that transformers sees."""
-        return self._layer
-
-    def fresh(self) -> "EmptyLayer":
-        """An empty layer of the same kind."""
-        return EmptyLayer(type(self._layer)())
-
-
 # States of linear attention, wherever they are. `conv_states[i]` is [batch, channels, kernel], or longer while crop()
 # may be called; `recurrent_states[i]` is [batch, …].
 
@@ -279,11 +288,6 @@ def _current(layer: Any) -> list[torch.Tensor | None]:
     return [*(_recent(layer, i) for i in range(n)), *(_recurrent(layer, i) for i in range(n))]
 
 
-def _state_bytes(layer: Any) -> int:
-    """Bytes of one row."""
-    return sum(t[0].nbytes for t in _current(layer) if t is not None)
-
-
 def view_states(layer: Any, row: int) -> LayerState | None:
     """Views of a row's states; None where there are none."""
     states = _current(layer)
@@ -292,16 +296,6 @@ def view_states(layer: Any, row: int) -> LayerState | None:
     devices = [None if state is None else state.device for state in states]
     rows = [None if state is None else state[row] for state in states]
     return LayerState(rows, (layer.device, layer.dtype, dict(layer.has_previous_state), devices))
-
-
-def _save_states(layer: Any, row: int) -> LayerState | None:
-    found = view_states(layer, row)
-    if found is None:
-        return None
-    with torch.inference_mode(False), torch.no_grad():
-        # A copy in any case: models write states in place.
-        copies = [None if t is None else torch.empty_like(t, device="cpu").copy_(t) for t in found.tensors]
-    return LayerState(copies, found.extra)
 
 
 def load_states(layer: Any, rows: Sequence[LayerState | None]) -> None:
@@ -326,18 +320,6 @@ def load_states(layer: Any, rows: Sequence[LayerState | None]) -> None:
             layer.recurrent_states[i], layer.is_recurrent_states_initialized[i] = recurrent, True
 
 
-def _keep_states(layer: Any, column: int) -> _Kept:
-    return _Kept(column, _copied(_current(layer)), dict(layer.has_previous_state))
-
-
-def _can_crop(layer: Any, tokens: int, held: int) -> bool:
-    """Whether the last tokens of `held` can be taken out by what was recorded: of convolutions only."""
-    if not tokens or not layer.record_past or any(layer.is_recurrent_states_initialized.values()):
-        return not tokens
-    found = [(state, layer.conv_kernel_size[i]) for i, state in layer.conv_states.items() if state is not None]
-    return bool(found) and all(state.shape[-1] >= min(tokens + kernel, held) for state, kernel in found)
-
-
 def _crop_states(layer: Any, tokens_to_remove: int) -> None:
     if tokens_to_remove and any(layer.is_recurrent_states_initialized.values()):
         raise RuntimeError(
@@ -346,24 +328,6 @@ def _crop_states(layer: Any, tokens_to_remove: int) -> None:
         )
     if tokens_to_remove or layer.record_past:
         LinearAttentionCacheLayerMixin.crop(layer, int(tokens_to_remove))
-
-
-def _put_back(layer: Any, kept: _Kept | None, length: int) -> _Kept | None:
-    """Put kept states back, if they are those at `length`; returns what is still of use."""
-    if kept is None or kept.column > length:
-        return None
-    if kept.column < length:
-        return kept
-    n = layer.number_of_states
-    layer.has_previous_state = dict(kept.had_previous)
-    with torch.inference_mode(False), torch.no_grad():
-        for i in range(n):
-            conv, recurrent = kept.states[i], kept.states[n + i]
-            if conv is not None:
-                layer.conv_states[i] = conv.clone()  # it may be longer now
-            if recurrent is not None:
-                layer.recurrent_states[i].copy_(recurrent)
-    return kept
 
 
 def _stack(rows: Sequence[torch.Tensor | None], device: torch.device | None) -> torch.Tensor | None:
@@ -390,14 +354,6 @@ def copy_states(source: Any, target: Any) -> None:
         setattr(target, f"is_{name}_initialized", {i: t is not None for i, t in states.items()})
 
 
-def _stop_recording(layer: Any) -> None:
-    if layer.record_past:
-        layer.record_past = False
-        with torch.inference_mode(False), torch.no_grad():
-            recent = {i: _recent(layer, i) for i in range(layer.number_of_states)}
-            layer.conv_states |= {i: state.clone() for i, state in recent.items() if state is not None}
-
-
 def _select_states(layer: Any, rows: torch.Tensor) -> None:
     _change_states(layer, lambda state: state[rows.to(state.device).clone()])
 
@@ -413,153 +369,3 @@ def _change_states(layer: Any, change: Callable[[torch.Tensor], torch.Tensor]) -
             for i, state in states.items():
                 if state is not None:
                     states[i] = change(state)
-
-
-class OpaqueLayer(ReuseLayer):
-    """A layer that only its model understands: all of it is one state, of a batch of one row.
-
-    Args:
-        layer: The layer that transformers made, unused yet.
-    """
-
-    is_stateful = True
-    single_row = True
-    _marks: Marks | None = None
-    _kept: tuple[int, dict[str, Any]] | None = None  # at which column, and a copy of all
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-        self._unused = _copied(layer.__dict__)
-
-    @property
-    def intact(self) -> bool:
-        return are_as_marked(_tensors(self._layer.__dict__), self._marks)
-
-    def note_state(self) -> None:
-        self._marks = marks_of(_tensors(self._layer.__dict__))
-
-    @property
-    def native(self) -> Any:
-        """The layer that transformers sees."""
-        return self._layer
-
-    @property
-    def length(self) -> int | None:
-        """Columns seen so far; None for a layer that does not count them."""
-        return int(self._layer.get_seq_length()) if isinstance(self._layer, CacheLayerMixin) else None
-
-    def fresh(self) -> "OpaqueLayer":
-        """An empty layer of the same kind."""
-        layer = copy.copy(self._layer)
-        layer.__dict__ = _copied(self._unused)
-        return OpaqueLayer(layer)
-
-    def share(self) -> "OpaqueLayer":
-        """A copy."""
-        twin = self.fresh()
-        twin._layer.__dict__ = _copied(self._layer.__dict__)
-        return twin
-
-    def reset(self) -> None:
-        """Drop everything."""
-        self._kept = None
-        self._become(self._unused)
-
-    def _become(self, held: dict[str, Any]) -> None:
-        """Hold a copy of that."""
-        record_past = getattr(self._layer, "record_past", None)
-        self._layer.__dict__ = _copied(held)
-        if record_past is not None:
-            self._layer.record_past = record_past
-
-    def can_rewind(self, length: int) -> bool:
-        return self._kept is not None and self._kept[0] == length
-
-    def truncate(self, length: int) -> None:
-        if self._kept is not None and self._kept[0] >= length:
-            column, held = self._kept
-            if column == length:
-                self._become(held)
-            else:
-                self._kept = None
-
-    def keep_state(self, column: int) -> None:
-        self._kept = column, _copied(self._layer.__dict__)
-
-    def can_crop(self, tokens: int, held: int) -> bool:
-        """Whether `crop` can remove the last tokens of `held`: none."""
-        return tokens == 0
-
-    def stop_recording(self) -> None:
-        self._kept = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.nbytes for t in _tensors(self._layer.__dict__))
-
-    def state_bytes(self) -> int:
-        return self.nbytes
-
-    def save_state(self, row: int) -> LayerState | None:
-        assert row == 0, "such a layer cannot be taken apart by rows"
-        saved = _on_host(self._layer.__dict__)
-        return LayerState([held.tensor for held in _held(saved)], saved)
-
-    def load_states(self, rows: Sequence[LayerState | None]) -> None:
-        (state,) = rows
-        assert state is not None
-        self._kept = None
-        self._become(state.extra)
-
-
-# Anything that a layer may hold: tensors, in containers.
-
-
-@dataclass(frozen=True, slots=True)
-class _OnHost:
-    """A tensor in host memory, and where it was."""
-
-    tensor: torch.Tensor
-    device: torch.device
-
-
-def _on_host(value: Any) -> Any:
-    """A copy of `value` with all tensors in host memory."""
-    if isinstance(value, torch.Tensor):
-        with torch.inference_mode(False), torch.no_grad():
-            return _OnHost(torch.empty_like(value, device="cpu").copy_(value.detach()), value.device)
-    if isinstance(value, dict):
-        return {key: _on_host(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_on_host(inner) for inner in value)
-    return value
-
-
-def _held(value: Any) -> list[_OnHost]:
-    if isinstance(value, _OnHost):
-        return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [held for part in inner for held in _held(part)]
-
-
-def _copied(value: Any) -> Any:
-    """A copy of `value`, tensors that were put on the host back where they were."""
-    if isinstance(value, _OnHost):
-        with torch.inference_mode(False), torch.no_grad():
-            return torch.empty_like(value.tensor, device=value.device).copy_(value.tensor)
-    if isinstance(value, torch.Tensor):
-        with torch.inference_mode(False), torch.no_grad():
-            return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(inner) for inner in value)
-    return value
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for part in inner for tensor in _tensors(part)]

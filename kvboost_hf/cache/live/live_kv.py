@@ -21,9 +21,9 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import is_own
 from kvboost_hf.cache.identity.weights import are_held_by_more, references
+from kvboost_hf.cache.layers import make_layers
 from kvboost_hf.cache.layers.base import ReuseLayer, kv_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.layers.making import make_layers
 from kvboost_hf.cache.layers.stateful import states_of
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.layers.windows import HiddenStates

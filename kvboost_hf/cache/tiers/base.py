@@ -20,7 +20,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.tiers.notices import Heard
 
 _SILENCE_S = 60.0  # between two warnings of one kind
 P = ParamSpec("P")
@@ -145,6 +144,39 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Let go of files, connections and threads. Nothing is given up."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Notices since some place.
+
+    Args:
+        place: The place behind them, to go on from.
+        notices: In their order.
+        complete: Whether all are there that ever followed the place which was asked for.
+    """
+
+    place: Any
+    notices: Sequence[bytes] = ()
+    complete: bool = True
+
+
+@runtime_checkable
+class NoticeBoard(Protocol):
+    """A tier that keeps notices for all who share it: which K/V was removed, and which sessions there are.
+
+    Notices are told by places in the order in which they came, and never by clocks. Whoever has not heard for so long
+    that some are no longer kept is told so, and must take it that anything was removed. As of a `Tier`, no method
+    raises for what fails outside.
+    """
+
+    def announce(self, notice: bytes) -> bool:
+        """Keep a notice, text without line breaks of at most 1 MiB; tells whether all will hear it."""
+        ...
+
+    def heard(self, since: Any) -> Heard | None:
+        """Notices since a place that was returned before, or all that are kept for None; None if nobody answers."""
         ...
 
 

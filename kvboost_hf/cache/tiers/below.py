@@ -1,24 +1,25 @@
 """The tiers below host memory as one: where to find a blob, how long reading it takes, and the thread that writes."""
 
+import json
 import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
 
 from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import KEY_BYTES
-from kvboost_hf.cache.tiers.base import Entry, Failures, Kind, Tier
-from kvboost_hf.cache.tiers.notices import NoticeBoard, Told
+from kvboost_hf.cache.tiers.base import Entry, Failures, Kind, NoticeBoard, Tier
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
 
 _log = logging.getLogger("kvboost_hf")
@@ -30,6 +31,7 @@ _PROBED = 16  # blobs that are looked at for one that is large enough to be time
 _LEAST_BYTES = 2**16  # less says more of latency
 _MAX_COUNT = 2**48  # of tokens or bytes
 _MAX_OWED = 65_536  # deletions and notices
+_REMEMBERED = 65_536  # ids of notices
 _WEIGHT = 0.2  # of the newest measurement in a running average
 
 
@@ -150,6 +152,39 @@ class MeasuredTier:
             self.tier.delete([entry.key])
         else:
             self.seconds_per_byte = (time.perf_counter() - start) / blob.entry.nbytes
+
+
+class Told:
+    """Writes notices, and reads those of others: each once, on however many boards it is.
+
+    Not safe to use from several threads at once.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, None] = OrderedDict()  # ids
+
+    def write(self, notice: Mapping[str, Any]) -> bytes:
+        """A notice of this process."""
+        id = uuid4().hex
+        self._note(id)
+        return json.dumps({**notice, "id": id}).encode()
+
+    def read(self, written: bytes) -> dict[str, Any] | None:
+        """A notice of somebody else; None for one that is known, or was not written by `write`."""
+        try:
+            notice = json.loads(written)
+        except (ValueError, RecursionError):
+            return None
+        id = notice.pop("id", None) if isinstance(notice, dict) else None
+        if not isinstance(id, str) or id in self._known:
+            return None
+        self._note(id)
+        return dict(notice)
+
+    def _note(self, id: str) -> None:
+        self._known[id] = None
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
 
 
 class LowerTiers:

@@ -26,10 +26,9 @@ from typing import Any
 from uuid import uuid4
 
 from kvboost_hf.cache.tiers import disk_index as index
-from kvboost_hf.cache.tiers.base import Entry, Failures
+from kvboost_hf.cache.tiers.base import Entry, Failures, Heard
 from kvboost_hf.cache.tiers.disk_files import BlobFiles, NoticeFile, in_flight, is_dead
 from kvboost_hf.cache.tiers.disk_index import DiskIndex
-from kvboost_hf.cache.tiers.notices import Heard
 from kvboost_hf.cache.tiers.record import read_entry
 
 _log = logging.getLogger(__name__)

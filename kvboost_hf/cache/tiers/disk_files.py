@@ -21,7 +21,7 @@ from typing import NamedTuple
 from uuid import uuid4
 from weakref import WeakSet
 
-from kvboost_hf.cache.tiers.notices import Heard
+from kvboost_hf.cache.tiers.base import Heard
 
 _SUFFIX, _UNFINISHED = ".safetensors", ".tmp"
 _NAME = re.compile(rf"([0-9a-f]{{40}})(?:\{_SUFFIX}|\.([0-9a-f]{{32}})\{_UNFINISHED})")

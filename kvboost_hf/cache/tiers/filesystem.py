@@ -20,8 +20,7 @@ from uuid import uuid4
 from fsspec.implementations.local import LocalFileSystem
 
 from kvboost_hf import forks
-from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, RemoteTier, without_secrets
-from kvboost_hf.cache.tiers.notices import Heard
+from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Heard, RemoteTier, without_secrets
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 
 _LISTED_EVERY_S = 1.0  # notices

@@ -26,8 +26,7 @@ import numpy as np
 import torch
 import xxhash
 
-from kvboost_hf.cache.tiers.base import Entry, Failures, Kind, MadeWith, Tier
-from kvboost_hf.cache.tiers.notices import Heard, NoticeBoard
+from kvboost_hf.cache.tiers.base import Entry, Failures, Heard, Kind, MadeWith, NoticeBoard, Tier
 
 _FORMAT = "kvboost_hf 1"
 _DTYPES = {

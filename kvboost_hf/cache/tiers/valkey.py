@@ -17,8 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Guard, RemoteTier, without_secrets
-from kvboost_hf.cache.tiers.notices import Heard
+from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Guard, Heard, RemoteTier, without_secrets
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 from kvboost_hf.errors import how_to_install
 
