@@ -5,8 +5,8 @@
 
 The answers are those of `speculation.py`. Chains are those of `generate(assistant_model=...)` at fixed lengths; trees
 those of `generate(custom_generate=TreeDecoding(...))`; beside them the embedded draft model with the same lengths.
-Each answer is also given over a `ChunkReuseCache`, cold, and warm from its store in a new cache: tokens that the reader
-and heads compute, before the first token of the answer and behind it. Nothing depends on how long anything takes.
+Each answer is also given over a `ChunkReuseCache`, cold, and warm from its store in a new cache: the tokens that both
+models compute, before the first token of the answer and behind it. Nothing depends on how long anything takes.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SHAPES = {
 }
 
 
-class Tokens(BaseStreamer):  # type: ignore[misc]
+class Tokens(BaseStreamer):
     """Counts the tokens that models compute, before the first token of an answer and behind it."""
 
     def __init__(self, models: dict[str, PreTrainedModel]) -> None:

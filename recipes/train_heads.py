@@ -172,7 +172,7 @@ def _drafted(heads: EagleHeads, batch: Batch, states: torch.Tensor) -> Iterator[
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def by_head(projected: torch.Tensor) -> torch.Tensor:
-        return projected.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        return projected.view(*projected.shape[:2], -1, attention.head_dim).transpose(1, 2)
 
     for step in range(DEPTH):
         both = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], dim=-1)

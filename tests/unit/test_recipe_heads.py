@@ -18,8 +18,8 @@ def test_steps_of_training_are_those_of_drafts() -> None:
     """At each answer token and step: the distribution that heads draft from, with the same text forced."""
     reader, tokenizer = load_embedded()
     torch.manual_seed(0)
-    heads = train_heads.build_heads(reader, tokenizer)  # type: ignore[arg-type]
-    batch = make_reading_batch(random.Random(20_000), SHORT, tokenizer)  # type: ignore[arg-type]
+    heads = train_heads.build_heads(reader, tokenizer)
+    batch = make_reading_batch(random.Random(20_000), SHORT, tokenizer)
     batch = Batch(batch.input_ids[:1], batch.labels[:1], torch.arange(batch.input_ids.shape[1])[None])
     layers = train_heads.LAYERS
     with torch.no_grad():
@@ -42,13 +42,13 @@ def test_steps_of_training_are_those_of_drafts() -> None:
 
 def test_what_it_writes_is_loaded(tmp_path: Path) -> None:
     reader, tokenizer = load_embedded()
-    heads = train_heads.build_heads(reader, tokenizer)  # type: ignore[arg-type]
-    agreed = train_heads.distill(reader, tokenizer, heads, minutes=0.02)  # type: ignore[arg-type]
+    heads = train_heads.build_heads(reader, tokenizer)
+    agreed = train_heads.distill(reader, tokenizer, heads, minutes=0.02)
     assert len(agreed) == train_heads.DEPTH
     train_heads.save_heads(heads, tmp_path)
     loaded = load_assistant(str(tmp_path), target=reader, schedule="constant")
     inputs = tokenizer("Maria lives in Rome. Where does Maria live?", return_tensors="pt")
-    plain = reader.generate(**inputs, max_new_tokens=12)  # type: ignore[operator]
+    plain = reader.generate(**inputs, max_new_tokens=12)
     for how in ({"assistant_model": loaded}, {"custom_generate": TreeDecoding(loaded)}):
-        assert torch.equal(reader.generate(**inputs, max_new_tokens=12, **how), plain)  # type: ignore[operator]
+        assert torch.equal(reader.generate(**inputs, max_new_tokens=12, **how), plain)
     assert speculation_stats(loaded).drafted > 0
