@@ -42,22 +42,19 @@ SHAPES = {
 
 
 class Tokens(BaseStreamer):
-    """Counts the tokens that models compute, before the first token of an answer and behind it."""
+    """Counts the tokens that heads compute, before the first token of an answer and behind it."""
 
-    def __init__(self, models: dict[str, PreTrainedModel]) -> None:
-        self.first = dict.fromkeys(models, 0)
-        self.rest = dict.fromkeys(models, 0)
+    def __init__(self, heads: Any) -> None:
+        self.first = self.rest = 0
         self._puts = 0
-        self._handles = [
-            model.register_forward_pre_hook(self._counting(name), with_kwargs=True) for name, model in models.items()
-        ]
+        self._handle = heads.register_forward_pre_hook(self._count, with_kwargs=True)
 
-    def _counting(self, name: str) -> Any:
-        def count(_: Any, args: Any, kwargs: Any) -> None:
-            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-            (self.rest if self._puts > 1 else self.first)[name] += ids.shape[1]
-
-        return count
+    def _count(self, heads: Any, args: Any, kwargs: Any) -> None:
+        tokens = args[0].shape[1]
+        if self._puts > 1:
+            self.rest += tokens
+        else:
+            self.first += tokens
 
     def put(self, value: torch.Tensor) -> None:
         self._puts += 1  # the prompt comes first
@@ -66,8 +63,7 @@ class Tokens(BaseStreamer):
         self._puts = 0
 
     def stop(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
 
 
 def arm(
@@ -100,28 +96,31 @@ def warm(reader: PreTrainedModel, heads: PreTrainedModel, tasks: list[Task], exp
     policy = ReusePolicy(min_prefill_saving=0)  # prompts are so short that computing them is as quick
     for name in ("cold", "warm"):
         before = speculation_stats(heads)
-        drafted, accepted = before.drafted, before.accepted
-        counted = Tokens({"reader": reader, "heads": heads})
-        try:
-            for task, text in zip(tasks, expected, strict=True):
-                ids = reader.generate(
-                    task.prompt,
-                    attention_mask=torch.ones_like(task.prompt),
-                    assistant_model=heads,
-                    past_key_values=ChunkReuseCache(reader, store, policy),
-                    streamer=counted,
-                    **task.options,
-                )
-                assert ids[0, task.prompt.shape[1] :].tolist() == text
-        finally:
-            counted.stop()
+        drafted, accepted, forwarded = before.drafted, before.accepted, 0
+        counted = Tokens(heads)
+        for task, text in zip(tasks, expected, strict=True):
+            cache = ChunkReuseCache(reader, store, policy)
+            ids = reader.generate(
+                task.prompt,
+                attention_mask=torch.ones_like(task.prompt),
+                assistant_model=heads,
+                past_key_values=cache,
+                streamer=counted,
+                **task.options,
+            )
+            assert ids[0, task.prompt.shape[1] :].tolist() == text
+            forwarded += cache.report.forwarded_tokens
+            cache.store_tails()
+        counted.stop()
         after = speculation_stats(heads)
         found[name] = {
+            "reader": forwarded,
             "first": counted.first,
             "rest": counted.rest,
             "drafted": after.drafted - drafted,
             "accepted": after.accepted - accepted,
         }
+    assert all(found["cold"][each] == found["warm"][each] for each in ("drafted", "accepted"))
     return found
 
 
@@ -175,13 +174,13 @@ def markdown(result: Result) -> str:
         lines.append(f"| {name} | {one['accepted']} of {one['drafted']} | {one['tokens_per_pass']:.2f} | | |")
     lines += [
         "",
-        f"Tokens computed for all answers with chains of 4, over prompts of {found['prompts']} tokens in all:",
+        f"Tokens computed with chains of 4, over prompts of {found['prompts']} tokens in all:",
         "",
-        "| | reader: before the first token | behind it | heads: before the first token | behind it | accepted |",
-        "| --- |" + " ---: |" * 5,
+        "| | reader: prompts | heads: before the first token | behind it | accepted |",
+        "| --- |" + " ---: |" * 4,
     ]
     for name, one in found["warm"].items():
-        cells = [one[when][who] for who in ("reader", "heads") for when in ("first", "rest")]
+        cells = [one[each] for each in ("reader", "first", "rest")]
         lines.append(f"| {name} | {' | '.join(map(str, cells))} | {one['accepted']} of {one['drafted']} |")
     return "\n".join([*lines, ""])
 
