@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvboost_hf.public import *  # noqa: F403
     from kvboost_hf.public import __all__ as __all__
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if OldModules not in sys.meta_path:
     sys.meta_path.append(OldModules)

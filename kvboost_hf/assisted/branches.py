@@ -33,17 +33,16 @@ from kvboost_hf.compat import (
     frequencies_vary,
     hook_layers,
     kv_sources,
+    masks_reason,
     probe_ids,
     probe_logits,
     remember,
     run_model,
     tolerance,
 )
-from kvboost_hf.handles import ATTENTION
 from kvboost_hf.visibility import Visibility
 
 _BITS = 64  # queries of a tree mask of bits, at most
-_ATTENTION_KINDS = ("sdpa", "eager", ATTENTION)
 _TEXT = 3  # tokens of the probe before the branches
 _LAYERS = frozenset(("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"))
 
@@ -220,7 +219,7 @@ class Branches:
         return len(self._tokens)
 
 
-class Continuation(Protocol):
+class Continuing(Protocol):
     """Tokens that continue what a cache holds, in a forward over lent layers."""
 
     model: PreTrainedModel
@@ -248,7 +247,7 @@ class Running:
         queries: Tokens of each row.
     """
 
-    def __init__(self, branches: Continuation, layers: list[Any], queries: int) -> None:
+    def __init__(self, branches: Continuing, layers: list[Any], queries: int) -> None:
         self.cache = PrivateCache(layers)
         self.kv: list[Pair | None] = [None] * len(layers)
         self.cache.take = _append_behind(branches, layers, self.kv)
@@ -279,7 +278,7 @@ class Running:
 
 
 def _append_behind(
-    branches: Continuation, layers: Sequence[Any], kv: list[Pair | None]
+    branches: Continuing, layers: Sequence[Any], kv: list[Pair | None]
 ) -> Callable[[int, torch.Tensor, torch.Tensor], Pair]:
     """Appends new K/V to lent layers, behind that of earlier forwards, and notes both in `kv`."""
 
@@ -381,11 +380,8 @@ def _reason(model: PreTrainedModel) -> str | None:
     config: Any = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
-    if attn_implementation(model) not in _ATTENTION_KINDS:
-        return (
-            f"its attention ({attn_implementation(model)}) takes no mask of its own for each token; "
-            f"use sdpa, eager or {ATTENTION}"
-        )
+    if (reason := masks_reason(model)) is not None:
+        return reason
     if "position_ids" not in forward_arguments(model):
         return "its forward takes no position_ids"
     if any(map(frequencies_vary, model.modules())):

@@ -1,12 +1,16 @@
 """Speculation without a draft model: proposes the continuation that the last tokens had before.
 
-The continuation is looked up in the prompt, as in prompt lookup decoding (A. Saxena, 2023), and in the text of a
-store. The assistant gives each proposed token probability 1, so that rejection sampling keeps the distribution of the
-model.
+The continuation is looked up in the prompt and the answer so far, as in prompt lookup decoding (A. Saxena, 2023), and
+in the text of a store. Of several places that agree, the most frequent continuation counts, token by token, as in
+SuffixDecoding (Oliaro et al., 2024, https://arxiv.org/abs/2411.04975); the longer the match and the more frequent the
+continuation, the longer the draft. The assistant gives each proposed token probability 1, so that rejection sampling
+keeps the distribution of the model.
 """
 
 import copy
 from collections.abc import Collection, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,20 +22,25 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from kvboost_hf.assisted.limits import Pauses, before_end, end_tokens, harmless_token
 from kvboost_hf.assisted.schedule import most_tokens
 from kvboost_hf.assisted.tree import ROOT, Growth, Tree
-from kvboost_hf.compat import require_generates, require_one_process
-from kvboost_hf.ngrams import MAX_NGRAM, check_ngrams, longest_match
+from kvboost_hf.compat import require_generates, require_one_process, weights_come_and_go
+from kvboost_hf.ngrams import MAX_NGRAM, Continued, check_ngrams, longest_match, most_frequent
 
-LOOKED_UP = 16  # tokens of a draft, at most, unless somebody says otherwise
-_SURE = 0.7  # the probability that a looked-up token is taken to have, until its rate is known
+LOOKED_UP = 24  # tokens of a draft, at most, unless somebody says otherwise
+_PER_MATCHED = 4  # tokens of a draft for each token that agrees, at most
+_LEAST = 0.2  # the least chance that a draft is right up to a token, unless checking costs nothing
+_LEAST_IN_VAIN = 0.02
+# A token that followed in all places is wrong this often where one token agrees, and so much as often with each more:
+# answers of SmolLM2 that edit code, act as an agent, extract sentences, and tell stories.
+_WRONG, _FALL = 0.45, 0.6
 _MEDIA_IDS = ("image_token_id", "video_token_id", "audio_token_id")  # by which processors leave room for media
 
 
 class TextStore(Protocol):
     """Finds how text continued before, such as a `ChunkStore`."""
 
-    def continuation(
+    def continued(
         self, ids: NDArray[np.int64], length: int, *, max_ngram: int, min_ngram: int, salt: str | bytes | None
-    ) -> list[int]:
+    ) -> Continued:
         """At most `length` tokens that followed the longest n-gram that ends `ids`; none if nothing did."""
         ...
 
@@ -44,11 +53,12 @@ def lookup_assistant(
     max_ngram: int = MAX_NGRAM,
     salt: str | bytes | None = None,
 ) -> PreTrainedModel:
-    """Make an assistant that proposes the continuation of the last tokens in the prompt or in a store's text.
+    """Make an assistant that proposes how the last tokens went on before, in the prompt or in a store's text.
 
-    The longer match wins; of equal ones, that in the prompt. Without a match it proposes one token, since transformers
-    needs one. On a CPU that makes the forward half as long again, so take it for answers that quote. The first token
-    of an answer comes from the target alone, as with `load_assistant`.
+    The longer match wins; of equal ones, that in the prompt. Of its continuations the most frequent is proposed, as
+    far as it is likely to be right. Without a match it proposes one token, since transformers needs one. On a CPU that
+    makes the forward half as long again, so take it for answers that quote. The first token of an answer comes from
+    the target alone, as with `load_assistant`.
 
     Args:
         target: The model that generates.
@@ -87,8 +97,8 @@ def lookup_assistant(
 class _NoText:
     """Finds no text."""
 
-    def continuation(self, ids: NDArray[np.int64], length: int, **_: Any) -> list[int]:
-        return []
+    def continued(self, ids: NDArray[np.int64], length: int, **_: Any) -> Continued:
+        return Continued.nothing()
 
 
 class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
@@ -106,6 +116,8 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         )
         self._target = (target,)  # in a tuple, for it is no part of this module
         self._store, self._max_ngram, self._salt, self.longest = store, max_ngram, salt, num_assistant_tokens
+        # Passes take so long that tokens to check are free.
+        self._least = _LEAST_IN_VAIN if weights_come_and_go(target) else _LEAST
         self._media = {getattr(target.config, name, None) for name in _MEDIA_IDS} - {None}
 
     @property
@@ -145,23 +157,33 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         return twin
 
     def proposed(self, ids: NDArray[np.int64], length: int, ends: Collection[int]) -> list[int]:
-        """At most `length` tokens that may follow `ids` [tokens]; none if nothing followed their last ones before."""
-        return self._cut(self._draft(ids, length), ends)
+        """At most `length` tokens that may follow `ids` [tokens]; none if nothing followed their last ones before.
 
-    def _draft(self, ids: NDArray[np.int64], length: int) -> list[int]:
+        As many as are right with a chance that is worth checking them, and no more than four for each token that
+        agrees.
+        """
+        found = self.found(ids, length)
+        tokens = found.tokens[: _PER_MATCHED * found.agreeing]
+        chances = accumulate(probabilities(found), mul)
+        return self.cut([token for token, chance in zip(tokens, chances, strict=False) if chance >= self._least], ends)
+
+    def found(self, ids: NDArray[np.int64], length: int) -> Continued:
+        """How `ids` [tokens] may go on for at most `length` tokens, by the text itself or by that of the store.
+
+        The longer match wins; of equal ones, that in the text itself, which may go on repeating itself.
+        """
         places = np.flatnonzero(ids[:-1] == ids[-1]) + 1
         places, agreeing = longest_match(ids, places, ids, self._max_ngram)
         if agreeing < self._max_ngram:
             least = max(agreeing + 1, 2)
             asked = {"max_ngram": self._max_ngram, "min_ngram": least, "salt": self._salt}
-            if found := self._store.continuation(ids[-self._max_ngram :], length, **asked):
-                return found
+            if (stored := self._store.continued(ids[-self._max_ngram :], length, **asked)).tokens:
+                return stored
         if not agreeing:
-            return []
-        text = ids[places[-1] :].tolist()
-        return [text[i % len(text)] for i in range(length if agreeing > 1 else 1)]  # it may go on repeating itself
+            return Continued.nothing()
+        return Continued(*most_frequent(ids, places, length, repeating=True), agreeing)
 
-    def _cut(self, draft: list[int], ends: Collection[int]) -> list[int]:
+    def cut(self, draft: list[int], ends: Collection[int]) -> list[int]:
         """`draft` up to the first token that ends a text, and before the first placeholder of media."""
         for i, token in enumerate(draft):
             if token in self._media:
@@ -169,6 +191,11 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
             if token in ends:
                 return draft[: i + 1]
         return draft
+
+
+def probabilities(found: Continued) -> list[float]:
+    """How likely each token is to be right if those before it are: by its share, and the tokens that agree by then."""
+    return [share * (1 - _WRONG * _FALL ** (found.agreeing + place - 1)) for place, share in enumerate(found.shares)]
 
 
 class LookupDraft:
@@ -187,10 +214,12 @@ class LookupDraft:
 
     def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
         """The proposed tokens behind `ids` [1, tokens], at most `room`."""
+        found = self._assistant.found(ids[0].cpu().numpy(), min(room, self._assistant.longest))
         tree, parent, chance = Tree(), ROOT, 1.0
-        for token in self._assistant.proposed(ids[0].cpu().numpy(), min(room, self._assistant.longest), self._ends):
-            chance *= self._growth.calibration.rate(_SURE)
-            parent = tree.add(token, parent, chance, _SURE)
+        tokens = self._assistant.cut(found.tokens, self._ends)
+        for token, probability in zip(tokens, probabilities(found), strict=False):
+            chance *= self._growth.calibration.rate(probability)
+            parent = tree.add(token, parent, chance, probability)
         return tree
 
     def keep(self, path: Sequence[int]) -> None:

@@ -63,7 +63,7 @@ def require_rows(processors: LogitsProcessorList, criteria: StoppingCriteriaList
                 f"Logits processors must look at one row at a time to draft for several rows, and a "
                 f"{type(each).__name__} may not. {_ALONE}"
             )
-    kinds = {type(each) for each in criteria}
+    kinds = {type(each) for each in criteria if not _may_wait(each)}
     if others := kinds - {EosTokenCriteria, MaxLengthCriteria, StopStringCriteria}:
         names = ", ".join(sorted(kind.__name__ for kind in others))
         raise ValueError(
@@ -96,6 +96,11 @@ def _pad_token(config: Any) -> int:
     if config.pad_token_id is not None or ends is None:
         return int(config.pad_token_id or 0)
     return int(ends if isinstance(ends, int) else next(iter(ends)))
+
+
+def _may_wait(criterion: Any) -> bool:
+    """Whether a criterion of this package need not be asked at each token, and so not about all rows at once."""
+    return bool(getattr(criterion, "once_a_round", False))
 
 
 class _Row:
@@ -242,12 +247,12 @@ class RowRounds:
             for token in each.eos_token_id.tolist()
         )
         most = min(each.max_length for each in criteria if isinstance(each, MaxLengthCriteria))
-        strings = [each for each in criteria if isinstance(each, StopStringCriteria)]
+        others = [each for each in criteria if isinstance(each, StopStringCriteria) or _may_wait(each)]
         seeds = torch.randint(2**62, (len(input_ids),)).tolist() if asked.do_sample else [None] * len(input_ids)
         named = [name for name in ("scores", "logits") if getattr(asked, f"output_{name}")]
         wants = named if asked.return_dict_in_generate else []
         texts = [
-            _Row(ids, pad, most - len(ids), ends, strings, _for_row(processors, row), seed=seeds[row], wants=wants)
+            _Row(ids, pad, most - len(ids), ends, others, _for_row(processors, row), seed=seeds[row], wants=wants)
             for row, (ids, pad) in enumerate(zip(input_ids, pads, strict=True))
         ]
         generator: Any = model

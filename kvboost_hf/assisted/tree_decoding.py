@@ -103,6 +103,11 @@ class TreeDecoding:
         """Counts of all rounds so far."""
         return self._rounds.stats
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it drafts for several rows: with heads it does not."""
+        return Heads.known(self.draft) is None
+
     __signature__ = _SignatureOfCall()
 
     def __call__(
@@ -138,7 +143,7 @@ class TreeDecoding:
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Decode several rows. States of several rows cannot lag behind their texts: for these there are no drafts."""
         require_rows(processors, criteria)
-        if Heads.known(self.draft) is not None:
+        if not self.takes_rows:
             raise ValueError(
                 f"Heads draft for one row, got {len(input_ids)}. Call generate() for each prompt, or pass "
                 "TreeDecoding(lookup_assistant(model, store)), or a draft model."

@@ -116,7 +116,7 @@ class _Attachment:
         return self._of_call(self._begin_anew(cache))
 
     def stand_in(self, model: PreTrainedModel, theirs: Any, kwargs: Kwargs) -> ChunkReuseCache | None:
-        """See `hook.Attachment`.
+        """The cache to use in place of `theirs`, a caller's own cache or None; None to leave the call alone.
 
         The caller's object is given the layers of ours, so that it holds what was computed, too.
         """

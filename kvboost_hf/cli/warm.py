@@ -92,6 +92,13 @@ def run_warm(options: argparse.Namespace) -> int:
     for tier, stats in tiers.items():
         console.print(f"{name} in {tier}: {stats['chunks']} chunks, {stats['bytes']:,} bytes", highlight=False)
     failed = not tiers or any(stats["errors"] for stats in tiers.values())
+    for tier, stats in tiers.items():
+        if stats["errors"]:
+            say(
+                console,
+                f"{tier} has refused {stats['errors']} writes or reads, and lacks that K/V; the log above says why. "
+                "Where a disk is full, make room or name another folder; then run this command again.",
+            )
     steps = [("kvboost-hf inspect --tiers ADDRESS", "what a tier holds")]
     if not failed:
         steps.insert(0, (shlex.join(["kvboost-hf", "serve", *flags]), "finds it: these flags must be alike"))

@@ -62,7 +62,7 @@ from kvboost_hf.compat.models import (
     unwrapped,
     weights_come_and_go,
 )
-from kvboost_hf.compat.private import LayerMasks, PrivateCache, run_model
+from kvboost_hf.compat.private import LayerMasks, PrivateCache, masks_reason, run_model
 from kvboost_hf.compat.probes import (
     HiddenForm,
     as_steps,
@@ -147,6 +147,7 @@ __all__ = [
     "loader_of",
     "loader_of_pair",
     "mask_form",
+    "masks_reason",
     "needs_positions",
     "note_changes",
     "original_length",

@@ -101,6 +101,16 @@ class PrivateCache(Cache):
         return keys, values
 
 
+_TAKE_MASKS = ("sdpa", "eager", ATTENTION)
+
+
+def masks_reason(model: PreTrainedModel) -> str | None:
+    """Why the attention of a model cannot be given a mask for each layer and token, as `LayerMasks` does; or None."""
+    if (attention := attn_implementation(model)) in _TAKE_MASKS:
+        return None
+    return f"its attention ({attention}) takes no mask of its own for each token; use sdpa, eager or {ATTENTION}"
+
+
 class LayerMasks:
     """Gives each decoder layer of one forward a mask of its own, in the form that its attention takes.
 

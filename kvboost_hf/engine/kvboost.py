@@ -43,8 +43,8 @@ class KVBoost:
         tokenizer: The model's tokenizer.
         device: The device to move the model to; None leaves it where it is.
         strict: Raise an error for a model that cannot reuse K/V; False only warns.
-        assistant: Drafts tokens for single prompts: a model, its name, a `TreeDecoding`, or `"auto"` for what the
-            checkpoint carries, and else text that repeats, see `load_assistant`.
+        assistant: Drafts tokens for single prompts: a model, its name, a `TreeDecoding`, which drafts for batches,
+            too, or `"auto"` for what the checkpoint carries, and else text that repeats, see `load_assistant`.
         policy: How stored K/V may be used, in place of `recompute_strategy` and the settings that go with it.
         store: A store for this model, in place of the settings of a new one. The caller closes it.
         options: The fields of `kvboost_hf.engine.EngineSettings`, such as `recompute_strategy` and `chunk_size`.
@@ -265,8 +265,8 @@ class KVBoost:
     ) -> list[GenerationResult]:
         """Generate the answers to prompts in one batch; what several of them begin with is computed once.
 
-        The prompts may be of any lengths. Greedy answers are those of `generate`, up to rounding. The assistant is not
-        used.
+        The prompts may be of any lengths. Greedy answers are those of `generate`, up to rounding. Of assistants
+        only a `TreeDecoding` without heads is used.
 
         Args:
             prompts: Texts or chats, as `generate` takes them.

@@ -21,6 +21,7 @@ from kvboost_hf.offload.load import load_streamed
 
 _log = logging.getLogger(__name__)
 
+_TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "*.gguf", "spiece*", "tekken*")
 _OF_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 _OF_TOKENIZER = (*_OF_HUB, "trust_remote_code", "gguf_file")
 
@@ -43,7 +44,10 @@ def naming(
     except errors as error:
         folder = Path(model)
         no_model = folder.is_dir() and not (folder / "config.json").is_file()
-        why = "the folder has no config.json." if no_model else " ".join(str(error).split())
+        why = " ".join(str(error).split())
+        no_tokenizer = "tokenizer" in why and folder.is_dir() and not any(map(any, map(folder.glob, _TOKENIZER_FILES)))
+        if no_model or no_tokenizer:
+            why = f"the folder has no {'config.json' if no_model else 'tokenizer (tokenizer.json)'}."
         raise ValueError(
             f"The model {str(model)!r} does not load: {why} Pass the name of a model on the hub, or a folder with "
             "config.json, the weights and the files of the tokenizer."

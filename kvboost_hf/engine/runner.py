@@ -94,7 +94,7 @@ class CallRunner:
         store: Where K/V is kept.
         policy: How stored K/V may be used.
         settings: `live_config` and `prefill_chunk_size` are used.
-        assistant: Drafts tokens for calls of one row; None for no drafts.
+        assistant: Drafts tokens for calls of one row, a `TreeDecoding` without heads for several; None for no drafts.
 
     Attributes:
         lock: Held while a call runs.
@@ -218,12 +218,15 @@ class CallRunner:
     def _drafts(self, rows: int) -> dict[str, Any]:
         if self._assistant is None:
             return {}
-        if rows > 1:
+        drafts_trees = isinstance(self._assistant, TreeDecoding)
+        if rows > 1 and not (isinstance(self._assistant, TreeDecoding) and self._assistant.takes_rows):
             if not self._said_no_drafts:
                 self._said_no_drafts = True
-                _log.warning("Batches are decoded without the assistant, which drafts for one row.")
+                _log.warning(
+                    "Batches are decoded without the assistant, which drafts for one row. "
+                    "TreeDecoding(lookup_assistant(model, store)) drafts for several."
+                )
             return {}
-        drafts_trees = isinstance(self._assistant, TreeDecoding)
         return {"custom_generate" if drafts_trees else "assistant_model": self._assistant}
 
     def _pad(self) -> int:

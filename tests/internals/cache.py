@@ -64,9 +64,7 @@ from kvboost_hf.cache.planning.chunks import (
     Tokens,
     common_length,
     content_only_key,
-    find_stems,
     media_ids,
-    paths_of,
     piece_ends,
     prefix_key,
     root_key,
@@ -79,6 +77,7 @@ from kvboost_hf.cache.planning.content_index import ContentIndex, NgramIndex
 from kvboost_hf.cache.planning.eviction import EvictionOrder
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, find_moved, window_hashes
 from kvboost_hf.cache.planning.moved import REPAIRS, Measure, MovedColumns, RepairRow, Scores, choose_columns
+from kvboost_hf.cache.planning.order import best_order
 from kvboost_hf.cache.planning.plan import (
     HEAD_TOKENS,
     Border,
@@ -90,6 +89,7 @@ from kvboost_hf.cache.planning.plan import (
     plan_shared,
     trim_row,
 )
+from kvboost_hf.cache.planning.stems import find_stems, paths_of
 from kvboost_hf.cache.prompt import media
 from kvboost_hf.cache.prompt.chats import ChatTemplate
 from kvboost_hf.cache.prompt.forward_call import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, read_inputs
@@ -124,3 +124,8 @@ from kvboost_hf.scoring import plan_batches
 def records_of(store: ChunkStore) -> TieredRecords:
     """The records behind the verbs of a store."""
     return store._records
+
+
+def bytes_per_column(layer: ReuseLayer) -> int:
+    """Bytes of one row's columns for one token."""
+    return sum(spec.heads * spec.dim * spec.dtype.itemsize for spec in layer.column_specs)

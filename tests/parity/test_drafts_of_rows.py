@@ -24,6 +24,7 @@ from kvboost_hf import (
 from kvboost_hf.assets import load_embedded
 from tests.conftest import PAD, Work, left_pad, make_model, random_ids
 from tests.internals.assisted import Account, PassTimes, row_branches
+from tests.internals.top import Continued
 from tests.parity.test_assistants import noisy
 
 WIDE = DraftTreeConfig(policy="tree", depth=4, width=3, branching=3, max_nodes=40)
@@ -43,14 +44,15 @@ class Told:
     def __init__(self, answers: torch.Tensor, wrong: float, seed: int = 0) -> None:
         self._answers, self._wrong, self._chance = answers.tolist(), wrong, random.Random(seed)
 
-    def continuation(self, ids: Any, length: int, **_: Any) -> list[int]:
+    def continued(self, ids: Any, length: int, **_: Any) -> Continued:
         tail = np.asarray(ids)[-3:].tolist()
         for row in self._answers:
             for at in range(len(row) - len(tail)):
                 if row[at : at + len(tail)] == tail:
                     said = row[at + len(tail) : at + len(tail) + length]
-                    return [token if self._chance.random() > self._wrong else token % 90 + 2 for token in said]
-        return []
+                    told = [token if self._chance.random() > self._wrong else token % 90 + 2 for token in said]
+                    return Continued(told, [1.0] * len(told), 3)
+        return Continued.nothing()
 
 
 def looked_up(target: PreTrainedModel, answers: torch.Tensor, wrong: float, config: DraftTreeConfig) -> TreeDecoding:

@@ -459,6 +459,15 @@ def test_batches_leave_the_assistant_out(
     assert caplog.text.count("without the assistant") == 1
 
 
+def test_batches_with_a_tree_decoding(embedded: tuple[PreTrainedModel, Any]) -> None:
+    trees = TreeDecoding(load_embedded_draft(), DraftTreeConfig(policy="tree", depth=3, max_nodes=12))
+    prompts = ["Maria lives in Rome. Where does Maria live?", "Tom has a red lamp and a cat. What does Tom have?"]
+    found = KVBoost(*embedded, assistant=trees).generate_batch(prompts, max_new_tokens=12)
+    wanted = KVBoost(*embedded).generate_batch(prompts, max_new_tokens=12)
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    assert trees.stats.accepted > 4
+
+
 # The store
 
 

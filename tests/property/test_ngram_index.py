@@ -18,6 +18,7 @@ class Twin:
     def __init__(self) -> None:
         self.index = NgramIndex()
         self.entries: dict[bytes, list[int]] = {}  # the oldest first
+        self.before: dict[bytes, int] = {}  # tokens of an entry that are of its parent
         self.added = 0
 
     def add(self, tokens: list[int], back: int) -> None:
@@ -26,32 +27,42 @@ class Twin:
         self.added += 1
         self.index.add(key, parent, np.array(tokens))
         known = self.entries.get(parent, [])[-MAX_NGRAM:]
+        self.before[key] = len(known)
         self.entries[key] = known + [token if token >= 0 else -1 for token in tokens]
 
     def remove(self, key: bytes) -> None:
-        del self.entries[key]
+        del self.entries[key], self.before[key]
         self.index.remove(key)
 
     def look_up(self, ids: list[int], length: int, most: int, least: int) -> list[int]:
-        found = self.index.continuation(np.array(ids, dtype=np.int64), length, most, least)
-        assert found == self.searched(ids, length, most, least)
-        return found
+        found = self.index.continued(np.array(ids, dtype=np.int64), length, most, least)
+        tokens, shares = self.searched(ids, length, most, least)
+        assert found.tokens == tokens
+        assert found.shares == pytest.approx(shares)
+        assert bool(found.agreeing) == bool(tokens)
+        return tokens
 
-    def searched(self, ids: list[int], length: int, most: int, least: int) -> list[int]:
-        found: list[int] = []
+    def searched(self, ids: list[int], length: int, most: int, least: int) -> tuple[list[int], list[float]]:
+        found, shares = list[int](), list[float]()
         while len(found) < length:
-            agreeing, run = self.best(ids + found, most)
+            agreeing, runs = self.best(ids + found, most)
             if agreeing < least:
                 break
-            run = run[: length - len(found)]
-            found += run
-            least = min(most, agreeing + len(run))
-        return found
+            walked = 0
+            while len(found) < length and (runs := [run for run in runs if len(run) > walked]):
+                votes = Counter(run[walked] for run in runs)
+                token = [run[walked] for run in runs if votes[run[walked]] == max(votes.values())][-1]
+                shares.append(votes[token] / len(runs))
+                runs = [run for run in runs if run[walked] == token]
+                found.append(token)
+                walked += 1
+            least = min(most, agreeing + walked)
+        return found, shares
 
-    def best(self, ids: list[int], most: int) -> tuple[int, list[int]]:
+    def best(self, ids: list[int], most: int) -> tuple[int, list[list[int]]]:
         places: list[tuple[int, list[int]]] = []
-        for entry in self.entries.values():
-            for at in range(1, len(entry)):
+        for key, entry in self.entries.items():
+            for at in range(max(self.before[key], 1), len(entry)):
                 agreeing = 0
                 while agreeing < min(at, most, len(ids)) and entry[at - agreeing - 1] == ids[-agreeing - 1]:
                     agreeing += 1
@@ -61,9 +72,7 @@ class Twin:
         longest = max((agreeing for agreeing, _ in places), default=0)
         if longest < 2:
             return 0, []
-        runs = [run for agreeing, run in places if agreeing == longest]
-        votes = Counter(run[0] for run in runs)
-        return longest, [run for run in runs if votes[run[0]] == max(votes.values())][-1]
+        return longest, [run for agreeing, run in places if agreeing == longest]
 
     def check_size(self) -> None:
         """What was removed takes no more than what is there."""

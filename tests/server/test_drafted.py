@@ -105,8 +105,8 @@ def test_text_that_repeats_without_a_draft_model(make: Make) -> None:
 def test_the_salt_of_a_job_is_that_of_its_drafts(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     model, asked = make_model(), list[Any]()
     store = ChunkStore(model, chunk_size=16)
-    continuation = store.continuation
-    monkeypatch.setattr(store, "continuation", lambda *a, **k: asked.append(k["salt"]) or continuation(*a, **k))
+    continued = store.continued
+    monkeypatch.setattr(store, "continued", lambda *a, **k: asked.append(k["salt"]) or continued(*a, **k))
     engine = make(model, store=store, draft=lookup_assistant(model))
     for salt in (b"one", b"two"):
         asked.clear()

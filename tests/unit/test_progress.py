@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import threading
 from io import StringIO
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from kvboost_hf.assets import EMBEDDED_MODEL_DIR
 from tests.internals.cli import command_line, main, next_steps
 from tests.internals.disk import DiskTier
 from tests.internals.top import Progress, duration
@@ -226,6 +228,9 @@ def test_what_does_not_load_is_named_with_the_remedy(tmp_path: Path, capsys: pyt
         assert main([*command.split(), "--model", str(tmp_path)]) == 2
         error = capsys.readouterr().err
         assert f"The model '{tmp_path}' does not load: the folder has no config.json. Pass the name" in error
+    shutil.copy(EMBEDDED_MODEL_DIR / "config.json", tmp_path)
+    assert main(["check", "--model", str(tmp_path)]) == 2
+    assert "the folder has no tokenizer (tokenizer.json). Pass the name" in capsys.readouterr().err
     missing = tmp_path / "missing.txt"
     for flag in ("--prompts", "--documents"):
         assert main(["verify", flag, str(missing)]) == 2

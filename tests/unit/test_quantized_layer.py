@@ -13,6 +13,7 @@ from tests.internals.cache import (
     GrowingLayer,
     QuantizedLayer,
     ReuseLayer,
+    bytes_per_column,
     exact_layers,
     live_bytes,
     make_codec,
@@ -199,7 +200,7 @@ def test_columns_are_filled_in_again(config: KVQuantConfig) -> None:
                 assert torch.equal(ours[:, 10 : 10 + SINKS], theirs[:, :SINKS])
             else:
                 assert torch.equal(ours[:, : 10 + SINKS], theirs[:, : 10 + SINKS])
-    assert layer.bytes_per_column * 100 == sum(part.nbytes for part in piece)
+    assert bytes_per_column(layer) * 100 == sum(part.nbytes for part in piece)
 
 
 def test_every_row_begins_exactly() -> None:
@@ -232,7 +233,7 @@ def test_reset_forgets_everything() -> None:
     layer = layer_of(CONFIGS[0])
     layer.update(columns(100), columns(100))
     layer.reset()
-    assert layer.length == layer.nbytes == layer.bytes_per_column == 0
+    assert layer.length == layer.nbytes == bytes_per_column(layer) == 0
     assert layer.columns(0, 0, 0) is None
     layer.update(columns(50, batch=2, heads=3), columns(50, batch=2, heads=3))
     assert layer.length == 50

@@ -22,6 +22,7 @@ from tests.internals.cache import (
     records_of,
     shifted_ids,
 )
+from tests.internals.top import most_frequent
 
 CHUNK = 16
 
@@ -191,3 +192,37 @@ def test_it_does_not_matter_when_it_is_first_asked(llama: PreTrainedModel) -> No
                 found = early.continuation(other[:end], 8)
                 assert found
                 assert late.continuation(other[:end], 8) == found
+
+
+def test_of_several_places_the_most_frequent_continuation_is_followed() -> None:
+    """As down a suffix tree: each token narrows the places to those that go on with it."""
+    said = np.array([1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2, 6, 7, 0, 1, 2, 3, 4, 9])
+    places = np.flatnonzero(said == 2) + 1
+    assert most_frequent(said, places, 3) == ([3, 4, 9], [3 / 4, 2 / 3, 1 / 2])
+    assert most_frequent(said, places[:2], 4) == ([3, 5, 0, 1], [1.0, 1 / 2, 1.0, 1.0])
+    assert most_frequent(said, places[-1:], 9) == ([3, 4, 9], [1.0] * 3)  # the end
+    assert most_frequent(said, places[-1:], 8, repeating=True) == ([3, 4, 9, 3, 4, 9, 3, 4], [1.0] * 8)
+    said[said == 0] = -1
+    assert most_frequent(said, places[:2], 4) == ([3, 5], [1.0, 1 / 2])
+    assert most_frequent(said, places, 0) == ([], [])
+
+
+def test_no_text_counts_twice(store: ChunkStore) -> None:
+    """The last tokens of a chunk stand before those of the next one, too."""
+    put(store, np.array([*range(100, 114), 1, 2, 3, *range(200, 215)]))  # 1 2 | 3 ...
+    put(store, np.array([*range(300, 313), 1, 2, 4, *range(400, 416)]))  # 1 2 4 | ...
+    assert store.continued([1, 2], 1).shares == [0.5]
+    found = store.continued([9, 1, 2], 3, min_ngram=2)
+    assert found.tokens == [4, 400, 401]
+    assert found.agreeing == 2
+
+
+def test_memory_for_each_token() -> None:
+    """At most 20 bytes a token, in chunks of 64 tokens; and no more after as many were removed again."""
+    rng, index = np.random.default_rng(0), content_index.NgramIndex()
+    for number in range(2_000):
+        index.add(b"%d" % number, b"%d" % (number - 1), rng.integers(0, 50_000, 64))
+    assert index.nbytes < 22 * 64 * 2_000
+    for number in range(1_500):
+        index.remove(b"%d" % number)
+    assert index.nbytes < 45 * 64 * 500

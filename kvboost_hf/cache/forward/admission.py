@@ -56,6 +56,7 @@ from kvboost_hf.compat import (
     head_widths,
     input_device,
     key_rotation,
+    masks_reason,
     original_length,
     own_hook,
     padding_reason,
@@ -334,7 +335,6 @@ _TOKENS = 40
 _MOVED = slice(5, 27)
 _SHIFT = 3
 _FEW_LAYERS = 8  # of which the two that `"cacheblend"` computes whole are a quarter or more
-_ATTENTION_KINDS = ("sdpa", "eager", ATTENTION)
 
 
 def blend_reason(model: PreTrainedModel, measure: Measure) -> str | None:
@@ -365,11 +365,8 @@ def _reason(model: PreTrainedModel, measure: Measure) -> str | None:
     rotation = key_rotation(model)
     if isinstance(rotation, str):
         return rotation
-    if attn_implementation(model) not in _ATTENTION_KINDS:
-        return (
-            f"its attention ({attn_implementation(model)}) takes no mask of its own for each token; "
-            f"use sdpa, eager or {ATTENTION}"
-        )
+    if reason := masks_reason(model):
+        return reason
     if len(decoder_layers(model)) != len(make_layers(model)):
         return "its decoder layers cannot be told apart"
     if measure is Measure.DEVIATION and len(rotation.layers) < 2:

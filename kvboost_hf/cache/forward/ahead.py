@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.layers import private_cache
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
-from kvboost_hf.cache.planning.chunks import Stem
+from kvboost_hf.cache.planning.stems import Stem
 from kvboost_hf.cache.prompt.forward_call import ForwardInputs
 from kvboost_hf.cache.prompt.token_log import take_positions
 from kvboost_hf.compat import run_model

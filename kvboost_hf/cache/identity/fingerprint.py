@@ -280,7 +280,7 @@ class ModelState(KeptOnModel):
     def __init__(self) -> None:
         self.fingerprint = ModelFingerprint()
         self.lock = forks.rlock()
-        self.attached: Any = None  # a `hook.Attachment`: makes a cache for calls that bring none
+        self.attached: Any = None  # of `attach.py`: makes a cache for calls that bring none
 
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
         self._warn_of_copy()

@@ -197,11 +197,6 @@ class ReuseLayer:
         return ()
 
     @property
-    def bytes_per_column(self) -> int:
-        """Bytes of one row's columns for one token."""
-        return sum(spec.heads * spec.dim * spec.dtype.itemsize for spec in self.column_specs)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all tensors, room to spare included."""
         return 0

@@ -225,7 +225,7 @@ class CodedTensor:
 
 
 class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
-    """Full-attention K/V of one layer, in codes but for the first and the last columns; see `coded.py`.
+    """Full-attention K/V of one layer, in codes but for the first and the last columns (`CodedTensor`).
 
     An attention that can read codes is given them. Any other is given all columns, decoded into tensors that nobody
     else keeps: at any time, those of one layer are whole. What is computed within one forward attends to itself

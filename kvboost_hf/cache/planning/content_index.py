@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvboost_hf.cache.planning.chunks import Tokens, common_length, text_ids
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, window_hashes
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Chunk
-from kvboost_hf.ngrams import MAX_NGRAM, longest_match
+from kvboost_hf.ngrams import MAX_NGRAM, Continued, longest_match, most_frequent
 
 _MAX_COMPARED = 32  # chunks of equal standing among which one is chosen
 _MAX_INSIDE = 8  # texts that are known to have the same window inside, the latest ones
@@ -193,8 +193,9 @@ class NgramIndex:
 
         entry   [ tokens before | tokens | -1 ] [ tokens before | tokens | -1 ] …
 
-    Its places are sorted by the two tokens before them, except for the latest, which are few. It takes 16 to 20 bytes
-    a token, and as much for each removed token until these outnumber the others.
+    Its places are sorted by the two tokens before them, except for the latest, which are few: the two upper levels of
+    a suffix tree of reversed text. Longer n-grams narrow them down. It takes 16 to 20 bytes a token, and as much for
+    each removed token until these outnumber the others; the nodes of a suffix tree would take several times as many.
     """
 
     def __init__(self) -> None:
@@ -205,6 +206,7 @@ class NgramIndex:
         self._places = np.empty(0, dtype=np.int32)  # of the same pair the oldest first
         self._spans: dict[bytes, tuple[int, int]] = {}  # entries by the keys of their chunks, the oldest first
         self._removed = 0  # tokens
+        self._latest: list[int] = []  # where the entries begin whose places are not sorted
 
     @property
     def nbytes(self) -> int:
@@ -225,6 +227,7 @@ class NgramIndex:
             self._text = np.concatenate([self._text, np.full(self._end, _NO_TEXT, dtype=np.int32)])
         self._text[start : self._end] = entry
         self._spans[key] = start, self._end
+        self._latest.append(start)
         if self._end - self._sorted_end > max(_FEWEST_UNSORTED, self._sorted_end // 32):
             self._sort()
 
@@ -237,40 +240,53 @@ class NgramIndex:
             self._sort()
             self._close_gaps()
 
-    def continuation(self, ids: Tokens, length: int, max_ngram: int, min_ngram: int) -> list[int]:
-        """At most `length` tokens that followed the longest stored n-gram that ends `ids`, of at least `min_ngram`."""
-        found: list[int] = []
+    def continued(self, ids: Tokens, length: int, max_ngram: int, min_ngram: int) -> Continued:
+        """At most `length` tokens that followed the longest stored n-gram that ends `ids` most often.
+
+        Args:
+            ids: Token ids.
+            length: So many tokens are wanted.
+            max_ngram: The longest n-gram to compare.
+            min_ngram: The shortest that counts.
+        """
+        found, shares, first = list[int](), list[float](), 0
         while len(found) < length:
-            place, agreeing = self._find(np.array([*ids[-max_ngram:], *found][-max_ngram:], dtype=np.int64))
+            places, agreeing = self._find(np.array([*ids[-max_ngram:], *found][-max_ngram:], dtype=np.int64))
             if agreeing < min_ngram:
                 break
-            run = self._text[place : place + length - len(found)]
-            ends = np.flatnonzero(run < 0)
-            run = run[: ends[0]] if ends.size else run
-            found += run.tolist()
+            tokens, parts = most_frequent(self._text, places, length - len(found))
+            found, shares, first = found + tokens, shares + parts, first or agreeing
             # What continues an entry has its last tokens before it.
-            min_ngram = min(max_ngram, agreeing + len(run))
-        return found
+            min_ngram = min(max_ngram, agreeing + len(tokens))
+        return Continued(found, shares, first)
 
-    def _find(self, ids: Tokens) -> tuple[int, int]:
-        """A place behind the longest stored n-gram that ends `ids`, and its length; 0 for less than two tokens."""
+    def _find(self, ids: Tokens) -> tuple[NDArray[np.int64], int]:
+        """Places behind the longest stored n-gram that ends `ids`, and its length; 0 for less than two tokens."""
+        none = np.empty(0, dtype=np.int64)
         if len(ids) < 2:
-            return 0, 0
+            return none, 0
         pair = _pairs(ids, np.array([len(ids)]))
         first, last = np.searchsorted(self._pairs, [pair[0], pair[0] + 1])
         first = max(first, last - _MOST_COMPARED)
         latest = self._sorted_end + np.flatnonzero(self._text[self._sorted_end : self._end - 1] == ids[-1]) + 1
-        places = np.concatenate([self._places[first:last], latest])
+        places = np.concatenate([self._places[first:last], self._own(latest)])
         places, agreeing = longest_match(self._text, places[self._text[places] >= 0], ids, len(ids))
-        if agreeing < 2:
-            return 0, 0
-        _, what, counts = np.unique(self._text[places], return_inverse=True, return_counts=True)
-        return int(places[counts[what] == counts.max()].max()), agreeing
+        return (places, agreeing) if agreeing >= 2 else (none, 0)
+
+    def _own(self, places: NDArray[np.integer]) -> NDArray[np.integer]:
+        """Those of the unsorted places that are of an entry's tokens, and not of those before them: no text twice."""
+        if not len(places):
+            return places
+        starts = np.array(self._latest)
+        found: NDArray[np.integer] = places[
+            places - starts[np.searchsorted(starts, places, side="right") - 1] >= MAX_NGRAM
+        ]
+        return found
 
     def _sort(self) -> None:
         """Merge the latest places into the sorted ones, and drop removed ones."""
         text = self._text
-        latest = np.arange(self._sorted_end + 2, self._end, dtype=np.int32)
+        latest = self._own(np.arange(self._sorted_end + 2, self._end, dtype=np.int32))
         latest = latest[(text[latest] >= 0) & (text[latest - 1] >= 0) & (text[latest - 2] >= 0)]
         pairs = _pairs(text, latest)
         order = np.argsort(pairs, kind="stable")
@@ -279,7 +295,7 @@ class NgramIndex:
         self._pairs, self._places = self._pairs[there], self._places[there]
         at = np.searchsorted(self._pairs, pairs, side="right")
         self._pairs, self._places = np.insert(self._pairs, at, pairs), np.insert(self._places, at, latest)
-        self._sorted_end = self._end
+        self._sorted_end, self._latest = self._end, []
 
     def _close_gaps(self) -> None:
         """Compact the entries; all places are sorted."""

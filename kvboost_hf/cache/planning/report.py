@@ -250,7 +250,7 @@ def _explain(miss: MissReport, tokenizer: Detokenizer | None) -> str:
     if miss.cause == "fingerprint":
         return f"{where} is stored, but for other weights, dtype or adapters of this model."
     if miss.expected is None:
-        return f"{where} was never seen after what comes before it."
+        return f"{where} was never seen {'after what comes before it' if miss.at else 'at the beginning of a prompt'}."
     text = f"{where}, where a stored prompt has {show(miss.expected)}"
     if miss.found[0] < 0 and miss.expected[0] < 0:
         return f"Row {miss.row}, token {miss.at}: another image, sound or video than in a stored prompt."

@@ -58,14 +58,6 @@ class HookedCache(Protocol):
         """Called with what the forward has returned; returns what to return in its place, or None."""
 
 
-class Attachment(Protocol):
-    """Gives caches to the calls of an attached model."""
-
-    def stand_in(self, model: PreTrainedModel, theirs: Any, kwargs: Kwargs) -> HookedCache | None:
-        """The cache to use in place of `theirs`, a caller's own cache or None; None to leave the call alone."""
-        ...
-
-
 class ForwardHook:
     """The hooks of one model. It holds no reference to the model, so that it can be pickled and copied with it."""
 

@@ -40,7 +40,7 @@ from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.compat import KeptOnModel, ranks_of, require_cache, require_one_process, rope_regime, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
-from kvboost_hf.ngrams import MAX_NGRAM
+from kvboost_hf.ngrams import MAX_NGRAM, Continued
 
 __all__ = ["ChunkStore", "Put", "StoredChunk", "StoredStates", "salt_bytes"]
 
@@ -156,9 +156,10 @@ class ChunkStore:
         self.put, self.put_content, self.put_states = taken.put, taken.put_content, taken.put_states
         self.settles_first, self.quarantine, self.remove = records.settles_first, records.quarantine, records.remove
         self.announce, self.hear, self.discard = records.announce, records.hear, records.discard
-        self.holds, self.is_in_memory = records.holds, records.memory.__contains__
-        self.beginning, self.pin, self.let_go = records.beginning, records.pin, records.let_go
-        self.pinned_bytes, self.has_pinned = records.pinned_bytes, records.has_pinned
+        memory = records.memory
+        self.holds, self.is_in_memory = records.holds, memory.__contains__
+        self.beginning, self.pin, self.let_go = memory.beginning, memory.pin_all, memory.let_go
+        self.pinned_bytes, self.has_pinned = memory.pinned_bytes, memory.has_pinned
         if lower:  # now, for it takes a moment
             records.payback.seconds_per_token  # noqa: B018
             self._reader.look_at_model()
@@ -229,8 +230,7 @@ class ChunkStore:
 
     def pinned_keys(self) -> set[bytes]:
         """Keys of all pinned chunks and states."""
-        with self._lock:
-            return self._records.memory.pinned_keys()
+        return self._records.memory.pinned_keys()
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Let what is stored under these keys be evicted again."""
@@ -353,7 +353,8 @@ class ChunkStore:
     ) -> list[int]:
         """Look up how text went on: the tokens that followed the longest n-gram that ends `ids`, in host memory.
 
-        The same n-gram may stand in several places: what followed it most often counts, of that the last one stored.
+        The same n-gram may stand in several places. The token that followed most often counts, or of two the one that
+        was stored last; then that which followed both most often, and so on.
 
         Args:
             ids: Token ids, from 0 on.
@@ -369,11 +370,35 @@ class ChunkStore:
             ValueError: for a bad `max_ngram` or `min_ngram`.
             StoreClosedError: after `close()`.
         """
+        return self.continued(ids, length, max_ngram=max_ngram, min_ngram=min_ngram, salt=salt).tokens
+
+    def continued(
+        self,
+        ids: Sequence[int] | NDArray[np.int64],
+        length: int,
+        *,
+        max_ngram: int = MAX_NGRAM,
+        min_ngram: int = 2,
+        salt: str | bytes | None = None,
+    ) -> Continued:
+        """Look up how text went on, and how often: `continuation` with the share of each token.
+
+        Args:
+            ids: Token ids, from 0 on.
+            length: So many tokens are wanted.
+            max_ngram: Compare so many tokens at most, 8 or fewer.
+            min_ngram: And so many at least, 2 or more.
+            salt: The salt of the caches that stored it; None for that of the store.
+
+        Raises:
+            ValueError: for a bad `max_ngram` or `min_ngram`.
+            StoreClosedError: after `close()`.
+        """
         self.require_open()
         with self._lock:
             salt = self.salt if salt is None else salt_bytes(salt)
             chunks = self._records.memory.chunks.values()
-            return self._records.text.continuation(chunks, salt, np.asarray(ids), length, max_ngram, min_ngram)
+            return self._records.text.continued(chunks, salt, np.asarray(ids), length, max_ngram, min_ngram)
 
     def inspect(self) -> StoreContents:
         """The contents of host memory: chunks, states, and which of them are pinned.

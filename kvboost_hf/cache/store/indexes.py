@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvboost_hf.cache.kv.records import Stored, StoredChunk
 from kvboost_hf.cache.planning.content_index import ContentIndex, NgramIndex
-from kvboost_hf.ngrams import check_ngrams
+from kvboost_hf.ngrams import Continued, check_ngrams
 
 
 class ContentIndexes:
@@ -104,7 +104,7 @@ class StoredText:
         if self.is_used:
             self._index(chunk.root).remove(chunk.key)
 
-    def continuation(
+    def continued(
         self,
         chunks: Iterable[StoredChunk],
         salt: bytes,
@@ -112,8 +112,8 @@ class StoredText:
         length: int,
         max_ngram: int,
         min_ngram: int,
-    ) -> list[int]:
-        """The tokens that followed the longest n-gram that ends `ids`; see `ChunkStore.continuation`.
+    ) -> Continued:
+        """The tokens that followed the longest n-gram that ends `ids`; see `ChunkStore.continued`.
 
         Args:
             chunks: All that are stored, which are read when text is asked for the first time.
@@ -129,7 +129,7 @@ class StoredText:
             for chunk in chunks:
                 self.add(chunk)
         index = self._by_salt.get(salt)
-        return index.continuation(ids, length, max_ngram, min_ngram) if index is not None else []
+        return index.continued(ids, length, max_ngram, min_ngram) if index is not None else Continued.nothing()
 
     def _index(self, root: bytes) -> NgramIndex:
         if root not in self._by_root:

@@ -3,7 +3,7 @@
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -120,14 +120,18 @@ class HostMemory:
                 return sibling.key
         return None
 
-    def text(self, root: bytes, tokens: Tokens, stop: int) -> tuple[list[Stored], int]:
+    def beginning(self, root: bytes, tokens: Tokens, stop: int) -> tuple[list[Stored], int]:
         """The records that serve the first tokens of a text, and how many tokens they serve.
 
         Args:
-            root: Where the text begins.
+            root: The root of the text.
             tokens: All of it.
             stop: Records that begin before this token are wanted.
         """
+        with self._lock:
+            return self._beginning(root, tokens, stop)
+
+    def _beginning(self, root: bytes, tokens: Tokens, stop: int) -> tuple[list[Stored], int]:
         found: list[Stored] = []
         key, at = root, 0
         while at < stop:
@@ -281,6 +285,15 @@ class HostMemory:
         self.order.pin(key)
         self._holders.setdefault(key, set()).add(holder)
 
+    def pin_all(self, keys: Collection[bytes], holder: bytes) -> bool:
+        """Never evict some records until `holder` lets go of them; all, or none where one is not here."""
+        with self._lock:
+            if not all(key in self for key in keys):
+                return False
+            for key in keys:
+                self.pin(key, holder)
+        return True
+
     def unpin(self, key: bytes) -> None:
         """Let a record be evicted again, if it is still there, whoever holds it."""
         if self._holders.pop(key, None) is not None:
@@ -288,24 +301,28 @@ class HostMemory:
 
     def let_go(self, holder: bytes) -> None:
         """Unpin what nobody but this holder has pinned."""
-        for key in [key for key, holders in self._holders.items() if holder in holders]:
-            self._holders[key].remove(holder)
-            if not self._holders[key]:
-                self.unpin(key)
+        with self._lock:
+            for key in [key for key, holders in self._holders.items() if holder in holders]:
+                self._holders[key].remove(holder)
+                if not self._holders[key]:
+                    self.unpin(key)
 
-    def held(self, holders: Iterable[bytes]) -> dict[bytes, int]:
-        """Keys and bytes of what some holders have pinned."""
+    def pinned_bytes(self, holders: Iterable[bytes]) -> int:
+        """Bytes of what some holders have pinned, each record counted once."""
         wanted = set(holders)
-        found = (self.get(key) for key, by in self._holders.items() if not by.isdisjoint(wanted))
-        return {stored.key: stored.nbytes for stored in found if stored is not None}
+        with self._lock:
+            found = [self.get(key) for key, by in self._holders.items() if not by.isdisjoint(wanted)]
+            return sum(stored.nbytes for stored in found if stored is not None)
 
-    def is_pinned(self, key: bytes) -> bool:
-        """Whether there is a record under a key, and it is pinned."""
-        return key in self._holders
+    def has_pinned(self, keys: Iterable[bytes]) -> bool:
+        """Whether some of what is stored under these keys is pinned."""
+        with self._lock:
+            return any(key in self._holders for key in keys)
 
     def pinned_keys(self) -> set[bytes]:
         """Keys of all pinned records."""
-        return set(self._holders)
+        with self._lock:
+            return set(self._holders)
 
     # Letting go
 

@@ -324,41 +324,6 @@ class TieredRecords:
         for each in unsettled:
             each.settle_here()
 
-    def beginning(self, root: bytes, tokens: Tokens, stop: int) -> tuple[list[Stored], int]:
-        """The records in host memory that serve the first tokens of a text, and how many tokens they serve.
-
-        Args:
-            root: The root of the text.
-            tokens: All of it.
-            stop: Records that begin before this token are wanted.
-        """
-        with self.lock:
-            return self.memory.text(root, tokens, stop)
-
-    def pin(self, keys: Collection[bytes], holder: bytes) -> bool:
-        """Never evict some records until `holder` lets go of them; all, or none where one is not in host memory."""
-        with self.lock:
-            if not all(key in self.memory for key in keys):
-                return False
-            for key in keys:
-                self.memory.pin(key, holder)
-        return True
-
-    def let_go(self, holder: bytes) -> None:
-        """Unpin what nobody but this holder has pinned."""
-        with self.lock:
-            self.memory.let_go(holder)
-
-    def pinned_bytes(self, holders: Iterable[bytes]) -> int:
-        """Bytes of what some holders have pinned, each record counted once."""
-        with self.lock:
-            return sum(self.memory.held(holders).values())
-
-    def has_pinned(self, keys: Iterable[bytes]) -> bool:
-        """Whether some of what is stored under these keys is pinned."""
-        with self.lock:
-            return any(map(self.memory.is_pinned, keys))
-
     def quarantine(self, keys: Iterable[bytes]) -> None:
         """Take chunks and states out of service in every tier, and all that continues them.
 

@@ -191,6 +191,9 @@ class ModelEngine:
             raise UnreachableTierError(tiers)
         return freed
 
+    def known_tokens(self, prompts: Sequence[Sequence[int]], salt: bytes) -> list[int]:
+        return self._intake.call(lambda: [self._runner.known_tokens(ids, salt) for ids in prompts])
+
     def stats(self) -> dict[str, Any]:
         """Current figures, as numbers, strings, and dicts of them."""
         with self._intake.changed:
