@@ -293,6 +293,12 @@ class Size:
         self.rows.append(measure(self._model, edit, self._seen, self._policies, answers=self._answers))
 
 
+def as_edits(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, list[int]]]:
+    """What `ChunkReuseCache.edit` is to replace, so that the one text becomes the other."""
+    blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    return [(a, b, list(after[c:d])) for kind, a, b, c, d in blocks if kind != "equal"]
+
+
 def measure_ways(model: PreTrainedModel, tokenizer: Any, tokens: int) -> list[Result]:
     """Tokens that each way in takes from what is stored, of the same edits."""
     policy = ReusePolicy(mode="blend")
@@ -302,6 +308,9 @@ def measure_ways(model: PreTrainedModel, tokenizer: Any, tokens: int) -> list[Re
         cache = seen_before(model, ids[0], None, policy)
         first_token(model, ids[1], cache)
         reused = {"a cache": cache.report.reused_tokens}
+        cache = seen_before(model, ids[0], None, policy)
+        cache.edit(replace=as_edits(ids[0], ids[1]))
+        reused["edit()"] = cache.report.reused_tokens
         attach(model, policy=policy)
         for prompt in ids:
             first_token(model, prompt)

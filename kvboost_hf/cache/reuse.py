@@ -53,6 +53,7 @@ from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.planning.edits import Ids, edited
+from kvboost_hf.cache.planning.order import BestOrder, D, best_order
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt.forward_call import Kwargs, install, read_pads
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
@@ -886,6 +887,40 @@ class ChunkReuseCache(DynamicCache):
         """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""
         self._settle_last()
         return stored_tokens(self._parts, ids)
+
+    def best_order(self, documents: Sequence[D], ids_of: Callable[[list[D]], Ids]) -> BestOrder[D]:
+        """The order of documents in which most of a prompt is stored: for prompts whose answer does not depend on it.
+
+        Exact reuse of what comes first: nothing is moved, and nothing is computed. No text is changed. What the cache
+        holds itself is stored before.
+
+        Args:
+            documents: In an order, which is kept where another one gains nothing.
+            ids_of: Makes the token ids [tokens] or [1, tokens] of the prompt with these documents: with all of them in
+                some order, or with some. It is called once for each pair of documents that is tried.
+
+        Returns:
+            The documents in the best order, and how many first tokens of their prompt are stored, in this order and in
+            the one that was given. Those of which nothing is stored come last, in the order that was given.
+
+        Example:
+            >>> from kvboost_hf.assets import load_embedded
+            >>> model, tokenizer = load_embedded()
+            >>> notes = [f"The {thing} is red. It stands in the hall. " * 8 for thing in ("lamp", "cup", "boat")]
+            >>> ids_of = lambda notes: tokenizer("".join([*notes, "Where is the cup?"]), return_tensors="pt").input_ids
+            >>> cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
+            >>> _ = model.generate(ids_of(notes), cache=cache, max_new_tokens=1)
+            >>> best = cache.best_order([notes[2], notes[0], notes[1]], ids_of)
+            >>> best.documents == notes, best.saved_tokens > 100
+            (True, True)
+        """
+        self.store_tails()
+
+        def known(some: list[D]) -> int:
+            ids = torch.as_tensor(ids_of(some)).reshape(1, -1)
+            return self.stored_tokens(ids) if ids.shape[1] > 1 else 0
+
+        return best_order(documents, known)
 
     def movable_spans(self, ids: torch.Tensor, start: int) -> list[tuple[int, int]]:
         """Which tokens from `start` on of a prompt [1, tokens] stored K/V could serve that stood elsewhere; half-open.

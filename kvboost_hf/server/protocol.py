@@ -219,6 +219,16 @@ class Engine(Drains, Protocol):
         """
         ...
 
+    def known_tokens(self, prompts: Sequence[Sequence[int]], salt: bytes) -> list[int]:
+        """How many first tokens of each prompt are stored for jobs with a salt; nothing is loaded.
+
+        Any thread may call it. It waits for the model's thread.
+
+        Raises:
+            DrainingError: The engine has ended.
+        """
+        ...
+
     def stats(self) -> dict[str, Any]:
         """Current figures, as numbers, strings, and dicts of them."""
         ...

@@ -135,6 +135,9 @@ class ScriptedEngine:
     def embed(self, texts: Sequence[Sequence[int]], client: bytes = b"") -> Future[list[list[float]]]:
         return self.engine.embed(texts, client)
 
+    def known_tokens(self, prompts: Sequence[Sequence[int]], salt: bytes) -> list[int]:
+        return self.engine.known_tokens(prompts, salt)
+
     def sessions(self, client: bytes | None, id: str | None = None) -> list[Session]:
         return self.engine.sessions(client, id)
 

@@ -79,6 +79,7 @@ from kvboost_hf.cache.planning.content_index import ContentIndex, NgramIndex
 from kvboost_hf.cache.planning.eviction import EvictionOrder
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, find_moved, window_hashes
 from kvboost_hf.cache.planning.moved import REPAIRS, Measure, MovedColumns, RepairRow, Scores, choose_columns
+from kvboost_hf.cache.planning.order import best_order
 from kvboost_hf.cache.planning.plan import (
     HEAD_TOKENS,
     Border,

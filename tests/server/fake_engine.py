@@ -115,6 +115,10 @@ class FakeEngine:
         """See `Engine`; without a model there are none."""
         raise NotImplementedError
 
+    def known_tokens(self, prompts: Sequence[Sequence[int]], salt: bytes) -> list[int]:
+        """See `Engine`; without K/V nothing is known."""
+        return [0] * len(prompts)
+
     def sessions(self, client: bytes | None, id: str | None = None) -> list[Session]:
         """See `Engine`; without K/V there are none."""
         return []

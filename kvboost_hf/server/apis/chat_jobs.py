@@ -12,6 +12,7 @@ from typing import Any, Literal
 from fastapi import Request
 
 from kvboost_hf.server.apis.answers import CallReaders
+from kvboost_hf.server.apis.any_order import in_best_order
 from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.apis.request_jobs import RequestJobs
 from kvboost_hf.server.chats.reasoning import AfterReasoning, AnswerReader, ReasoningMarks, ReasoningReader, marks_of
@@ -56,6 +57,7 @@ async def start_chat(
     salt = context.salt(request, body.cache_salt)
     what: Literal["messages", "prompt"] = "messages" if ids is None else "prompt"
     if ids is None:
+        body = await in_best_order(context, body, request)
         ids = await context.encode_asked(body, request, new=context.wanted(asked))
     ids = context.fitted(ids, asked, what=what, truncates=body.truncates)
     reading = reading_of(context, body, ids)

@@ -132,9 +132,13 @@ class ModelRunner:
 
     def known(self, task: Task) -> int:
         """How many tokens of what a task computes the store has, less than all of them; nothing is loaded."""
-        cache = ChunkReuseCache(self.model, self.store, self.policy, task.job.salt, live_quant=self._live_quant)
+        return self.known_tokens(task.to_compute, task.job.salt)
+
+    def known_tokens(self, ids: Sequence[int], salt: bytes) -> int:
+        """How many first tokens of a prompt the store has, less than all of them; nothing is loaded."""
         try:
-            return cache.stored_tokens(torch.tensor([task.to_compute], device=self.device))
+            cache = ChunkReuseCache(self.model, self.store, self.policy, salt, live_quant=self._live_quant)
+            return cache.stored_tokens(torch.tensor([ids], device=self.device)) if len(ids) > 1 else 0
         except StoreClosedError:  # who computes the prompt will notice
             return 0
 

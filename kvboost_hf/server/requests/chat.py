@@ -4,6 +4,7 @@ Requests to the other APIs' chats are turned into it.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -39,12 +40,17 @@ def _as_text_part(part: Any) -> Any:
             raise ValueError(f"content parts of type {kind!a} are not served; send text")
 
 
+MAX_MOVABLE = 32  # parts of a message whose order does not matter: each pair of them may be looked up
+
+
 class TextPart(Body):
     """A piece of a message."""
 
     place: ClassVar = "messages.content"
     type: str | None = None
     text: str
+    any_order: bool = False
+    """The order of such parts of a message does not matter: they change places where more is stored then."""
     prompt_cache_breakpoint: Any = None
     """Changes nothing: all of a prompt is stored, and found again up to the token where another one parts from it."""
     annotations: Any = None
@@ -203,10 +209,32 @@ class Message(Body):
     def _said_something(self) -> "Message":
         if self.content is None and self.role == "user":
             raise ValueError(f"a message of role {self.role!r} must have content")
+        if len(self.movable) > MAX_MOVABLE:
+            raise ValueError(
+                f"a message must have at most {MAX_MOVABLE} parts with any_order, got {len(self.movable)}"
+            )
         if self.role != "assistant" and isinstance(self.content, list):
             if any(part.type == "thinking" for part in self.content):
                 raise ValueError(f"a message of role {self.role!r} must not have reasoning; leave that part out")
         return self
+
+    @property
+    def movable(self) -> list[int]:
+        """The numbers of the parts whose order does not matter."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [at for at, part in enumerate(parts) if part.any_order]
+
+    def with_movable(self, order: Sequence[int]) -> "Message":
+        """The message with the movable parts of these numbers in their places, in this order; others are left out."""
+        assert isinstance(self.content, list)
+        places, parts = self.movable, list[TextPart]()
+        put = dict(zip(places, order, strict=False))
+        for at, part in enumerate(self.content):
+            if at not in places:
+                parts.append(part)
+            elif at in put:
+                parts.append(self.content[places[put[at]]])
+        return self.model_copy(update={"content": parts})
 
     @property
     def text(self) -> str:
