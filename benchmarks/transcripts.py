@@ -252,8 +252,11 @@ EDITS: dict[str, Callable[[History, int], None]] = {
 # Sessions
 
 
-def tool_sessions(tokenizer: Any, per_kind: int, turns: int, steps: int, seed: int) -> Iterator[Session]:
-    for kind, edit in EDITS.items():
+def tool_sessions(
+    tokenizer: Any, kinds: Sequence[str], per_kind: int, turns: int, steps: int, seed: int
+) -> Iterator[Session]:
+    for kind in kinds:
+        edit = EDITS[kind]
         for number in range(per_kind):
             rng = random.Random(f"{seed} {kind} {number}")
             made = steps_of(rng, steps + turns - 1)
@@ -272,9 +275,11 @@ def tool_sessions(tokenizer: Any, per_kind: int, turns: int, steps: int, seed: i
             yield Session(kind, requests)
 
 
-def note_sessions(tokenizer: Any, per_kind: int, turns: int, notes: int, seed: int) -> Iterator[Session]:
+def note_sessions(
+    tokenizer: Any, kinds: Sequence[str], per_kind: int, turns: int, notes: int, seed: int
+) -> Iterator[Session]:
     """As `tool_sessions`, in the words of the embedded reader: a chat with notes, which come, go and are cut."""
-    for kind in EDITS:
+    for kind in kinds:
         for number in range(per_kind):
             rng = random.Random(f"{seed} {kind} {number}")
             made = make_documents(rng, notes + 2 * turns, num_words=60)
@@ -426,6 +431,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help="of tools, notes")
     add_options(parser)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=tuple(WAYS), metavar="WAY")
+    parser.add_argument("--kinds", nargs="+", choices=EDITS, default=tuple(EDITS), metavar="KIND", help="of edits")
     parser.add_argument("--sessions", type=int, default=4, help="of each kind of edit")
     parser.add_argument("--turns", type=int, default=4, help="requests of a session")
     parser.add_argument("--steps", type=int, default=8, help="results of a session before its first request")
@@ -449,7 +455,8 @@ def main() -> None:
         title = "Tools' outputs, SmolLM2-135M-Instruct" if part == "tools" else "Notes, the embedded reader"
         into: list[Result] = result["models"].setdefault(title, [])
         texts = options.steps if part == "tools" else options.notes
-        for number, session in enumerate(make(tokenizer, options.sessions, options.turns, texts, options.seed)):
+        sizes = options.sessions, options.turns, texts, options.seed
+        for number, session in enumerate(make(tokenizer, options.kinds, *sizes)):
             case = f"{title}: {session.kind}, {number}"
             record.measure(case, partial(measure_all, into, model, tokenizer, session, options.ways, options.new))
     record.show()
