@@ -49,7 +49,9 @@ WAYS: dict[str, ReusePolicy | None] = {
     "plain": None,
     "blend": BLEND,
     "blend, not progressive": replace(BLEND, progressive=False),
+    "blend, selective": replace(BLEND, repair="selective", progressive=False),
     "edit(), not progressive": replace(BLEND, progressive=False),
+    "edit(), selective": replace(BLEND, repair="selective", progressive=False),
 }
 
 
