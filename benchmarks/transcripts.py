@@ -390,7 +390,8 @@ def measure_all(
 
 
 def markdown(result: Result) -> str:
-    lines = [f"{result['provenance']}", ""]
+    runs = result.get("provenances", [result["provenance"]])
+    lines = ["; and ".join(runs), ""]
     for title, sessions in result["models"].items():
         if sessions:
             lines += [f"## {title}", "", *table(sessions, result["new"])]
