@@ -43,6 +43,10 @@ _MADE_UP_PROMPTS = 16
 def add_demo(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add_model(parser)
+    text = (
+        "measure these in place of all else: a prompt on each line, or a JSON list of texts and of lists of messages"
+    )
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=text)
     text = "repetitions to take medians over (default: 1 for a model that is named, else 3)"
     parser.add_argument("--repeats", type=positive, help=text)
     parser.add_argument("--max-new-tokens", type=positive, default=24, help="length of an answer (default: 24)")
@@ -62,6 +66,7 @@ def run_demo(options: argparse.Namespace) -> int:
         require_figures(options.figure)
 
     console = Console(stderr=options.json == STANDARD_OUTPUT)
+    prompts = None if options.prompts is None else read_prompts(options.prompts)
     repeats = options.repeats or (3 if options.model is None else 1)
     with Progress() as shown:
 
@@ -78,6 +83,7 @@ def run_demo(options: argparse.Namespace) -> int:
             model,
             tokenizer,
             embedded=options.model is None,
+            prompts=prompts,
             max_new_tokens=options.max_new_tokens,
             repeats=repeats,
             seed=options.seed,

@@ -20,7 +20,7 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import cache_argument, input_device
 from kvboost_hf.config import ReusePolicy
-from kvboost_hf.demo.workloads import CHAT, DOCUMENT, SHUFFLED, AskedPrompt, Workload, workloads_for
+from kvboost_hf.demo.workloads import CHAT, DOCUMENT, SHUFFLED, AskedPrompt, Workload, own_prompts, workloads_for
 from kvboost_hf.verify.measure import AnswerLogits, compare
 
 # For the embedded model: the default repair may compute two layers in full, which are half of those that it has.
@@ -112,6 +112,8 @@ class Demo:
     Args:
         model: In eval mode, on its device.
         tokenizer: The model's tokenizer.
+        prompts: Prompts of one's own to measure in place of all else, as `own_prompts` takes them; None for the
+            workloads of the demo.
         embedded: Whether the model is the embedded one, which gets its own text. Others get real text, and an agent's
             transcript.
         max_new_tokens: Tokens per answer at most.
@@ -129,6 +131,7 @@ class Demo:
         tokenizer: PreTrainedTokenizerBase,
         *,
         embedded: bool,
+        prompts: Sequence[Any] | None = None,
         max_new_tokens: int = 24,
         repeats: int = 3,
         seed: int = 0,
@@ -136,7 +139,7 @@ class Demo:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.repeats, self.seed = max_new_tokens, repeats, seed
-        real = {} if embedded else workloads_for(model.config, max_new_tokens)
+        real = {} if embedded or prompts is not None else workloads_for(model.config, max_new_tokens)
         self._blend = FIRST_K if embedded else ReusePolicy(mode="blend")
         self._plan = [
             (real.get("chat", CHAT), 8, ("plain", "exact")),
@@ -144,6 +147,8 @@ class Demo:
             *([(real["agent"], 8, ("plain", "exact"))] if "agent" in real else []),
             (real.get("shuffled", SHUFFLED), 6, ("plain", "exact", "blend")),
         ]
+        if prompts is not None:
+            self._plan = [(own_prompts(prompts), len(prompts), ("plain", "exact"))]
         self._progress, self._done = progress, 0
         self._chunker = ContentChunker.for_tokenizer(tokenizer)  # cuts documents alike wherever they stand
 

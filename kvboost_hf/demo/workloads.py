@@ -250,6 +250,33 @@ class Workload:
     restarts: bool = False
 
 
+def own_prompts(prompts: Sequence[Any]) -> Workload:
+    """Prompts of one's own, in their order.
+
+    Args:
+        prompts: Texts, which are taken as they are, or lists of messages, which go through the chat template.
+
+    Raises:
+        ValueError: there are none, or one is neither.
+    """
+    is_chat = [
+        isinstance(each, list) and all(isinstance(said, dict) and "content" in said for said in each)
+        for each in prompts
+    ]
+    for each, chat in zip(prompts, is_chat, strict=True):
+        if not each or not (chat or isinstance(each, str)):
+            raise ValueError(f"A prompt must be a text or a list of messages with role and content, got {each!r:.60}.")
+    if not prompts:
+        raise ValueError("There must be at least one prompt, got none. Write a prompt on each line.")
+
+    def ask(tokenizer: Any, count: int, seed: int) -> Prompts:
+        for each, chat in zip(prompts[:count], is_chat, strict=False):
+            ids = encode(tokenizer, each) if chat else list(tokenizer(each)["input_ids"])
+            yield AskedPrompt(ids, str(each[-1]["content"] if chat else each)[-80:])
+
+    return Workload("prompts", "your prompts, in their order", ask)
+
+
 def chat(tokenizer: Any, count: int, seed: int) -> Prompts:
     """A chat of at most 8 turns, whose prompts grow as in `CHAT_SHAPE`."""
     messages: list[ChatMessage] = []

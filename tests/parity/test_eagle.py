@@ -189,6 +189,13 @@ def test_trees(pair: tuple[Any, Path]) -> None:
         assert (stats.accepted, stats.drafted, stats.rounds) == tuple(
             getattr(seen[0][1], name) for name in ("accepted", "drafted", "rounds")
         )
+    attach(model, store)
+    with watched() as rounds:
+        assert torch.equal(model.generate(PROMPT, **GREEDY, custom_generate=TreeDecoding(heads, TREES)), plain)
+    rounds.assert_like(seen[0][0])
+    used = last_cache(model)
+    assert used is not None
+    assert used.report.forwarded_tokens == 1
     chains = TreeDecoding(heads, DraftTreeConfig(policy="tree", depth=4, width=1, branching=1))
     model.generate(PROMPT, **GREEDY, custom_generate=chains)
     assert seen[0][1].committed_per_round >= chains.stats.committed_per_round > 1

@@ -1,5 +1,6 @@
 """Heads that read hidden states draft for requests that run alone: warm as cold, and alone again after others."""
 
+import argparse
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -9,12 +10,15 @@ from typing import Any
 import openai
 import pytest
 from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpModel
 
 from kvboost_hf import ChunkStore, DraftTreeConfig, KVQuantConfig, ReusePolicy, load_assistant
 from tests import eagle
 from tests.conftest import make_model, random_ids
+from tests.internals.assisted import EagleHeads, LookupAssistant
+from tests.internals.cli import add_options, load_draft
 from tests.internals.server import BatchKV, Finished, Job, Meter, ModelEngine, SamplingOptions, jobs, task, worker
-from tests.mtp import make_target, use_layers
+from tests.mtp import make_target, save_with_layers, use_layers
 from tests.parity.test_eagle import watched as eagle_watched
 from tests.parity.test_own_heads import Rounds, assert_alike, make_blocks, watched
 from tests.server.conftest import Serve
@@ -212,6 +216,43 @@ def test_trees_of_heads(kind: str, make: Make, tmp_path: Path) -> None:
         assert listener.end.ids == run(plain, each)[0].ids
     assert engine.stats()["speculation"]["shared_tokens"] > 0
     assert store.check_integrity().wrong == 0
+
+
+def test_without_a_store_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    """Somebody has closed it: nothing is known of what caches hold, and answers go on."""
+    model = make_target("glm4_moe")
+    use_layers(model, monkeypatch)
+    plain, engine = make(model), make(model, draft=load_assistant(model))
+    wanted = run(plain, job())[0].ids
+    assert run(engine, job())[0].ids == wanted
+    engine.store.close()
+    end, counts = run(engine, job())
+    assert end.ids == wanted
+    assert counts["drafted"] == 0
+    assert counts["plain"] == COUNT - 1
+
+
+def test_flags_load_them(tmp_path: Path) -> None:
+    """`mtp` and `auto` those of the checkpoint, `eagle:` and `dflash:` those of a folder."""
+
+    def loaded(model: Any, flags: str) -> Any:
+        parser = argparse.ArgumentParser()
+        add_options(parser)
+        return load_draft(parser.parse_args(flags.split()), model)
+
+    target = eagle.make_target()
+    folder = eagle.save_heads(tmp_path / "eagle", eagle.weights_of(target))
+    assert isinstance(loaded(target, f"--speculative eagle:{folder}"), EagleHeads)
+    llama = make_model("deep_llama")
+    make_blocks(llama, [0, 1]).save_pretrained(tmp_path / "blocks")
+    assert loaded(llama, f"--speculative dflash:{tmp_path / 'blocks'}").config.block_size == 4
+    own = save_with_layers("glm4_moe", tmp_path / "own")
+    for flags in ("--speculative mtp", "--speculative auto"):
+        assert isinstance(loaded(own, flags), MtpModel)
+    for model, flags in ((llama, "--speculative auto"), (own, "--speculative auto --live-quant 4")):
+        assert isinstance(loaded(model, flags), LookupAssistant)
+    with pytest.raises(ValueError, match="needs a model with such layers: its configuration names no"):
+        loaded(llama, "--speculative mtp")
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:

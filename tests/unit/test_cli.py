@@ -57,6 +57,23 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert row["arms"]["blend"]["forwarded_tokens"] <= 0.4 * row["prompt_tokens"]
 
 
+def test_demo_on_prompts_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 8
+    chat = [{"role": "user", "content": f"{document}Where does Anna live?"}]
+    prompts, figures = tmp_path / "prompts.json", tmp_path / "demo.json"
+    prompts.write_text(json.dumps([f"{document}Who?", f"{document}What colour is the lamp?", chat, chat]))
+    command = ["demo", "--repeats", "1", "--prompts", str(prompts)]
+    assert main([*command, "--json", str(figures)]) == 0
+    assert "4 of 4 answers have the tokens of plain generate()" in capsys.readouterr().out
+    (workload,) = json.loads(figures.read_text())["workloads"]
+    reused = [row["arms"]["exact"]["reused_tokens"] for row in workload["rows"]]
+    assert reused[0] == 0
+    assert all(count > 100 for count in (reused[1], reused[3]))
+    prompts.write_text("[3]")
+    assert main(command) == 2
+    assert "must be a text or a list of messages" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_demo_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Any model but the embedded one gets real text; no right answer is known."""

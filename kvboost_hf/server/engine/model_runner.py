@@ -136,8 +136,8 @@ class ModelRunner:
 
     def known_tokens(self, ids: Sequence[int], salt: bytes) -> int:
         """How many first tokens of a prompt the store has, less than all of them; nothing is loaded."""
-        cache = ChunkReuseCache(self.model, self.store, self.policy, salt, live_quant=self._live_quant)
         try:
+            cache = ChunkReuseCache(self.model, self.store, self.policy, salt, live_quant=self._live_quant)
             return cache.stored_tokens(torch.tensor([ids], device=self.device)) if len(ids) > 1 else 0
         except StoreClosedError:  # who computes the prompt will notice
             return 0
