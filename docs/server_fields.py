@@ -35,6 +35,7 @@ _ROUTES: dict[str, type[BaseModel]] = {
     "/api/embed": OllamaEmbedRequest,
     "/api/embeddings": OllamaEmbeddingsRequest,
 }
+_COMMON = ("id", "status", "cache_control", "index")  # of many objects
 _OPENING = """# Every field of a request
 
 <!-- Written by `python docs/server_fields.py > docs/server-fields.md`: change the schemas. -->
@@ -61,10 +62,12 @@ def page() -> str:
         for name, refusal in refusals.items():
             refused.setdefault(f"- `{name}`: {refusal.why}", []).append(route)
     lines = [_OPENING, "## Served", "", *_of_routes(served), "", "## Refused", "", *_of_routes(refused), ""]
-    lines += ["## Objects", ""]
+    lines += ["## Objects", "", "Many also take `id`, `status`, `index` and `cache_control`.", ""]
     for name, told in sorted(inner.items()):
-        fields = "; ".join(row.removeprefix("- ").rstrip(".") for row in _rows(told))
-        lines += [" ".join([f"- **{name}**:", *told.get("description", "").split(), f"Fields: {fields}."])]
+        fields = "; ".join(row.removeprefix("- ").rstrip(".") for row in _rows(told, _COMMON))
+        lines += [
+            " ".join([f"- **{name}**:", *told.get("description", "").split(), *([f"{fields}."] if fields else [])])
+        ]
     return "\n".join(lines) + "\n"
 
 

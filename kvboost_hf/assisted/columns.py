@@ -63,9 +63,11 @@ class Account:
         times: Of passes.
         rows: Number of rows.
         room: Tokens that the answer may have.
+        most_passes: Passes of plain decoding that may be lost at once, however much was gained before.
     """
 
-    def __init__(self, times: PassTimes, rows: int, room: int) -> None:
+    def __init__(self, times: PassTimes, rows: int, room: int, *, most_passes: float = float("inf")) -> None:
+        self._most_passes = most_passes
         self._times, self._rows = times, rows
         self._ahead_of_time = min(_AT_ONCE, _SHARE * room)
         self._saved = self._plain_s = 0.0
@@ -75,7 +77,9 @@ class Account:
     def spare_s(self) -> float:
         """Seconds that may be lost now."""
         plain = self._times.plain(self._rows)
-        return self._saved + _SHARE * self._plain_s + (self._ahead_of_time * plain if plain is not None else 0.0)
+        if plain is None:
+            return 0.0
+        return min(self._saved + _SHARE * self._plain_s + self._ahead_of_time * plain, self._most_passes * plain)
 
     @property
     def may_draft(self) -> bool:
@@ -107,12 +111,13 @@ class Account:
                 best, speed = count, (1 + gained) / seconds
         return best
 
-    def note(self, columns: int, forward: int, draft_s: float, pass_s: float) -> None:
+    def note(self, columns: int, forward: float, draft_s: float, pass_s: float) -> None:
         """Note a round.
 
         Args:
             columns: Of its pass; none for one of plain decoding.
-            forward: Tokens by which the last row has come forward.
+            forward: Tokens by which the last row has come forward, or, where rows do not wait for each other, the mean
+                of all.
             draft_s: Seconds of drafting.
             pass_s: Seconds of the pass.
         """

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from kvboost_hf.assisted.eagle import EagleHeads, KeysValues, layer_numbers
 from kvboost_hf.assisted.heads import HeadKind, prepared, require_can_read
@@ -168,6 +170,11 @@ class Eagle(HeadKind):
         return TreeDraft(EagleSource(self._heads, states, order), config, growth, processors, frozenset(ends))
 
     def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
+        if not hasattr(CandidateGenerator, "requires_model_outputs"):
+            raise ValueError(
+                f"transformers {transformers.__version__} shows drafts no hidden states, which EAGLE-3 heads read; "
+                "5.24 does. Pass `custom_generate=TreeDecoding(heads)` in place of `assistant_model`."
+            )
         form = require_can_read(self._heads, target)
         states = TextStates(form.numbered(self.numbers(form)))
         order = _in_order(form.numbered, self.numbers(form))

@@ -300,13 +300,13 @@ def _add_reuse(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_drafts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("drafts for a request that runs alone")
+    group = parser.add_argument_group("drafts")
     group.add_argument(
         "--speculative",
         metavar="KIND",
         help="'mtp' drafts with multi-token-prediction layers of the checkpoint, 'eagle:NAME' and 'dflash:NAME' with "
         "heads that were trained for it; 'lookup' drafts text that repeats, of the prompt and of what the client "
-        "has sent before; "
+        "has sent before, for all requests, and the others for one that runs alone; "
         "'draft:NAME' is --speculative-draft-model NAME; 'auto' drafts with that model if there is one, else 'mtp' or "
         "'lookup' (default: none, or the draft model)",
     )

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from kvboost_hf import (
     ChunkReuseCache,
@@ -380,6 +381,19 @@ def test_heads_that_do_not_fit_are_refused(llama: tuple[Any, Path], tmp_path: Pa
     for how in ({"assistant_model": heads}, {"custom_generate": TreeDecoding(heads)}):
         with pytest.raises(ValueError, match="prepared for another model than this LlamaForCausalLM"):
             other.generate(PROMPT, **GREEDY, **how)
+
+
+def test_a_release_that_shows_drafts_no_hidden_states(
+    llama: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains are refused with the remedy; rounds of our own go on."""
+    model, folder = llama
+    heads = load_assistant(str(folder), target=model)
+    monkeypatch.delattr(CandidateGenerator, "requires_model_outputs")
+    with pytest.raises(ValueError, match="custom_generate=TreeDecoding"):
+        model.generate(PROMPT, **GREEDY, assistant_model=heads)
+    plain = model.generate(PROMPT, **GREEDY)
+    assert torch.equal(model.generate(PROMPT, **GREEDY, custom_generate=TreeDecoding(heads, TREES)), plain)
 
 
 def test_the_facade_takes_a_folder(llama: tuple[Any, Path]) -> None:

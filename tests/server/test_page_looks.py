@@ -228,7 +228,7 @@ def test_light_and_dark(fake_page: Browser, engine: FakeEngine) -> None:
         page.devtools("Emulation.setEmulatedMedia", features=[])
 
 
-@pytest.mark.parametrize("width", [1440, 768, 360])
+@pytest.mark.parametrize("width", [1440, 900, 768, 360])
 def test_it_fits_the_window_and_loads_nothing_else(page: Browser, width: int, tmp_path: Path) -> None:
     page.devtools("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
     page.logged()
@@ -244,7 +244,7 @@ def test_it_fits_the_window_and_loads_nothing_else(page: Browser, width: int, tm
     assert box[:3] == [width, 800, 0]
     assert box[3] <= width
     assert box[4] <= 800
-    is_wide = width > 960
+    is_wide = width > 800
     page.until(lambda: page.run("return $('panel').checkVisibility()") == is_wide, "the panel is not as it should be")
     if not is_wide:
         page.click("settings")

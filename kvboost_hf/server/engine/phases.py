@@ -1,6 +1,7 @@
 """The phases of a task: `Prefill` computes prompts piece by piece, `Decoding` the answers, one token in a forward.
 
-An answer that runs alone may get several tokens in one forward, which `Speculation` chooses.
+An answer that runs alone may get several tokens in one forward, which `Speculation` chooses; with looked-up drafts all
+answers of a batch may.
 """
 
 import time
@@ -9,10 +10,18 @@ from functools import partial
 
 import torch
 
+from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.task import Task
 from kvboost_hf.server.generation.batch import BatchKV
-from kvboost_hf.server.generation.speculation import Add, DraftedText, Drafts, PredictedText, checking_reason
+from kvboost_hf.server.generation.speculation import (
+    Add,
+    DraftedText,
+    Drafts,
+    PredictedText,
+    RowDrafts,
+    checking_reason,
+)
 from kvboost_hf.server.jobs import FinishReason
 
 _PATIENCE = 4  # pieces of other prompts that the first prompt lets pass
@@ -170,6 +179,25 @@ class Decoding:
             return self._batch.step([task.ids[-1] for task in self.tasks])
         return torch.cat([self._runner.step(task) for task in self.tasks])
 
+    @property
+    def can_check(self) -> bool:
+        """Whether several answers run in a batch that can check drafts of each."""
+        return len(self._batch) == len(self.tasks) > 1 and self._batch.can_check
+
+    def check(self, trees: Sequence[Tree]) -> torch.Tensor:
+        """Compute the last token of each task and its chain of drafts; `keep` is to follow.
+
+        Returns:
+            Logits [tasks, 1 + tokens of the longest chain, vocab_size].
+        """
+        most = max(map(len, trees))
+        rows = [[task.ids[-1], *tree.tokens] for task, tree in zip(self.tasks, trees, strict=True)]
+        return self._batch.check([row + row[-1:] * (1 + most - len(row)) for row in rows])
+
+    def keep(self, counts: Sequence[int], columns: int) -> None:
+        """Keep the first tokens of each task, of the columns of the last `check`."""
+        self._batch.keep(counts, columns)
+
     def sync(self, task: Task) -> None:
         """Copy what the batch has computed for a task into the task's own cache."""
         place = self.tasks.index(task) if task in self.tasks else len(self._batch)
@@ -211,7 +239,7 @@ class Decoding:
 
 
 class Speculation:
-    """Chooses how an answer that runs alone gets several tokens in one forward.
+    """Chooses how answers get several tokens in one forward.
 
     Args:
         runner: Has the model.
@@ -241,6 +269,16 @@ class Speculation:
         if self._drafts is not None and self._drafts.take(task.job, len(task.ids)):
             return partial(self._draft, task, self._drafts)
         return None
+
+    def rows(self, decoding: Decoding) -> RowDrafts | None:
+        """Chains for the answers of a batch, by text that is looked up; None for a step of plain decoding."""
+        tasks, drafts = decoding.tasks, self._drafts
+        if drafts is None or not drafts.looks_up or not decoding.can_check:
+            return None
+        for task in tasks:
+            if task.drafted is None and task.sampler is not None:
+                task.drafted = DraftedText(drafts, task.job, task.sampler, self._runner.store)
+        return RowDrafts(drafts, [task.drafted if drafts.take(task.job, len(task.ids)) else None for task in tasks])
 
     def _predicted(self, task: Task) -> list[int]:
         """The next tokens of an answer by its client's prediction; none where they cannot be checked."""

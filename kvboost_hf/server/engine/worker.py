@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.assisted.rounds import Taken
 from kvboost_hf.cache.kv.records import Belongings, Heads, count_bytes
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import require_cache
@@ -33,7 +34,7 @@ from kvboost_hf.server.engine.phases import Decoding, Prefill, Round, Speculatio
 from kvboost_hf.server.engine.sessions import SessionTable
 from kvboost_hf.server.engine.task import MORE_TOKENS, SessionRecord, Task
 from kvboost_hf.server.generation.sampling import choose_rows
-from kvboost_hf.server.generation.speculation import Drafts, keeping_states
+from kvboost_hf.server.generation.speculation import Choosing, Drafts, RowDrafts, keeping_states
 from kvboost_hf.server.jobs import ConstraintError, FinishReason, Job, Listener, Session, SessionChange, TokenLogprob
 from kvboost_hf.server.protocol import UNLIMITED, DrainingError, ModelCard, TooLongError, UnreachableTierError
 
@@ -360,6 +361,9 @@ class ModelEngine:
             if ahead is not None:
                 self._run_ahead(tasks[0], ahead)
                 return
+            if (drafts := self._ahead.rows(decoding)) is not None:
+                self._step_rows(tasks, drafts)
+                return
             logits = decoding.step()
         except Exception as error:
             self._fail(tasks, error)
@@ -367,6 +371,38 @@ class ModelEngine:
         self._counts["steps"] += 1
         self._ahead.note_step(len(tasks))
         self._choose(tasks, logits)
+
+    def _step_rows(self, tasks: Sequence[Task], drafts: RowDrafts) -> None:
+        """Compute one more token of each answer, and those of its drafts that are right."""
+        before = [len(task.ids) for task in tasks]
+        trees = drafts.draft([task.ids for task in tasks])
+        columns = 1 + max(map(len, trees))
+        if columns == 1:
+            logits = self._decoding.step()
+            self._counts["steps"] += 1
+            self._choose(tasks, logits)
+            said = [task.ids[at:] for task, at in zip(tasks, before, strict=True)]
+            drafts.note(trees, [None] * len(tasks), said, timed=len(self._decoding.tasks) == len(tasks))
+            return
+        logits = self._decoding.check(trees)
+        self._counts["steps"] += 1
+        taken, ends, now = list[Taken | None](), list[FinishReason | Exception | None](), time.perf_counter()
+        for task, tree, row in zip(tasks, trees, logits, strict=True):
+            assert task.sampler is not None
+            choosing = Choosing(task.sampler, partial(self._add, task, now=now))
+            try:
+                taken.append(choosing.take(tree, row[: 1 + len(tree)]))
+                ends.append(choosing.reason)
+            except Exception as error:
+                taken.append(None)
+                ends.append(error)
+        self._decoding.keep([found.committed if found is not None else 1 for found in taken], columns)
+        drafts.note(trees, taken, [task.ids[at:] for task, at in zip(tasks, before, strict=True)])
+        for task, end in zip(tasks, ends, strict=True):
+            if isinstance(end, Exception):
+                self._fail([task], end)
+            elif end is not None:
+                self._end(task, end)
 
     def _run_ahead(self, task: Task, ahead: Round) -> None:
         reason = ahead(partial(self._add, task, now=time.perf_counter()))

@@ -181,10 +181,16 @@ class _RowHidden:
         self._steps: list[dict[int, torch.Tensor]] = []  # by layer, [1, 1, hidden_size]
 
     def append(self, shown: Shown, row: int) -> None:
-        """Keep what a step has shown of a row."""
-        if self.layers:
-            states = {layer: found for layer in self.layers if (found := shown.of(layer)) is not None}
-            self._steps.append({layer: found[row : row + 1].clone() for layer, found in states.items()})
+        """Keep what a step has shown of a row, [rows, tokens, hidden_size]."""
+        states = {
+            layer: found[row : row + 1].clone() for layer in self.layers if (found := shown.of(layer)) is not None
+        }
+        for at in range(next((found.shape[1] for found in states.values()), 1) if self.layers else 0):
+            self._steps.append({layer: found[:, at : at + 1] for layer, found in states.items()})
+
+    def forget(self, tokens: int) -> None:
+        """Forget the last tokens."""
+        del self._steps[max(len(self._steps) - tokens, 0) :]
 
     def read(self, tokens: int) -> dict[int, torch.Tensor]:
         """Of each layer, the states [1, tokens, hidden_size] of the last `tokens`; none if some were not shown."""
@@ -397,12 +403,20 @@ class BatchKV:
         """
         return self._kept[row].read(tokens)
 
-    @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         """Append a token to each row; returns the logits [rows, vocab_size] for the next ones."""
-        device = next(self._buffers).device
+        return self.check([[token] for token in tokens])[:, -1]
+
+    @torch.no_grad()
+    def check(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Append tokens to each row; returns the logits [rows, tokens, vocab_size] behind them.
+
+        Args:
+            tokens: For each row, as many as for the others. More than one only if `can_check`; `keep` is to follow.
+        """
+        device, count = next(self._buffers).device, len(tokens[0])
         lengths, own = torch.tensor([self._lengths, self._own], device=device)
-        keep = torch.arange(self._stop + 1, device=device) >= self._stop - own[:, None]
+        keep = torch.arange(self._stop + count, device=device) >= self._stop - own[:, None]
         even = min(self._own) == self._stop
         in_pieces = False
         for layer in self._layers:
@@ -419,21 +433,50 @@ class BatchKV:
         try:
             output = run_model(
                 self._model,
-                torch.tensor(tokens, device=device)[:, None],
+                torch.tensor(tokens, device=device),
                 cache,
+                logits=count,
                 attention_mask=keep.long() if not (even or in_pieces) else None,
-                position_ids=lengths[:, None],
+                position_ids=lengths[:, None] + torch.arange(count, device=device),
             )
         except BaseException:
             for layer in self._layers:
                 if layer is not None:
                     layer.stop = self._stop
             raise
-        self._stop += 1
-        self._lengths = [length + 1 for length in self._lengths]
-        self._own = [own + 1 for own in self._own]
+        self._stop += count
+        self._lengths = [length + count for length in self._lengths]
+        self._own = [own + count for own in self._own]
         for shown in found:
             for row, held in enumerate(self._kept):
                 held.append(shown, row)
-        logits: torch.Tensor = output.logits[:, -1]
+        logits: torch.Tensor = output.logits[:, -count:]
         return logits
+
+    @property
+    def can_check(self) -> bool:
+        """Whether a step may have several tokens of a row, of which it keeps some: states cannot go back."""
+        held = [layer for layer in self._layers if layer is not None]
+        return not any(self._states) and all(layer.table is None for layer in held)
+
+    @torch.no_grad()
+    def keep(self, counts: Sequence[int], columns: int) -> None:
+        """Keep the first tokens that the last step has appended to each row, and move the rows to one end again.
+
+        Args:
+            counts: For each row, how many.
+            columns: Those of the step.
+        """
+        start, most = self._stop - columns, max(counts)
+        for row, count in enumerate(counts):
+            by, first = most - count, self._stop - self._own[row]
+            for layer in self._layers if by else ():
+                for buffer in layer.buffers if layer is not None else ():
+                    buffer[row, :, first + by : start + most].copy_(buffer[row, :, first : start + count].clone())
+            self._lengths[row] -= columns - count
+            self._own[row] -= columns - count
+            self._kept[row].forget(columns - count)
+        self._stop = start + most
+        for layer in self._layers:
+            if layer is not None:
+                layer.stop = self._stop

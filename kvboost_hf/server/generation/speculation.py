@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.branches import Branches
 from kvboost_hf.assisted.chains import Chain, continuing, drafting_reason, keeps_states
+from kvboost_hf.assisted.columns import Account, PassTimes
 from kvboost_hf.assisted.heads import Heads
 from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.limits import fitted
@@ -28,6 +29,7 @@ _log = logging.getLogger("kvboost_hf.server")
 Add = Callable[[int, TokenLogprob | None], FinishReason | None]  # tells of a token, and why the text ends with it
 _AHEAD = 64  # tokens that the draft model has positions for besides, at least, where it has not for the whole answer
 _FIRST, _LEAST, _MOST = 16, 4, 48  # tokens of a draft
+_RISKED = 4.0  # passes of a batch that drafts may cost at once
 
 
 class Drafts:
@@ -61,6 +63,7 @@ class Drafts:
         self._positions: int | None = positions if self._heads is None else None
         self._failed = False
         self._shared_tokens = 0
+        self._times, self._accounts = PassTimes(), dict[int, Account]()
 
     @classmethod
     def of(
@@ -101,6 +104,17 @@ class Drafts:
             return LookupDraft(self.draft.searching(store, job.salt), growth, ends)
         chains = keeps_states(self.model)
         return TreeDraft(ModelSource(self.draft), self.config, growth, sampler.warpers, ends, chains=chains)
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts are text that is looked up, which costs next to nothing for each of several answers."""
+        return isinstance(self.draft, LookupAssistant)
+
+    def account(self, rows: int) -> Account:
+        """What passes over so many rows take with drafts and without."""
+        if rows not in self._accounts:
+            self._accounts[rows] = Account(self._times, rows, _AHEAD, most_passes=_RISKED)
+        return self._accounts[rows]
 
     def take(self, job: Job, said: int) -> bool:
         """Whether to draft behind the first `said` tokens of a job's answer.
@@ -199,6 +213,76 @@ class DraftedText:
             self._drafts.give_up(failed.__cause__)
         cache.stop_recording()
         return choosing.reason
+
+    def tree(self, ids: Sequence[int]) -> Tree:
+        """Drafts behind the answer so far, `ids`, for a pass over several answers."""
+        room = self._job.options.max_tokens - len(ids) - 1  # the last token is the model's
+        return self._drafting.grow(torch.tensor([[*self._job.ids, *ids]]), room) if room > 0 else Tree()
+
+
+class RowDrafts:
+    """A step of several answers, of which some may have drafts.
+
+    Args:
+        drafts: Has the statistics.
+        texts: The drafting of each answer; None for those that get no drafts.
+    """
+
+    def __init__(self, drafts: Drafts, texts: Sequence[DraftedText | None]) -> None:
+        self._drafts, self._texts = drafts, texts
+        self._account, self._clock = drafts.account(len(texts)), drafts.rounds.clock
+        self._trees: list[Tree] = []
+        self._began = self._drafted = self._clock()
+
+    def draft(self, ids: Sequence[Sequence[int]]) -> list[Tree]:
+        """A chain for each answer, as long as brings most tokens a second; all empty where that is without drafts.
+
+        Args:
+            ids: The token ids of each answer so far.
+        """
+        self._began = self._clock()
+        fixed = self._drafts.config.policy == "tree"
+        if fixed or self._account.may_draft:
+            self._trees = [
+                text.tree(said) if text is not None else Tree() for text, said in zip(self._texts, ids, strict=True)
+            ]
+        chains = [tree.chances for tree in self._trees]
+        count = max(map(len, chains), default=0) if fixed else 0
+        if any(chains) and not fixed:
+            count = self._account.columns(chains, [0] * len(chains))
+        self._drafted = self._clock()
+        return [tree.part(tree.likeliest(count)) for tree in self._trees] or [Tree() for _ in self._texts]
+
+    def note(
+        self,
+        checked: Sequence[Tree],
+        taken: Sequence[Taken | None],
+        said: Sequence[Sequence[int]],
+        *,
+        timed: bool = True,
+    ) -> None:
+        """Count the step, and learn from it.
+
+        Args:
+            checked: What `draft` has returned.
+            taken: The outcome for each answer; None for one that has failed.
+            said: The tokens that each answer has got.
+            timed: Whether nothing else was done in the step, such as storing an answer that has ended.
+        """
+        stats, growth = self._drafts.rounds.stats, self._drafts.rounds.growth
+        for tree, found in zip(checked, taken, strict=True):
+            if len(tree) and found is not None:
+                stats.add_round(len(tree), len(found.path), found.committed, (0.0, 0.0, 0.0))
+        for tree, tokens in zip(self._trees, said, strict=False):
+            if len(tree):
+                growth.compare(tree, tokens)
+        columns = max(map(len, checked))
+        if not columns:
+            self._drafts.note_shared(len(checked))
+        forward = sum(map(len, said)) / len(said)
+        draft_s = self._drafted - self._began if self._trees else 0.0
+        if timed:
+            self._account.note(columns + 1 if columns else 0, forward, draft_s, self._clock() - self._drafted)
 
 
 class Choosing:
