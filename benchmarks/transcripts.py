@@ -49,7 +49,9 @@ WAYS: dict[str, ReusePolicy | None] = {
     "plain": None,
     "blend": BLEND,
     "blend, not progressive": replace(BLEND, progressive=False),
+    "blend, selective": replace(BLEND, repair="selective", progressive=False),
     "edit(), not progressive": replace(BLEND, progressive=False),
+    "edit(), selective": replace(BLEND, repair="selective", progressive=False),
 }
 
 
@@ -252,8 +254,11 @@ EDITS: dict[str, Callable[[History, int], None]] = {
 # Sessions
 
 
-def tool_sessions(tokenizer: Any, per_kind: int, turns: int, steps: int, seed: int) -> Iterator[Session]:
-    for kind, edit in EDITS.items():
+def tool_sessions(
+    tokenizer: Any, kinds: Sequence[str], per_kind: int, turns: int, steps: int, seed: int
+) -> Iterator[Session]:
+    for kind in kinds:
+        edit = EDITS[kind]
         for number in range(per_kind):
             rng = random.Random(f"{seed} {kind} {number}")
             made = steps_of(rng, steps + turns - 1)
@@ -272,9 +277,11 @@ def tool_sessions(tokenizer: Any, per_kind: int, turns: int, steps: int, seed: i
             yield Session(kind, requests)
 
 
-def note_sessions(tokenizer: Any, per_kind: int, turns: int, notes: int, seed: int) -> Iterator[Session]:
+def note_sessions(
+    tokenizer: Any, kinds: Sequence[str], per_kind: int, turns: int, notes: int, seed: int
+) -> Iterator[Session]:
     """As `tool_sessions`, in the words of the embedded reader: a chat with notes, which come, go and are cut."""
-    for kind in EDITS:
+    for kind in kinds:
         for number in range(per_kind):
             rng = random.Random(f"{seed} {kind} {number}")
             made = make_documents(rng, notes + 2 * turns, num_words=60)
@@ -328,7 +335,7 @@ def answer(model: Any, ids: list[int], cache: Any, new: int) -> list[int]:
     return list(out[0, len(ids) :].tolist())
 
 
-def measure(model: Any, tokenizer: Any, session: Session, ways: Sequence[str], new: int) -> Result:
+def measure(model: Any, tokenizer: Any, session: Session, ways: Sequence[str], new: int, *, timed: bool) -> Result:
     """A row for each request but the first, which nothing is known of."""
     rows: list[Result] = [
         {
@@ -361,7 +368,8 @@ def measure(model: Any, tokenizer: Any, session: Session, ways: Sequence[str], n
                 report = cache.report if report is None else report
             if at:
                 said = tokenizer.decode(found, skip_special_tokens=True)
-                row = rows[at - 1]["ways"][way] = {"s": seconds, "said": said, "right": right(said, request.answer)}
+                row = rows[at - 1]["ways"][way] = {"said": said, "right": right(said, request.answer)}
+                row |= {"s": seconds} if timed else {}
                 if report is not None:
                     row["reused"] = report.reused_tokens
                     row["report"] = str(report)
@@ -373,17 +381,18 @@ def right(said: str, wanted: str) -> bool:
 
 
 def measure_all(
-    into: list[Result], model: Any, tokenizer: Any, session: Session, ways: Sequence[str], new: int
+    into: list[Result], model: Any, tokenizer: Any, session: Session, ways: Sequence[str], new: int, *, timed: bool
 ) -> None:
-    found = measure(model, tokenizer, session, ways, new)
+    found = measure(model, tokenizer, session, ways, new, timed=timed)
     into.append(found)
     for row in found["requests"]:
-        told = {way: (f"{each['s']:.2f} s", each["right"], each.get("reused")) for way, each in row["ways"].items()}
+        told = {way: (each.get("s"), each["right"], each.get("reused")) for way, each in row["ways"].items()}
         print(session.kind, row["tokens"], row["prefix"], told, flush=True)
 
 
 def markdown(result: Result) -> str:
-    lines = [f"{result['provenance']}", ""]
+    runs = result.get("provenances", [result["provenance"]])
+    lines = ["; and ".join(runs), ""]
     for title, sessions in result["models"].items():
         if sessions:
             lines += [f"## {title}", "", *table(sessions, result["new"])]
@@ -393,22 +402,23 @@ def markdown(result: Result) -> str:
 def table(sessions: list[Result], new: int) -> list[str]:
     ways = list(sessions[0]["requests"][0]["ways"])
     cached = [way for way in ways if way != "plain"]
+    timed = [way for way in cached if "s" in sessions[0]["requests"][0]["ways"][way]]  # --counts has none
     requests = sum(len(each["requests"]) for each in sessions)
     lines = [
         f"{len(sessions)} sessions, {requests} requests behind the first of each; answers of {new} tokens.",
         "",
         f"| edits | tokens | in a prefix | {' | '.join(f'reused, {way}' for way in cached)} | "
-        f"{' | '.join(f'right, {way}' for way in ways)} | {' | '.join(f'time, {way}' for way in cached)} |",
-        f"| --- |{' ---: |' * (2 + 2 * len(cached) + len(ways))}",
+        f"{' | '.join([*(f'right, {way}' for way in ways), *(f'time, {way}' for way in timed)])} |",
+        f"| --- |{' ---: |' * (2 + len(cached) + len(ways) + len(timed))}",
     ]
     kinds = list(dict.fromkeys(each["kind"] for each in sessions))
     for kind in (*kinds, "all"):
         rows = [row for each in sessions if kind in (each["kind"], "all") for row in each["requests"]]
-        lines.append(f"| {kind} | {' | '.join(_cells(rows, ways, cached))} |")
+        lines.append(f"| {kind} | {' | '.join(_cells(rows, ways, cached, timed))} |")
     return [*lines, ""]
 
 
-def _cells(rows: list[Result], ways: list[str], cached: list[str]) -> Iterator[str]:
+def _cells(rows: list[Result], ways: list[str], cached: list[str], timed: list[str]) -> Iterator[str]:
     tokens = sum(row["tokens"] for row in rows)
     yield f"{tokens / len(rows):,.0f}"
     yield f"{sum(row['prefix'] for row in rows) / tokens:.0%}"
@@ -416,7 +426,7 @@ def _cells(rows: list[Result], ways: list[str], cached: list[str]) -> Iterator[s
         yield f"{sum(row['ways'][way]['reused'] for row in rows) / tokens:.0%}"
     for way in ways:
         yield f"{sum(row['ways'][way]['right'] for row in rows)} of {len(rows)}"
-    for way in cached:
+    for way in timed:
         seconds = sum(row["ways"][way]["s"] for row in rows)
         yield f"{seconds / sum(row['ways']['plain']['s'] for row in rows):.2f}" if "plain" in ways else "-"
 
@@ -426,11 +436,13 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help="of tools, notes")
     add_options(parser)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=tuple(WAYS), metavar="WAY")
+    parser.add_argument("--kinds", nargs="+", choices=EDITS, default=tuple(EDITS), metavar="KIND", help="of edits")
     parser.add_argument("--sessions", type=int, default=4, help="of each kind of edit")
     parser.add_argument("--turns", type=int, default=4, help="requests of a session")
     parser.add_argument("--steps", type=int, default=8, help="results of a session before its first request")
     parser.add_argument("--notes", type=int, default=16, help="notes of a session before its first request")
     parser.add_argument("--new", type=int, default=24, help="tokens of an answer")
+    parser.add_argument("--counts", action="store_true", help="write no seconds: the machine does other work")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.steps + options.turns - 1 > len(NOTES):
@@ -449,9 +461,11 @@ def main() -> None:
         title = "Tools' outputs, SmolLM2-135M-Instruct" if part == "tools" else "Notes, the embedded reader"
         into: list[Result] = result["models"].setdefault(title, [])
         texts = options.steps if part == "tools" else options.notes
-        for number, session in enumerate(make(tokenizer, options.sessions, options.turns, texts, options.seed)):
+        sizes = options.sessions, options.turns, texts, options.seed
+        for number, session in enumerate(make(tokenizer, options.kinds, *sizes)):
             case = f"{title}: {session.kind}, {number}"
-            record.measure(case, partial(measure_all, into, model, tokenizer, session, options.ways, options.new))
+            given = into, model, tokenizer, session, options.ways, options.new
+            record.measure(case, partial(measure_all, *given, timed=not options.counts))
     record.show()
 
 

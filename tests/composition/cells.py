@@ -90,15 +90,17 @@ def run(cell: Cell, *, spoiled: bool = False) -> Done:
 def reference(cell: Cell) -> Cell:
     """The cell that must say the same: plain `generate()`, or where a cell loses, the simplest that loses the same."""
     simpler = replace(cell, buffers="growing")
-    # A prompt over states takes one pass, but two where weights are streamed; and where they are, the first pass has
-    # drafts, too.
-    if cell.live == "exact" or not (cell.model == "qwen3_next" or cell.assistant in CHAINS):
-        weights = cell.weights.replace("streamed AWQ", "AWQ").replace("streamed", "resident")
-        simpler = replace(simpler, weights=weights)
     # Rejection sampling takes other random numbers, and so do rows that are sampled each for itself.
     drawn = cell.decoding == "sampled" and (
         cell.assistant in CHAINS or (cell.assistant == "trees" and cell.rows != "one")
     )
+    # A prompt over states takes one pass, but two where weights are streamed; and where they are, the first pass has
+    # drafts, too.
+    # Looked-up drafts are longer there, and so take other random numbers.
+    longer = drawn and cell.assistant == "lookup"
+    if not longer and (cell.live == "exact" or not (cell.model == "qwen3_next" or cell.assistant in CHAINS)):
+        weights = cell.weights.replace("streamed AWQ", "AWQ").replace("streamed", "resident")
+        simpler = replace(simpler, weights=weights)
     # What one pass computes attends to itself exactly, though it will be codes; and first drafts are a part of the end
     # of the prompt, which "query" asks.
     if not drawn and cell.live == "exact" and cell.repair != "query":

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvboost_hf import ChunkReuseCache
-from tests.conftest import as_inputs, counted, left_pad, make_model
+from kvboost_hf import ChunkReuseCache, ChunkStore
+from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 from tests.gpu.device import DEVICE
 from tests.internals.cache import REPAIRS, blend_reason
 from tests.parity.test_blend import MOVABLE, assert_same, blend, generate, prompt, store_with_documents
@@ -35,3 +35,21 @@ def test_a_part_costs_a_part(repair: str, dtype: torch.dtype) -> None:
         generate(model, on_gpu(as_inputs(prompt([2, 0, 3, 1]))), cache, max_new_tokens=1)
     assert cache.report.moved_tokens == 256
     assert cache.report.forwarded_tokens == work.tokens < 110
+
+
+@pytest.mark.parametrize("name", MOVABLE)
+@pytest.mark.parametrize("repair", ["none", "query"])
+def test_a_live_edit_that_is_repaired_is_plain(name: str, repair: str) -> None:
+    """K/V of the text before stays on the device on its way to its new place."""
+    model = make_model(name).to(DEVICE)
+    ids = random_ids(230, seed=1).to(DEVICE)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32), blend(repair))
+    generate(model, as_inputs(ids), cache, max_new_tokens=1)
+    new = random_ids(9, seed=5)[0]
+    edited = cache.edit(drop=[(60, 110)], replace=[(20, 26, new)], move=[(120, 160, 30)])
+    assert edited.device == ids.device
+    assert cache.report.moved_tokens > 100
+    cache.repair()
+    longer = as_inputs(torch.cat([edited, random_ids(20, seed=9).to(DEVICE)], dim=1))
+    assert_same(generate(model, longer, cache), generate(model, longer))
+    assert cache.report.moved_tokens == 0
