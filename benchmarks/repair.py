@@ -5,7 +5,7 @@
 
 All parts but the peer run unless some are named; the peer needs an interpreter of its own (see `kvboost_peer.py`).
 `quality` is described in `repair_quality.py`, `steady` in `repair_steady.py`. Clocks, rounds and medians are those of
-`reuse.py`: from the call to the first token on the host.
+`reuse.py`: from the call to the first token on the host, and to the end of an answer of 24 tokens.
 
 `ttft` asks about 6 documents of 512 tokens; with a larger shape, about as many as its prompts have room for. Each
 round has an order and a question of its own; before each timed call, untimed, a fresh store sees the documents in
@@ -31,7 +31,7 @@ from repair_quality import (
     quality_markdown,
 )
 from repair_steady import measure_steady, steady_figure, steady_markdown
-from reuse import in_turn, measured_on, medians, provenance, run_peer, ttft
+from reuse import in_turn, measured_on, medians, provenance, run_peer
 from shapes import SHAPES, Shape, make_model
 from targets import Result
 from transformers import PreTrainedModel
@@ -53,7 +53,10 @@ POLICIES: dict[str, ReusePolicy] = {
     "selective": ReusePolicy(mode="blend", repair="selective", progressive=False),
     "cacheblend": ReusePolicy(mode="blend", repair="cacheblend", progressive=False),
     "query": ReusePolicy(mode="blend", repair="query", progressive=False),
+    "riding": ReusePolicy(mode="blend", repair="query", progressive="ride"),
+    "all before the second token": ReusePolicy(mode="blend", repair="query", progressive=True),
 }
+ANSWER = 24  # tokens of a whole answer
 
 
 class Moved:
@@ -82,17 +85,32 @@ class Moved:
         return encode(self._tokenizer, chat_messages([ChatTurn(tuple(self._documents[i] for i in order), fact)]))
 
     def measure(self, policy: ReusePolicy, shape: Shape) -> Result:
-        """Milliseconds to the first token, plainly and with a policy, in turn; and what it forwarded the last time."""
+        """Milliseconds to the first token and of a whole answer, plainly and with a policy, in turn; and what it
+        forwarded the last time."""
         chunker = ContentChunker.for_tokenizer(self._tokenizer)
         caches: list[ChunkReuseCache] = []
 
-        def reused(n: int) -> float:
+        def plain(n: int, first: dict[int, float]) -> float:
+            call = timed_generate(self._model, self._prompts[n], ANSWER, min_new_tokens=ANSWER)
+            first[n] = call.ttft_ms
+            return call.total_ms
+
+        def reused(n: int, first: dict[int, float]) -> float:
             store = shape.new_store(self._model, chunker=chunker)
             store.warm(self._seen)
-            caches[:] = [ChunkReuseCache(self._model, store, policy)]
-            return ttft(self._model, self._prompts[n], past_key_values=caches[0])
+            caches[:] = [cache := ChunkReuseCache(self._model, store, policy)]
+            call = timed_generate(self._model, self._prompts[n], ANSWER, min_new_tokens=ANSWER, past_key_values=cache)
+            first[n] = call.ttft_ms
+            return call.total_ms
 
-        found = medians(in_turn({"plain": lambda n: ttft(self._model, self._prompts[n]), "ms": reused}, self._rounds))
+        firsts: dict[str, dict[int, float]] = {"plain": {}, "ms": {}}
+        whole = {
+            "plain_answer": partial(plain, first=firsts["plain"]),
+            "answer_ms": partial(reused, first=firsts["ms"]),
+        }
+        found = medians(in_turn(whole, self._rounds))
+        for name, times in firsts.items():
+            found[name] = statistics.median(ms for n, ms in times.items() if n >= 0)
         report: ReuseReport = caches[0].report
         return {
             **found,
@@ -125,7 +143,7 @@ def measure_ttft(options: argparse.Namespace, where: Result) -> None:
         model = make_model(options.device, options.shape, vocab_size=vocabulary, num_key_value_heads=4, **sizes)
         moved = Moved(model, number, words, options.rounds)
         case = f"{shape.describe(**sizes)}, {number} documents of {words} words"
-        for way in POLICIES:
+        for way in options.ways:
             record.measure(f"{case}, {way}", partial(measure, moved, case, way))
     record.show()
 
@@ -137,12 +155,15 @@ def ttft_markdown(result: Result) -> str:
             f"{case}, {found['prompt_tokens']} tokens in all; documents seen in another order; 4 key-value heads; "
             "repairs at their defaults. Each way in turn with plain generate().",
             "",
-            "| | TTFT | plain | speed-up | forwarded (mean over layers) | moved | recomputed |",
-            "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+            f"| | TTFT | plain | speed-up | {ANSWER} tokens | plain | speed-up | forwarded (mean over layers) | moved "
+            "| recomputed |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         lines += [
             f"| {way if way == 'exact' else f'blend, {way}'} | {row['ms']:.0f} ms | {row['plain']:.0f} ms "
-            f"| {row['plain'] / row['ms']:.2f}x | {row['forwarded']} | {row['moved']} | {row['recomputed']} |"
+            f"| {row['plain'] / row['ms']:.2f}x | {row['answer_ms']:.0f} ms | {row['plain_answer']:.0f} ms "
+            f"| {row['plain_answer'] / row['answer_ms']:.2f}x | {row['forwarded']} | {row['moved']} "
+            f"| {row['recomputed']} |"
             for way, row in found["ways"].items()
         ]
         lines.append("")
@@ -232,6 +253,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help="of quality, ttft, steady, peer")
     add_options(parser, rounds=7)
     add_shape(parser, "small")
+    parser.add_argument("--ways", nargs="+", choices=POLICIES, default=list(POLICIES), help="of ttft")
     parser.add_argument("--cases", type=int, default=20, help="of quality, and prompts of peer")
     parser.add_argument("--documents", type=int, default=10, help="of quality and peer: in each prompt")
     parser.add_argument("--questions", type=int, default=5, help="of quality: of either kind in each case")

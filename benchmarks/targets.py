@@ -392,6 +392,10 @@ def _others() -> Iterator[tuple[str, Target]]:
         rows = ((f"{r['name']}, {r['codec']}, {r['tokens']}", r["tier"] / r["plain"]) for r in result["rows"])
         return worst(rows, max)
 
+    def riding(result: Result) -> Found:
+        rows = {case["prompt_tokens"]: case["ways"]["riding"] for case in result["by_case"].values()}
+        return worst(((f"{n} tokens", row["answer_ms"] / row["plain_answer"]) for n, row in rows.items()), max)
+
     def kind(result: Result) -> Found:
         return worst(((f"{r['layers']}, {r['tokens']}", r["plain"] / r["store"]) for r in result["kinds"]), min)
 
@@ -416,6 +420,10 @@ def _others() -> Iterator[tuple[str, Target]]:
     yield (
         "repair-ttft",
         Target(step="repair", case="moved chunks, every way: speed", base="plain", find=moved, least=1.0),
+    )
+    yield (
+        "repair-ttft",
+        Target(step="riding", case="shuffled documents, 24 tokens", base="plain", find=riding, most=0.5),
     )
     yield "tiers", Target(step="tiers", case="first token from a tier", base="computing", find=tier, most=COLD)
     yield (
