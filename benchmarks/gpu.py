@@ -478,9 +478,9 @@ def commands(device: str, shape: str) -> dict[str, list[Step]]:
             large("next-kvboost", 38, "kvboost_fa2", "short", "next", "graphs"),
             large("first-long", 20, "sdpa", "long", "first", rounds=1),
             product("streaming", 110, "streaming", *STREAMED, "--only", "ours", "whole layers"),
-            product("riding", 30, "repair", "ttft", "--ways", "riding"),
+            product("riding", 15, "repair", "ttft", "--ways", "riding", rounds=1),
             product("profile", 30, "large", "--attentions", "sdpa", "kvboost_fa2", "--only", "launches", *PROFILED),
-            tests("other tests", 60, "tests/gpu", *(f"--deselect={each}" for each in KERNEL_TESTS)),
+            tests("other tests", 52, "tests/gpu", *(f"--deselect={each}" for each in KERNEL_TESTS)),
         ],
         "rest": [
             kernels("prompts", 60, "attention", "--only", "square", "suffix", "sparse", "tree", "new_lengths"),
