@@ -245,10 +245,14 @@ class _Attachment:
         self._of_thread.last = self._latest = cache
 
     def _store_tails_of(self, ended: "weakref.ref[ChunkReuseCache]", thread: int) -> None:
-        """Store what a call of a thread has left, unless the end shows in another thread, which must not wait."""
+        """Store what a call of a thread has left, unless the end shows in another thread, which must not wait.
+
+        What moved chunks have left in it is repaired then.
+        """
         if (cache := ended()) is not None and self._storing.acquire(blocking=thread == threading.get_ident()):
             try:
                 cache.store_tails()
+                cache.repair_when_idle()
             finally:
                 self._storing.release()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ReusePolicy
+from kvboost_hf import ChunkReuseCache, ReusePolicy, attach, detach
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 from tests.internals.cache import REPAIRS, blend_reason, costs, idle_of, repair_later, running, scatter
 from tests.parity.test_blend import (
@@ -25,6 +25,7 @@ from tests.parity.test_blend import (
     prompt,
     store_with_documents,
 )
+from tests.server.wire import until
 
 
 def riding(columns: Any = 64) -> ReusePolicy:
@@ -202,6 +203,17 @@ def test_an_idle_cache_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     other = ChunkReuseCache(model, store)
     assert_same(generate(model, as_inputs(asked), other), generate(model, as_inputs(asked)))
     assert other.report.exact_tokens >= 288
+    assert not store.check_integrity().wrong
+
+
+def test_what_an_attached_call_has_left_is_repaired() -> None:
+    model = prepared()
+    store = store_with_documents(model)
+    asked = prompt([2, 0, 3, 1])
+    attach(model, store=store, policy=riding(10))
+    model.generate(**as_inputs(asked), max_new_tokens=3, min_new_tokens=3)
+    until(lambda: ChunkReuseCache(model, store).stored_tokens(asked) >= 296, "nothing was repaired")
+    detach(model)
     assert not store.check_integrity().wrong
 
 
