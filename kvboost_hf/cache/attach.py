@@ -251,8 +251,8 @@ class _Attachment:
         """
         if (cache := ended()) is not None and self._storing.acquire(blocking=thread == threading.get_ident()):
             try:
-                cache.store_tails()
-                cache.repair_when_idle()
+                if cache.store_tails():
+                    cache.repair_when_idle()
             finally:
                 self._storing.release()
 

@@ -742,11 +742,16 @@ class ChunkReuseCache(DynamicCache):
         self.catch_up()
         return self._writer.offer_content(store, start, pinned=pinned)
 
-    def store_tails(self) -> None:
-        """Offer the tokens that fill no chunk to the store, before the cache lets go of them; not within a forward."""
+    def store_tails(self) -> bool:
+        """Offer the tokens that fill no chunk to the store, before the cache lets go of them; not within a forward.
+
+        Returns:
+            Whether the cache holds what moved chunks have left; see `repair_when_idle`.
+        """
         if not self._use.is_in_forward(self):
             self._settle_last()
             self._writer.offer_tails()
+        return self._live.ledger is not None and self._live.ledger.blended is not None
 
     def fork(self) -> "ChunkReuseCache":
         """A cache that holds the same, at no cost: whichever of the two is written to first copies its buffers.
