@@ -161,6 +161,7 @@ def test_how_many_columns_are_nearly_free_is_measured_once(monkeypatch: pytest.M
         return 1.0 + max(0, tokens - 50)
 
     monkeypatch.setattr(costs, "_seconds_of_forward", seconds)
+    monkeypatch.setattr(costs, "weights_come_and_go", lambda model: True)
     cache = ChunkReuseCache(model, store_with_documents(model), riding("ride"))
     for _ in range(2):
         cache.reset()
@@ -174,9 +175,14 @@ def test_how_many_columns_are_nearly_free_is_measured_once(monkeypatch: pytest.M
     assert work.tokens == 2 * 41 + 2 * (16 + 1)  # of all rows together
 
 
-def test_where_nothing_is_free_nothing_rides(monkeypatch: pytest.MonkeyPatch, no_idle_repair: None) -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+def test_where_nothing_is_free_nothing_rides(
+    monkeypatch: pytest.MonkeyPatch, no_idle_repair: None, streamed: bool
+) -> None:
+    """Nor is anything measured where weights lie in the memory of a CPU."""
     model = prepared()
-    monkeypatch.setattr(costs, "_seconds_of_forward", lambda model, tokens: float(tokens))
+    monkeypatch.setattr(costs, "weights_come_and_go", lambda model: streamed)
+    monkeypatch.setattr(costs, "_seconds_of_forward", lambda model, tokens: 1 / streamed * tokens)
     cache = ChunkReuseCache(model, store_with_documents(model), riding("ride"))
     with counted(model) as work:
         generate(model, as_inputs(prompt([2, 0, 3, 1])), cache, max_new_tokens=6, min_new_tokens=6)
