@@ -78,6 +78,17 @@ def require_rows(processors: LogitsProcessorList, criteria: StoppingCriteriaList
         raise ValueError(f"`streamer` must be None for several rows, which get different numbers of tokens. {_ALONE}")
 
 
+def padding_of(ids: torch.Tensor, keep: torch.Tensor | None) -> list[int]:
+    """How many ids of each row are padding.
+
+    Args:
+        ids: [rows, tokens].
+        keep: [rows, columns], bool: the columns that are no padding, those that a cache holds before the ids included;
+            None for all.
+    """
+    return [0] * len(ids) if keep is None else (~keep[:, -ids.shape[1] :]).sum(-1).tolist()
+
+
 def _for_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
     """The processors of a call, as they are for a row of its own."""
     found: Any = LogitsProcessorList()
@@ -239,7 +250,7 @@ class RowRounds:
         keep = mask.bool() if mask is not None and not mask.all() else None
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        pads = (~keep).sum(-1).tolist() if keep is not None else [0] * len(input_ids)
+        pads = padding_of(input_ids, keep)
         ends = frozenset(
             int(token)
             for each in criteria
