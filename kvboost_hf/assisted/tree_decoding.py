@@ -149,8 +149,8 @@ class TreeDecoding:
                 "TreeDecoding(lookup_assistant(model, store)), or a draft model."
             )
 
-        def drafter(ends: frozenset[int]) -> Drafter:
-            return self._drafting(model, processors, ends)
+        def drafter(own: LogitsProcessorList, ends: frozenset[int]) -> Drafter:
+            return self._drafting(model, own, ends)
 
         if states := keeps_states(model):
             _log.warning("No drafts for %d rows: a %s keeps states.", len(input_ids), type(model).__name__)
