@@ -541,16 +541,16 @@ class _Played:
         held = cache.get_seq_length()
         start, stop = held // 3, held // 3 + max(held // 8, 1)
         new = TEXTS[3][0, 200:209]
-        told: dict[str, Any] = {
+        edits: dict[str, dict[str, Any]] = {
             "drop": {"drop": [(start, stop)]},
             "replace": {"replace": [(start, stop, new)]},
             "insert": {"replace": [(start, start, new)]},
             "move on": {"move": [(start, stop, held - held // 8)]},
             "move back": {"move": [(held - held // 4, held - held // 8, start)]},
             "edit nothing": {},
-        }[kind]
+        }
         try:
-            ids = cache.edit(**told)
+            ids = cache.edit(**edits[kind])
         except ValueError:  # what cannot be moved, or holds nothing
             return
         cache.repair()
