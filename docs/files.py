@@ -1,4 +1,4 @@
-"""The page of all files of the package, from their docstrings: `python docs/files.py > docs/files.md`."""
+"""The page of all files of the package, from their docstrings: `python docs/files.py`, and a page of the site."""
 
 import ast
 import re
@@ -10,8 +10,6 @@ _PACKAGE = Path(__file__).parent.parent / "kvboost_hf"
 _END = re.compile(r"[:;] |, (?=(?:and|so|which|whose|where|for|as|in|that|after|when|because|while)\b)")
 _CLAUSE = 6  # a clause of so many words says what a file is for
 _OPENING = """# Every file
-
-<!-- Written by `python docs/files.py > docs/files.md`: change the docstrings. -->
 
 **Who needs this:** you look for a file. Each file of the package is here with what its docstring begins with.
 [Design](design.md) says how they belong together.

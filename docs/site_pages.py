@@ -1,8 +1,9 @@
-"""Pages and files of the site that are not in docs/: results of benchmarks, notebooks, and the list of changes.
+"""Pages of the site that docs/ does not hold: results, notebooks, the list of changes, and the page of all files.
 
 Pages of docs/ link to them as the repository has them, so that the links work there, too.
 """
 
+import runpy
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -19,6 +20,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in [ROOT / "CHANGELOG.md", *results.glob("*.md"), *results.glob("*.png"), *notebooks.glob("*.ipynb")]:
         name = path.relative_to(ROOT).as_posix()
         files.append(File.generated(config, name, abs_src_path=str(path), inclusion=InclusionLevel.NOT_IN_NAV))
+    files.append(File.generated(config, "files.md", content=runpy.run_path(str(ROOT / "docs" / "files.py"))["page"]()))
     return files
 
 

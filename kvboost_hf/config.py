@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from kvboost_hf.old_names import refuse
@@ -33,6 +34,7 @@ def parse_size(text: str) -> int | None:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper())) or None
 
 
+DEFAULT_CHUNK_SIZE = 128  # tokens, of a `KVBoost` and of a server
 Progressive = bool | int | Literal["ride"]
 
 
@@ -163,6 +165,17 @@ class ReusePolicy:
                 "`reproducible` must be False with mode 'blend', got True: answers depend on what is stored. Use mode "
                 "'exact'."
             )
+
+
+class RecomputeStrategy(StrEnum):
+    """How chunks that are found elsewhere in other prompts are repaired: `ReusePolicy.repair` by these names."""
+
+    AUTO = "auto"  # what suits the depth of the model
+    SELECTIVE = "selective"  # `recompute_overlap` tokens after each seam
+    CACHEBLEND = "cacheblend"  # the tokens that differ most
+    QUERY = "query"  # those that the end of the prompt attends to, near seams above all
+    FIRST_K = "first_k"  # those after each seam
+    NONE = "none"  # not at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

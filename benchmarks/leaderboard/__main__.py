@@ -18,7 +18,8 @@ from benchmarks.leaderboard.method import load_methods
 from benchmarks.leaderboard.results import Cell, Results
 from benchmarks.leaderboard.workloads import OF_OTHERS, OF_READER, WORKLOADS, linked
 from kvboost_hf.bench.run import provenance
-from kvboost_hf.cli.arguments import add_model, load_model, positive
+from kvboost_hf.cli.arguments import add_model, positive
+from kvboost_hf.cli.loading import load_model
 
 NEW, ASKED = 24, 2  # tokens of an answer that is not known; prompts of each seed
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.turboquant.validate import CODECS, validate_turboquant
-from kvboost_hf.cli.arguments import add_json, add_model, load_model
+from kvboost_hf.cli.arguments import add_json, add_model
+from kvboost_hf.cli.loading import load_model
 from kvboost_hf.cli.measure import read_prompts
 from kvboost_hf.outputs import STANDARD_OUTPUT, write
 

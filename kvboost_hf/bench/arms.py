@@ -1,4 +1,7 @@
-"""The arms of the benchmark: ways in which this package serves prompts. A new arm is a line in `ARMS`."""
+"""The arms of the benchmark: ways in which this package serves prompts.
+
+A new arm is a line in `ARMS`, and its name in `choices`.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -13,6 +16,7 @@ from kvboost_hf.bench.served import Served, served
 from kvboost_hf.cache.planning.chunks import ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.choices import BENCH_ARMS
 from kvboost_hf.compat import cache_argument
 from kvboost_hf.config import Repair, ReusePolicy
 from kvboost_hf.demo.measure import FIRST_K
@@ -100,8 +104,7 @@ ARMS: dict[str, Arm] = {
         Arm(name="all", policy=FIRST_K, codec="int8", attention="kvboost_fa2", streamed=True, drafts="model"),
     )
 }
-
-CHOICE = ("plain", "exact", "exact-store", "blend")  # what a user chooses among; all else is measured by name
+assert tuple(ARMS) == BENCH_ARMS, "flags take the names in choices"
 
 
 class OurServer:

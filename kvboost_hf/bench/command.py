@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from kvboost_hf.bench.arms import ARMS, CHOICE, Arm
+from kvboost_hf.bench.arms import ARMS, Arm
 from kvboost_hf.bench.environments import peers_at_hand
 from kvboost_hf.bench.models import ModelSource
-from kvboost_hf.bench.peers import CHOSEN_PEERS, PEERS
+from kvboost_hf.bench.peers import PEERS
 from kvboost_hf.bench.run import MeasuredRow, Settings, provenance, run
 from kvboost_hf.bench.show import as_json, note, page, remarks, summaries, table
 from kvboost_hf.bench.workloads import workloads_of
+from kvboost_hf.choices import CHOSEN_BENCH_ARMS, CHOSEN_PEERS
 from kvboost_hf.demo.workloads import Workload
 from kvboost_hf.offload.checkpoint import without_bars
 from kvboost_hf.outputs import STANDARD_OUTPUT, Progress, duration, say, write, written
@@ -51,7 +52,7 @@ class _Plan:
             seed=options.seed,
         )
         named = options.arms is not None or options.peers is not None
-        arms = dict.fromkeys(CHOICE if options.arms is None else options.arms or ARMS)
+        arms = dict.fromkeys(CHOSEN_BENCH_ARMS if options.arms is None else options.arms or ARMS)
         peers = dict.fromkeys(options.peers or (PEERS if options.peers == [] else () if named else CHOSEN_PEERS))
         known = workloads_of(source, options.max_new_tokens)
         for name in options.workloads or ():

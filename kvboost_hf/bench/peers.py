@@ -1,4 +1,7 @@
-"""The peers of the benchmark: ways in which transformers and kvboost serve prompts. A new one is a line in `PEERS`."""
+"""The peers of the benchmark: ways in which transformers and kvboost serve prompts.
+
+A new peer is a line in `PEERS`, and its name in `choices`.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -12,6 +15,7 @@ import transformers
 from packaging.version import Version
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
+from kvboost_hf import choices
 from kvboost_hf.bench.models import Counted, Models
 from kvboost_hf.bench.served import Served, Server, reason, served
 from kvboost_hf.compat import CACHE
@@ -19,7 +23,6 @@ from kvboost_hf.compat import CACHE
 _PAGES, _BATCH_TOKENS = 64, 2048  # pages of 256 tokens
 # In 5.17 a layer that keeps what has left its window fails at the second token: the mask does not fit.
 _KEEPS_PAST = Version(transformers.__version__) >= Version("5.18")
-CHOSEN_PEERS = ("hf-kept",)  # what a user would write by hand
 # The chunks that its documentation shows, and the budget of its server; all else is left to it.
 _ENGINE = {"chunk_size": 128, "max_cache_bytes": 2_000_000_000}
 
@@ -240,6 +243,7 @@ _ALL: tuple[Peer | KVBoostPeer, ...] = (
     *KVBOOST_PEERS,
 )
 PEERS = {peer.name: peer for peer in _ALL}
+assert tuple(PEERS) == choices.PEERS, "flags take the names in choices"
 
 
 class _Engine:

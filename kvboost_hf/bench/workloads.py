@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from kvboost_hf import choices
 from kvboost_hf.assets.texts import ChatMessage, encode
 from kvboost_hf.assets.world import SYSTEM_PROMPT, ChatTurn, Document, chat_messages, make_chat, make_documents
 from kvboost_hf.bench.models import ModelSource
@@ -26,7 +27,6 @@ from kvboost_hf.engine.load import naming
 _LIBRARY = 3 * NUM_DOCUMENTS  # documents to retrieve from
 _DOCUMENT_WORDS = LONG_DOCUMENT_TOKENS // NUM_DOCUMENTS
 _SHOTS, _SHOT_WORDS = 12, 64
-REAL_WORKLOADS = ("chat", "shuffled", "agent", "restart")  # of a model that is named
 
 
 def _retrieved(tokenizer: Any, count: int, seed: int) -> Prompts:
@@ -82,6 +82,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload("restart", "questions about one document, the later half in a new process", document, restarts=True),
     )
 }
+assert tuple(WORKLOADS) == choices.WORKLOADS, "flags take the names in choices"
 
 
 def workloads_of(source: ModelSource, max_new_tokens: int) -> dict[str, Workload]:
@@ -99,4 +100,4 @@ def workloads_of(source: ModelSource, max_new_tokens: int) -> dict[str, Workload
     with naming(source.name):
         config = AutoConfig.from_pretrained(source.name)
     real = workloads_for(config, max_new_tokens)
-    return {name: real[name] for name in REAL_WORKLOADS if name in real}
+    return {name: real[name] for name in choices.REAL_WORKLOADS if name in real}

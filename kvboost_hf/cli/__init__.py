@@ -1,6 +1,6 @@
-"""The commands `kvboost-hf` and `kvboost-server`: each subcommand has `add_…` for its flags, in one of the files here.
+"""The commands `kvboost-hf` and `kvboost-server`: the subcommand NAME has `add_NAME` in `flags`, and `run_NAME`.
 
-Only the file of the subcommand that is asked for is imported, so that help and mistyped commands need no torch.
+The file with `run_NAME` is imported when all arguments are right, so that help and errors of arguments need no torch.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from typing import NoReturn
 
@@ -17,7 +18,7 @@ from kvboost_hf.errors import KVBoostError
 
 __all__ = ["command_line", "main", "serve"]
 
-_COMMANDS = {  # the file of each, and what it is for
+_COMMANDS = {  # the file that runs each, and what it is for
     "demo": ("measure", "plain generate() beside generate() with a ChunkReuseCache"),
     "bench": ("measure", "measure ways of serving the same prompts, and others' ways beside them"),
     "doctor": ("doctor", "say what of this machine and a model works, and what to do"),
@@ -57,19 +58,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         parser = command_line([] if named is None else [named])
         options, unknown = parser.parse_known_args(given)
-        from kvboost_hf.cli.arguments import refuse_unknown, require_device
-
         if unknown:
+            from kvboost_hf.cli.arguments import refuse_unknown
+
             refuse_unknown(options.parser, unknown)
         if getattr(options, "config", None) is not None:
-            from kvboost_hf.cli.server_settings import apply_config
+            from kvboost_hf.cli.config_file import apply_config
 
             apply_config(options, parser)
             options = parser.parse_args(given)
         options.given = given
         if hasattr(options, "device"):
-            require_device(options.device)
-        status = int(options.run(options))
+            from kvboost_hf.cli.loading import set_device
+
+            set_device(options)
+        status: int = options.run(options)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # whoever reads the output has left, as `head` does
@@ -92,7 +95,7 @@ def command_line(with_flags: Iterable[str] = _COMMANDS) -> argparse.ArgumentPars
     """The parser of all subcommands; `docs/flags.py` writes `docs/flags.md` from it.
 
     Args:
-        with_flags: The subcommands that get their flags; for these torch is imported.
+        with_flags: The subcommands that get their flags.
     """
     parser = _Parser(prog="kvboost-hf", description="K/V reuse for Hugging Face transformers.")
     parser.add_argument("--version", action="version", version=f"kvboost_hf {__version__}")
@@ -100,6 +103,10 @@ def command_line(with_flags: Iterable[str] = _COMMANDS) -> argparse.ArgumentPars
     for name, (file, text) in _COMMANDS.items():
         one = commands.add_parser(name, help=text)
         if name in with_flags:
-            getattr(import_module(f"kvboost_hf.cli.{file}"), f"add_{name}")(one)
-            one.set_defaults(parser=one)
+            getattr(import_module("kvboost_hf.cli.flags"), f"add_{name}")(one)
+            one.set_defaults(parser=one, run=partial(_run, file, name))
     return parser
+
+
+def _run(file: str, name: str, options: argparse.Namespace) -> int:
+    return int(getattr(import_module(f"kvboost_hf.cli.{file}"), f"run_{name}")(options))

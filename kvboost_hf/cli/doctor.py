@@ -15,7 +15,8 @@ import transformers
 from packaging.requirements import Requirement
 
 from kvboost_hf.attention import active_tier
-from kvboost_hf.cli.arguments import add_model, load_shown, next_steps, positive, typed
+from kvboost_hf.cli.arguments import next_steps, typed
+from kvboost_hf.cli.loading import load_shown
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.engine.load import naming
@@ -42,12 +43,6 @@ class Checked(NamedTuple):
     found: str
     remedy: str | None = None  # what to do; None if nothing is wrong
     optional: bool = False  # whether the remedy is for something that few need
-
-
-def add_doctor(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
-    add_model(parser)
-    parser.set_defaults(run=run_doctor)
 
 
 def run_doctor(options: argparse.Namespace) -> int:
@@ -157,12 +152,6 @@ def _model(options: argparse.Namespace, shown: Progress) -> Iterator[Checked]:
     yield Checked("chat template", told, None if tokenizer.chat_template else remedy, optional=True)
 
 
-def add_check(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
-    add_model(parser)
-    parser.set_defaults(run=run_check)
-
-
 def run_check(options: argparse.Namespace) -> int:
     """Print the report; returns 1 if exact reuse is not possible."""
     with Progress() as shown:
@@ -178,20 +167,6 @@ def run_check(options: argparse.Namespace) -> int:
         return 1
     sys.stdout.write(next_steps(options, "demo", "verify"))
     return 0
-
-
-def add_fits(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
-    parser.add_argument("--model", required=True, help="a hub name or a folder; only its configuration is read")
-    parser.add_argument("--vram-budget", required=True, metavar="SIZE", help="of the device, such as 8GB or 7.5GiB")
-    parser.add_argument("--bits", type=int, choices=(4, 16), help="of weights (default: those of the checkpoint)")
-    parser.add_argument("--max-tokens", type=positive, default=4096, help="in the context (default: 4096)")
-    parser.add_argument("--prefill-chunk-size", type=positive, metavar="TOKENS", help="in one forward (default: all)")
-    parser.add_argument("--on", choices=("gpu", "cpu"), default="gpu", help="what computes (default: gpu)")
-    parser.add_argument(
-        "--disk-folder", metavar="FOLDER", help="with --on cpu: read layers that do not stay from files here"
-    )
-    parser.set_defaults(run=run_fits)
 
 
 def run_fits(options: argparse.Namespace) -> int:

@@ -14,7 +14,8 @@ from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.planning.chunks import text_ids
 from kvboost_hf.cache.store.settings import open_tier, open_tiers, parse_tier
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
-from kvboost_hf.cli.arguments import add_json, needs_extra, next_steps, positive, require_lasting
+from kvboost_hf.cli.arguments import needs_extra, next_steps
+from kvboost_hf.cli.loading import require_lasting
 from kvboost_hf.engine.load import naming
 from kvboost_hf.offload.prune import LayerFile, former_files, prune_layers
 from kvboost_hf.outputs import STANDARD_OUTPUT, Progress, say, write, written
@@ -24,16 +25,6 @@ if TYPE_CHECKING:
 
 _SHOWN_CHARACTERS = 200
 DecodeText = Callable[[list[int]], str]
-
-
-def add_inspect(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
-    text = "what to look into, such as disk:~/.cache/kvboost_hf or redis://localhost:6379"
-    parser.add_argument("--tiers", nargs="+", required=True, metavar="ADDRESS", help=text)
-    parser.add_argument("--tokenizer", metavar="NAME", help="shows text; a hub name or folder, or 'embedded'")
-    parser.add_argument("--limit", type=positive, default=50, help="show those used most (default: 50)")
-    add_json(parser, "write all of it ('-' for standard output)")
-    parser.set_defaults(run=run_inspect)
 
 
 def run_inspect(options: argparse.Namespace) -> int:
@@ -179,13 +170,6 @@ def as_tables(lines: Sequence[Line]) -> Iterator["Table"]:
 def as_json(lines: Sequence[Line]) -> list[dict[str, Any]]:
     """The lines as JSON."""
     return [asdict(line) for line in lines]
-
-
-def add_prune(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
-    parser.add_argument("folder", metavar="FOLDER", help="the `disk_folder` that layers are streamed from")
-    parser.add_argument("--dry-run", action="store_true", help="only list what would be removed")
-    parser.set_defaults(run=run_prune)
 
 
 def run_prune(options: argparse.Namespace) -> int:

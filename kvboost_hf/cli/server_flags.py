@@ -4,13 +4,20 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from kvboost_hf.config import DraftTreeConfig, ResidencyMode, StreamingConfig, parse_size
-from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy
+from kvboost_hf.config import (
+    DEFAULT_CHUNK_SIZE,
+    DraftTreeConfig,
+    RecomputeStrategy,
+    ResidencyMode,
+    ReusePolicy,
+    StreamingConfig,
+    parse_size,
+)
 from kvboost_hf.old_names import TABLE, refuse
 from kvboost_hf.server.settings import ServerSettings
 
 REFUSED = "server flags"  # the section of the table of migration
-_SERVER, _ENGINE = ServerSettings(model_name="any"), EngineSettings()
+_SERVER, _POLICY = ServerSettings(model_name="any"), ReusePolicy()
 _TREES, _STREAMING = DraftTreeConfig(), StreamingConfig()
 
 
@@ -56,7 +63,7 @@ def add_kept(parser: argparse._ActionsContainer) -> None:
     )
     parser.add_argument(
         "--chunk-size",
-        default=_ENGINE.chunk_size,
+        default=DEFAULT_CHUNK_SIZE,
         type=int,
         help="tokens of a chunk, a multiple of 16 (default: %(default)s)",
     )
@@ -263,20 +270,20 @@ def _add_reuse(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--progressive",
         action=argparse.BooleanOptionalAction,
-        default=_ENGINE.progressive,
+        default=_POLICY.progressive,
         help="go on with the repair before the second token until K/V is exact, or never (default: along with later "
         "tokens, as far as that is nearly free, and in idle moments, where moved text has a seam every 1,024 tokens "
         "or more often); steps that several requests share, and trees of drafts, leave it to idle moments",
     )
     group.add_argument(
         "--sink-tokens",
-        default=_ENGINE.sink_tokens,
+        default=_POLICY.sink_tokens,
         type=int,
         help="first tokens of a prompt, which never move (default: %(default)s)",
     )
     group.add_argument(
         "--overlap-k",
-        default=_ENGINE.overlap_k,
+        default=_POLICY.overlap_k,
         type=int,
         help="tokens before each seam that are computed again (default: %(default)s)",
     )

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
-from kvboost_hf.cli.arguments import add_model, load_model, needs_extra
-from kvboost_hf.cli.server_flags import add_options
+from kvboost_hf.cli.arguments import needs_extra
+from kvboost_hf.cli.loading import load_model
 from kvboost_hf.cli.server_settings import (
-    add_config,
     add_secrets,
     draft_kind,
     draft_trees,
@@ -19,14 +18,6 @@ from kvboost_hf.cli.server_settings import (
     streaming_config,
     wants_traces,
 )
-
-
-def add_serve(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
-    add_config(parser)
-    add_model(parser)
-    add_options(parser)
-    parser.set_defaults(run=run_serve)
 
 
 def run_serve(options: argparse.Namespace) -> int:

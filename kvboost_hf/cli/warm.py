@@ -4,22 +4,14 @@ import argparse
 import os
 import shlex
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.tiers.base import without_secrets
-from kvboost_hf.cli.arguments import (
-    add_model,
-    load_shown,
-    needs_extra,
-    next_steps,
-    read_text,
-    require_lasting,
-)
-from kvboost_hf.cli.server_flags import add_api_keys, add_kept, add_streaming
-from kvboost_hf.cli.server_settings import add_config, add_secrets, kept_settings, streaming_config
+from kvboost_hf.cli.arguments import needs_extra, next_steps, read_text
+from kvboost_hf.cli.loading import load_shown, require_lasting
+from kvboost_hf.cli.server_settings import add_secrets, kept_settings, streaming_config
 from kvboost_hf.outputs import Progress, say
 from kvboost_hf.server.generation.sharing import choose_attention
 from kvboost_hf.server.settings import prompt_salt
@@ -27,26 +19,6 @@ from kvboost_hf.server.settings import prompt_salt
 _SECRET = ("api_key", "salt")
 _OWN = ("help", "config", "documents", "system", "chat", "prefix")  # flags that `serve` does not have, or not as these
 _Warmed = list[tuple[str, ReuseReport]]  # each with a name to show
-
-
-def add_warm(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
-    add_config(parser)
-    add_model(parser)
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="texts; each is the start of prompts")
-    parser.add_argument("--documents", action="store_true", help="they may stand anywhere in prompts (mode 'blend')")
-    text = "each is the system message of chats, put into the chat template, as a server does with it"
-    parser.add_argument("--system", action="store_true", help=text)
-    text = "each is JSON with the first messages of chats, and perhaps tools, as the server's /v1/warm takes them"
-    parser.add_argument("--chat", action="store_true", help=text)
-    parser.add_argument("--prefix", type=Path, metavar="FILE", help="with --documents: a text that stands before each")
-    finding = parser.add_argument_group(
-        "what a server must have alike to find it, by the same flags with the same defaults"
-    )
-    add_api_keys(finding)
-    add_kept(finding)
-    add_streaming(parser)
-    parser.set_defaults(run=run_warm)
 
 
 def run_warm(options: argparse.Namespace) -> int:

@@ -16,20 +16,16 @@ from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.store.settings import DEFAULT_DISK_BYTES, parse_tier
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.compat import bytes_per_token
-from kvboost_hf.config import KVQuantConfig, Progressive, ReusePolicy, require_size
+from kvboost_hf.config import (
+    DEFAULT_CHUNK_SIZE,
+    KVQuantConfig,
+    Progressive,
+    RecomputeStrategy,
+    ReusePolicy,
+    require_size,
+)
 
 ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
-
-
-class RecomputeStrategy(StrEnum):
-    """How chunks that are found elsewhere in other prompts are repaired: `ReusePolicy.repair` by these names."""
-
-    AUTO = "auto"  # what suits the depth of the model
-    SELECTIVE = "selective"  # `recompute_overlap` tokens after each seam
-    CACHEBLEND = "cacheblend"  # the tokens that differ most
-    QUERY = "query"  # those that the end of the prompt attends to, near seams above all
-    FIRST_K = "first_k"  # those after each seam
-    NONE = "none"  # not at all
 
 
 _CODECS = {16: "raw", 8: "int8", 4: "int4"}
@@ -78,7 +74,7 @@ class EngineSettings:
     """
 
     recompute_strategy: RecomputeStrategy | str | None = None
-    chunk_size: int = 128
+    chunk_size: int = DEFAULT_CHUNK_SIZE
     chunk_boundary_window: int | None = None
     max_cache_bytes: int | str | None = None
     max_chunks: int | None = None

@@ -130,7 +130,6 @@ _NAMED = {
     "none": ReusePolicy(mode="blend", repair="none"),
     "selective": ReusePolicy(mode="blend", repair="selective"),
 }
-CHOSEN_ARMS = ("default", "progressive", "none", "selective")  # what users choose among
 
 
 def named_policies(names: Sequence[str]) -> tuple[ReusePolicy, ...]:

@@ -13,10 +13,10 @@ from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.choices import CHOSEN_VERIFY_ARMS
 from kvboost_hf.compat import require_cache, tolerance
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.verify.arms import (
-    CHOSEN_ARMS,
     EXACT,
     FULL,
     NAIVE,
@@ -110,7 +110,7 @@ def verify_correctness(
     _require_between("max_new_tokens", max_new_tokens, 1, None, integer=True)
     _require_between("max_kl", max_kl, 0, None)
     _require_between("min_agreement", min_agreement, 0, 1)
-    chosen = named_policies(CHOSEN_ARMS) if policies is None else checked_policies(policies)
+    chosen = named_policies(CHOSEN_VERIFY_ARMS) if policies is None else checked_policies(policies)
     service = _Service(model, as_ids(prompts, tokenizer), max_new_tokens, make_store, documents, tokenizer, progress)
     coded = coded_arms(codecs, live_quants, make_store(model).codec)
     naive = [replace(NAIVE, warmed=warmed) for warmed in ((False, True) if documents else (False,))]

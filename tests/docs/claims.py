@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-GENERATED = {"architectures.md", "files.md", "flags.md", "server-fields.md"}  # they tell no speeds
+GENERATED = {"architectures.md", "flags.md", "server-fields.md"}  # they tell no speeds
 PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md")),
     *sorted((ROOT / "kvboost_hf" / "assets").glob("*/README.md")),

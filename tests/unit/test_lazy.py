@@ -1,9 +1,13 @@
 """The package and its command import torch and transformers only for what needs them."""
 
+import argparse
 import subprocess
 import sys
 
 import pytest
+
+from tests.internals.cli import command_line
+from tests.internals.engine import EngineSettings
 
 REGISTERED = "from transformers import AttentionInterface; assert 'kvboost_fa2' in AttentionInterface().valid_keys()"
 
@@ -14,8 +18,33 @@ def run(code: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["verfy"], ["nothing like it"], []])
-def test_help_and_mistyped_commands_need_no_torch(arguments: list[str]) -> None:
+COMMANDS = ("demo", "bench", "doctor", "check", "verify", "fits", "warm", "serve", "inspect", "prune")
+WRONG_VALUES = (
+    ["bench", "--arms", "nothing"],
+    ["bench", "--peers", "nothing"],
+    ["bench", "--workloads", "nothing"],
+    ["demo", "--figure", "times.txt"],
+    ["check", "--dtype", "int3"],
+    ["fits", "--bits", "3"],
+    ["inspect"],
+    ["inspect", "--tiers", "disk:folder", "--limit", "0"],
+    ["serve", "--port", "a"],
+    ["serve", "--recompute-strategy", "nothing"],
+    ["serve", "--config", "/no/such/file.toml"],
+    ["warm"],
+)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([], ["--help"], ["--version"], ["verfy"], ["nothing like it"]),
+        *([name, flag] for name in COMMANDS for flag in ("--help", "--nothing-like-it")),
+        *WRONG_VALUES,
+    ],
+    ids=" ".join,
+)
+def test_help_and_wrong_arguments_need_no_torch(arguments: list[str]) -> None:
     code = f"""
 import sys
 from kvboost_hf.cli import main
@@ -23,9 +52,20 @@ try:
     main({arguments!r})
 except SystemExit:
     pass
-assert not {{"torch", "transformers"}} & sys.modules.keys()
+assert not {{"torch", "transformers", "numpy"}} & sys.modules.keys()
 """
     assert "kvboost" in run(code)
+
+
+def test_commands_that_are_tried_are_all() -> None:
+    commands = next(each for each in command_line([])._actions if isinstance(each, argparse._SubParsersAction))
+    assert set(COMMANDS) == set(commands.choices)
+
+
+def test_defaults_of_flags_are_those_of_settings() -> None:
+    flags, settings = vars(command_line(["serve"]).parse_args(["serve"])), EngineSettings()
+    for name in ("chunk_size", "sink_tokens", "overlap_k", "progressive"):
+        assert flags[name] == getattr(settings, name), name
 
 
 @pytest.mark.parametrize(
