@@ -116,8 +116,10 @@ def _limits() -> list[list[str]]:
         for side, value in zip(sides, (one, other), strict=True):
             side[_word(value)] = None
     alike: dict[tuple[str, str, str], list[str]] = {}  # what goes not with one value, for the same reason
-    for (one, other, limit), sides in found.items():
-        this, that = (f"{_TITLES[name]}: {', '.join(side)}" for name, side in zip((one, other), sides, strict=True))
+    for (factor, second, limit), sides in found.items():
+        this, that = (
+            f"{_TITLES[name]}: {', '.join(side)}" for name, side in zip((factor, second), sides, strict=True)
+        )
         outcome = _OUTCOMES[limit.outcome].format(says=limit.says.replace("`", ""))
         alike.setdefault((this, outcome, limit.why), []).append(that)
     return [[this, "; ".join(those), outcome, why] for (this, outcome, why), those in alike.items()]
