@@ -73,7 +73,7 @@ formats: .venv-formats/installed
 # Real libraries over a real model, in an environment of their own, which PyPI fills: 15 minutes on one core.
 LIBRARIES := .venv-libraries/bin/python
 libraries: .venv-libraries/installed
-	OMP_NUM_THREADS=1 $(LIBRARIES) -m tests.libraries --page docs/libraries.md
+	OMP_NUM_THREADS=1 $(LIBRARIES) -m tests.libraries --page benchmarks/results/libraries.md
 
 # Those of six libraries: three minutes.
 QUICK ?= peft or outlines or langchain or llama or lm_eval or trl

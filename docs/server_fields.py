@@ -48,6 +48,8 @@ another answer than the client asked for, come next. Every other field is **igno
 of the answer names it, and so do the log and `/metrics`. With `--strict-requests` such a field is refused, too. A
 field with the value `null` counts as left out. [The objects](#objects) in fields are at the end.
 """
+_OBJECTS = """The server's `/openapi.json`, and its page `/docs`, have each object with all of its fields. Here are the
+fields of which more is to be said than their names and values."""
 
 
 def page() -> str:
@@ -62,12 +64,11 @@ def page() -> str:
         for name, refusal in refusals.items():
             refused.setdefault(f"- `{name}`: {refusal.why}", []).append(route)
     lines = [_OPENING, "## Served", "", *_of_routes(served), "", "## Refused", "", *_of_routes(refused), ""]
-    lines += ["## Objects", "", "Many also take `id`, `status`, `index` and `cache_control`.", ""]
+    lines += ["## Objects", "", _OBJECTS, ""]
     for name, told in sorted(inner.items()):
-        fields = "; ".join(row.removeprefix("- ").rstrip(".") for row in _rows(told, _COMMON))
-        lines += [
-            " ".join([f"- **{name}**:", *told.get("description", "").split(), *([f"{fields}."] if fields else [])])
-        ]
+        rows = (row.removeprefix("- ").rstrip(".") for row in _rows(told, _COMMON))
+        if fields := "; ".join(row for row in rows if ": " in row):
+            lines.append(f"- **{name}**: {fields}.")
     return "\n".join(lines) + "\n"
 
 

@@ -85,6 +85,16 @@ class TierContract:
         assert blob is not None
         assert blob == b"".join(make_blob(entry))
 
+    @pytest.mark.parametrize("parts", [[], [b""]])
+    def test_an_empty_blob_is_a_blob(self, tier: Tier, parts: list[bytes | memoryview]) -> None:
+        entry = make_entry(1, nbytes=0)
+        assert tier.write(entry, parts)
+        assert_same(tier.find([entry.key])[entry.key], entry)
+        blob = tier.read(entry.key)
+        assert blob is not None
+        assert len(blob) == 0
+        assert (tier.stats()["chunks"], tier.stats()["errors"]) == (1, 0)
+
     def test_finds_only_what_is_there(self, tier: Tier) -> None:
         first, second, missing = (make_entry(number) for number in range(3))
         write(tier, first, second)

@@ -1,7 +1,7 @@
 """Names of `kvboost_hf.cache`."""
 
 from kvboost_hf.cache import costs, reuse
-from kvboost_hf.cache.codecs import Codec, Planes, Role, make_codec, turboquant
+from kvboost_hf.cache.codecs import Codec, Planes, Role, live_config, make_codec, turboquant
 from kvboost_hf.cache.codecs import base as packing
 from kvboost_hf.cache.codecs.base import ExactStart, centroids, pack, packed_width, round_to, unpack
 from kvboost_hf.cache.codecs.turboquant import TurboQuant, random_projection, random_rotation, rotated, rotated_back
@@ -102,6 +102,7 @@ from kvboost_hf.cache.store import history, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
 from kvboost_hf.cache.store.history import ComputePace, History
 from kvboost_hf.cache.store.indexes import StoredText
+from kvboost_hf.cache.store.memory import DeviceMemory
 from kvboost_hf.cache.store.settings import DEFAULT_DISK_BYTES, TierSpec, chunk_bytes, open_tier, parse_tier
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import below, record

@@ -34,7 +34,7 @@ from kvboost_hf.offload.checkpoint import Checkpoint, any_of
 from kvboost_hf.offload.cuda import CudaBackend, Timings, can_map, map_to_cuda
 from kvboost_hf.offload.disk import FileSource, LayerFolder, Origin
 from kvboost_hf.offload.host import HostSource, LayerMemory, Pinning, cuda_pinning
-from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
+from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, Ring, plan_residency
 from kvboost_hf.offload.prune import former_files, prune_layers
 from kvboost_hf.offload.sizes import CUBLAS_BYTES, activation_bytes, estimate_sizes, sizes_of, what_fits
 from kvboost_hf.offload.sources import FlatLayout, Source

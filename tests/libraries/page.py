@@ -9,33 +9,14 @@ import transformers
 
 from tests.libraries.outcome import Outcome
 
-_HEAD = """# Inside other libraries
+_HEAD = """# Tokens computed inside other libraries
 
-**Who needs this:** a library calls `generate()` for you, such as LangChain, LlamaIndex, smolagents, outlines or TRL,
-and you want to know whether [`attach(model)`](recipes/pipelines.md) works inside it. It serves every library that
-calls the model's own `generate()`, and no setting of the library changes.
+Tokens that went through SmolLM2-135M-Instruct (float32, greedy, 12 new tokens for each call), new tokens included.
+*Plain* is without this library, *Ours* after `attach(model)`. *Ideal* computes every token once; ours has about 20
+more for each model, to find out whether it gives the same logits for a prompt in two parts. All answers are token by
+token those of the plain run, unless a row says **other answers**.
 
-## What to know
-
-- **Threads.** Each call has its own cache, and the store is shared. The last tokens of a call are stored before its
-  streamer says that the stream has ended, or when `generate()` returns, so that the next request finds them in any
-  thread. `last_cache(model).report` is that of the thread's own last call.
-- **Code that is given the cache**, as kvpress's hooks are: calls run on transformers' own cache and compute whole
-  prompts. The report says so. A hook that only looks can set `hook.leaves_kv_alone = True`.
-- **Other hooks, patches, edits**: [what happens](reuse.md#when-others-change-the-cache-or-the-model).
-- **Scoring.** `model(ids, logits_to_keep=k)` without a cache is served. Without `logits_to_keep` all tokens are
-  computed, except with [`ReusePolicy(keep_logprobs=True)`](reuse.md#logits-of-all-tokens). [`score` and
-  lm_eval](scoring.md) ask for as many logits as they need.
-- **Static caches.** `generate(cache_implementation="static")` is served for models with full attention alone.
-
-## What was run
-
-The numbers are tokens that went through SmolLM2-135M-Instruct (float32, greedy, 12 new tokens for each call), new
-tokens included. *Plain* is without this library, *Ours* after `attach(model)`. *Ideal* computes every token once; ours
-has about 20 more for each model, to find out whether it gives the same logits for a prompt in two parts. All answers
-are token by token those of the plain run, unless a row says **other answers**.
-
-`make libraries` measures this again. Here: transformers {transformers}, torch {torch}, commit {commit}.
+`make libraries` measures this: transformers {transformers}, torch {torch}, commit {commit}.
 
 | Path | Plain | Ideal | Ours | What is not reused, and why |
 |---|--:|--:|--:|---|

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests import multimodal
 from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 from tests.graphs import Compiler
+from tests.internals.cache import StaticReuseLayer
 
 NEW = 10
 SIZE = 256
@@ -260,6 +262,46 @@ def test_forks_and_rows(llama: PreTrainedModel) -> None:
     assert twin.layers[0]._tensors[0].buffer.data_ptr() == address
     twin.batch_repeat_interleave(2)
     assert twin.layers[0].keys.shape[0] == 2
+
+
+@pytest.mark.parametrize("window", [0, 24])
+def test_what_is_assigned_is_what_is_read(window: int) -> None:
+    """Keys and values of a fixed layer, up to all that it can hold, in the buffers that it had."""
+    for held, columns in product((0, 40), (1, 40, 64)):
+        assert_reads_what_is_assigned(window, held, columns)
+
+
+def assert_reads_what_is_assigned(window: int, held: int, columns: int) -> None:
+    layer = StaticReuseLayer(64, window)
+    layer.whole = False
+    if held:
+        layer.update(torch.randn(1, 2, held, 8), torch.randn(1, 2, held, 8))
+        layer.close(held)
+    buffers = [tensor.buffer for tensor in layer._tensors]
+    keys, values = torch.randn(1, 2, columns, 8), torch.randn(1, 2, columns, 8)
+    layer.keys, layer.values = keys, values
+    assert not layer.intact
+    shown = 23 if window and max(held, columns) >= window else columns  # what the next token can attend to
+    assert torch.equal(layer.keys, keys[:, :, -shown:])
+    assert torch.equal(layer.values, values[:, :, -shown:])
+    assert int(layer.get_seq_length()) == (max(held, columns) if window else columns)
+    assert not held or all(tensor.buffer is buffer for tensor, buffer in zip(layer._tensors, buffers, strict=True))
+    with pytest.raises(ValueError, match="`max_cache_len`=64 holds so many columns at most, got 65"):
+        layer.keys = torch.randn(1, 2, 65, 8)
+
+
+def test_nothing_that_is_assigned_is_believed(llama: PreTrainedModel) -> None:
+    """Read back as it was assigned, and computed again by the next call."""
+    cache = static_cache(llama)
+    generate(llama, as_inputs(BASE[:, :100]), past_key_values=cache)
+    for layer in cache.layers:
+        changed = layer.keys * 0.5
+        layer.keys = changed
+        assert torch.equal(layer.keys, changed)
+    longer = as_inputs(torch.cat([BASE[:, :100], OTHER[:, :20]], dim=1))
+    assert torch.equal(generate(llama, longer, past_key_values=cache), generate(llama, longer))
+    assert cache.report.tier_tokens["live"] == 0
+    assert not cache.store.check_integrity().wrong
 
 
 def test_a_prompt_after_one_that_computed_nan(llama: PreTrainedModel) -> None:

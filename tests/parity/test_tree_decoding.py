@@ -309,6 +309,18 @@ def test_with_streamed_layers_and_codes() -> None:
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("processed", [False, True])
+def test_a_draft_that_is_always_right_is_taken_whole(processed: bool) -> None:
+    """What a tree is worth, to a token: each round takes all levels, and one token of the target's."""
+    (target, tokenizer), levels = load_embedded(), 3
+    trees = TreeDecoding(load_embedded()[0], DraftTreeConfig(policy="tree", depth=levels, width=4, branching=4))
+    told = {"repetition_penalty": 3.0} if processed else {}
+    for ids in held_out_prompts(tokenizer, 4, seed=4):
+        target.generate(**as_inputs(ids), custom_generate=trees, max_new_tokens=17, eos_token_id=None, **told)
+    stats = speculation_stats(trees)
+    assert (stats.histogram, stats.committed_per_round) == ({levels: 16}, levels + 1)
+
+
 def test_fewer_passes_of_the_target() -> None:
     """What trees are for, counted: at the same number of levels, more tokens a pass than a chain."""
     (target, tokenizer), draft = load_embedded(), noisy(load_embedded_draft(), 0.4)

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvboost_hf.config import StreamingConfig
-from tests.internals.offload import ModelSizes, ResidencyPlan, plan_residency
+from tests.internals.offload import ModelSizes, ResidencyPlan, Ring, plan_residency
 
 LAYERS = st.one_of(
     st.lists(st.integers(1, 400), min_size=1, max_size=24),
@@ -99,3 +99,34 @@ def test_layers_of_one_size_stay_as_the_formula_says(nbytes: int, count: int, bu
     assert len(resident) == (wanted if wanted < count - 2 else count)
     gaps = [after - before for before, after in pairwise([*resident, count])]
     assert not gaps or (resident[0] == 0 and max(gaps) - min(gaps) <= 1)
+
+
+@given(st.data())
+def test_no_copy_into_a_slot_is_needless(data: st.DataObject) -> None:
+    """Each slot is sent the layer that uses it next, unless it holds it or nobody uses it; the soonest one first."""
+    n_layers = data.draw(st.integers(1, 7))
+    n_slots = data.draw(st.integers(1, n_layers))
+    ring, left, held = Ring(n_layers, n_slots), set[int](), dict[int, int]()
+    for _ in range(data.draw(st.integers(1, 12))):
+        layer = data.draw(st.integers(0, n_layers - 1))
+        what = data.draw(st.sampled_from(["run", "run", "run", "leave", "join", "forget"]))
+        if what == "leave":
+            ring.leave(layer)
+            left.add(layer)
+            held = {slot: at for slot, at in held.items() if at != layer}
+        elif what == "join":
+            ring.join(layer)
+            left.discard(layer)
+        elif what == "forget":
+            ring.forget(layer)
+            held.pop(layer % n_slots, None)
+        behind = layer + (what == "run" and data.draw(st.booleans()))  # the layer, or the one behind it
+        coming = [at % n_layers for at in range(behind, behind + n_layers) if at % n_layers not in left]
+        wanted = [at for at in coming if at == next(each for each in coming if each % n_slots == at % n_slots)]
+        wanted = [at for at in wanted if held.get(at % n_slots) != at]
+        assert ring.missing(behind) == wanted
+        for at in wanted:
+            ring.sent(at)
+            held[at % n_slots] = at
+            assert ring.holds(at)
+        assert ring.missing(behind) == []

@@ -233,6 +233,10 @@ def places_that_are_no_numbers(blob: Forged) -> None:
     blob.layout["places"][0] = [["a", 0.5], {}]
 
 
+def the_last_place_a_little_off(blob: Forged) -> None:
+    blob.layout["places"][-1][-1][1] += 5
+
+
 def no_blocks(blob: Forged) -> None:
     blob.layout["blocks"] = []
 
@@ -270,7 +274,14 @@ def columns_of_one_token(blob: Forged) -> None:
 
 OF_CHUNKS = [
     *(fewer_layers, more_layers, layers_without_columns, values_in_place_of_keys, places_that_are_none),
-    *(places_that_are_no_numbers, no_blocks, blocks_of_another_shape, blocks_of_other_planes, one_head),
+    *(
+        the_last_place_a_little_off,
+        places_that_are_no_numbers,
+        no_blocks,
+        blocks_of_another_shape,
+        blocks_of_other_planes,
+        one_head,
+    ),
     *(another_model, columns_of_one_token),
 ]
 
@@ -388,6 +399,23 @@ def test_a_forged_blob_is_not_read(change: Change, kind: str, filled: Callable[[
     tier.close()
 
 
+def test_places_a_little_off_are_damage(filled: Callable[[str], tuple[Path, ModelForm]]) -> None:
+    """Any block, and any place in one, by a few; and each of a whole chunk by one."""
+    folder, form = filled("llama")
+    path = next(folder.rglob("*.safetensors"))
+    data = path.read_bytes()
+    places = Forged(data).layout["places"]
+    tensors = [(layer, tensor) for layer, own in enumerate(places) for tensor in range(len(own))]
+    ways = [(some, at, by) for some in ([each] for each in tensors) for at in (0, 1) for by in (-5, -1, 1, 5)]
+    for some, at, by in (*ways, *((tensors, at, by) for at in (0, 1) for by in (-1, 1))):
+        blob = Forged(data)
+        for layer, tensor in some:
+            blob.layout["places"][layer][tensor][at] += by
+        with pytest.raises(DamagedBlobError):
+            read(Blob(memoryview(blob.joined())), form)
+    read(Blob(memoryview(data)), form)
+
+
 @pytest.mark.parametrize("change", [no_sums, no_shape, no_layout, shapes_of_millions, one_head], ids=name_of)
 def test_a_forged_blob_is_no_reason_not_to_start(
     change: Change, filled: Callable[[str], tuple[Path, ModelForm]], monkeypatch: pytest.MonkeyPatch
@@ -425,7 +453,11 @@ def put_right(name: str, disk: str, store: ChunkStore, made: dict[Path, bytes], 
     store.close()
 
 
-@pytest.mark.parametrize("change", [no_sums, another_name, other_tokens, fewer_layers, one_head], ids=name_of)
+@pytest.mark.parametrize(
+    "change",
+    [no_sums, another_name, other_tokens, fewer_layers, one_head, the_last_place_a_little_off],
+    ids=name_of,
+)
 @pytest.mark.parametrize("meanwhile", [False, True])
 def test_a_forged_chunk_is_a_miss(
     tmp_path: Path, disk: str, change: Change, meanwhile: bool, monkeypatch: pytest.MonkeyPatch

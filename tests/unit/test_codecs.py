@@ -20,6 +20,7 @@ from tests.internals.cache import (
     ExactStart,
     Role,
     centroids,
+    live_config,
     make_codec,
     packing,
     random_projection,
@@ -374,3 +375,12 @@ def test_bits_that_a_method_does_not_have() -> None:
         KVQuantConfig(qjl=True, key_bits=1)
     with pytest.raises(ValueError, match="`value_bits` must be 2 or 4 with `grouped_values`, got 3"):
         KVQuantConfig(grouped_values=True, value_bits=3)
+
+
+def test_bits_of_live_codes() -> None:
+    """From 1 to 4, both included."""
+    for bits in (1, 4, "1", "4", 1.0, 4.0, 3.5):
+        assert live_config(bits) == KVQuantConfig(key_bits=float(bits), value_bits=float(bits))
+    for bits in (0, 0.5, 0.99, 4.01, 5, "8"):
+        with pytest.raises(ValueError, match=f"Live K/V must have from 1 to 4 bits, got {bits}. Pass 'int8'"):
+            live_config(bits)

@@ -341,6 +341,28 @@ def test_a_lost_or_short_file_is_a_miss_and_forgotten(
     assert kept(tier, 1, 2) == [1, 2]
 
 
+@pytest.mark.parametrize("size", [1000, 2000])
+def test_one_that_is_written_again_while_it_is_read_stays(
+    opened: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Its file was gone for a moment: a miss, and no reason to give up the blob that took its place."""
+    tier, other = opened(), opened()
+    put(tier, 1)
+    read = disk_files.BlobFiles.read
+
+    def while_another_writes(files: disk_files.BlobFiles, key: bytes, nbytes: int) -> memoryview | None:
+        other.delete([key])
+        found = read(files, key, nbytes)
+        assert put(other, 1, size)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_files.BlobFiles, "read", while_another_writes)
+        assert tier.read(key_of(1)) is None
+    assert kept(tier, 1) == [1]
+    assert len(files_in(folder)) == tier.stats()["chunks"] == 1
+
+
 # What others left behind
 
 

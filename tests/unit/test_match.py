@@ -227,6 +227,17 @@ class TestVariants:
         assert [s.chunk for s in segments] == [first, behind]
         assert [s.continues for s in segments] == [False, True]
 
+    @pytest.mark.parametrize("more", [1, 20])
+    def test_a_whole_chunk_comes_before_the_beginning_of_a_longer_one(self, more: int) -> None:
+        """However much text the longer one has before it: what continues the whole one is found behind it."""
+        whole = FakeChunk(self.document, 0, key=b"whole")
+        longer = FakeChunk(np.concatenate([self.document, 100 + text(more)]), 500, key=b"longer")
+        behind = FakeChunk(200 + text(12), 64, parent=b"whole", key=b"behind")  # too short to be found by itself
+        row = np.concatenate([300 + text(30), self.document, behind.tokens, 400 + text(20)])
+        segments = moved(row, index_of(whole, longer, behind))
+        assert [s.chunk for s in segments] == [whole, behind]
+        assert segments[0].to_end
+
     def test_a_parent_of_another_length_is_another_history(self) -> None:
         first = FakeChunk(text(32, 1), 500, key=b"first")
         behind = FakeChunk(self.document, 900, parent=b"first")

@@ -77,6 +77,13 @@ def test_the_repair_goes_on_where_seams_are_dense(given_policy: Any, goes_on_aft
     assert tuple(goes_on(found, moved, seams) for moved, seams in ((4000, 1), (1400, 6), (3300, 4))) == goes_on_after
 
 
+@pytest.mark.parametrize("seams", [1, 4])
+def test_a_seam_for_every_1024_tokens_is_dense(seams: int) -> None:
+    found = policy("query", progressive=None)
+    assert goes_on(found, 1024 * seams, seams) == "ride"
+    assert goes_on(found, 1024 * seams + 1, seams) is False
+
+
 def test_the_controller_raises_the_ratio_until_enough_is_covered() -> None:
     scores = np.zeros(100)
     scores[20:30] = 1.0  # a fifth of the tokens has all there is

@@ -20,9 +20,12 @@ import torch
 from kvboost_hf import ChunkReuseCache, ChunkStore, StoreClosedError, StoreFullError
 from tests.conftest import as_inputs, make_model, random_ids
 from tests.internals.cache import (
+    Block,
     Border,
     ComputePace,
+    DeviceMemory,
     Entry,
+    LayerKV,
     ModelForm,
     Put,
     RowPlan,
@@ -496,6 +499,25 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(
 
 
 # Failures of the store's own thread
+
+
+def test_device_memory_is_filled_to_its_last_byte() -> None:
+    """Two chunks that fill it stay; one byte less, and the second has no room beside the first."""
+    chunks = [LayerKV((Block.raw(torch.full((2, 1, 16, 1), float(n))),), (((0, 0), (0, 1)),)) for n in range(3)]
+    nbytes = chunks[0].nbytes
+    for max_bytes, held in ((2 * nbytes, {0, 1}), (2 * nbytes - 1, {1}), (nbytes, {1}), (nbytes - 1, set[int]())):
+        memory = DeviceMemory(max_bytes)
+        for n in (0, 1):
+            memory.put(b"%d" % n, chunks[n])
+            memory.check_consistency()
+        assert {n for n in (0, 1) if memory.get(b"%d" % n) is not None} == held
+        assert memory.stats() == {"chunks": len(held), "bytes": len(held) * nbytes, "max_bytes": max_bytes}
+    memory = DeviceMemory(2 * nbytes)
+    for n, used in ((0, None), (1, 0), (2, None)):
+        memory.put(b"%d" % n, chunks[n])
+        if used is not None:
+            memory.get(b"%d" % used)
+    assert [memory.get(b"%d" % n) is not None for n in range(3)] == [True, False, True]  # 1 was used least recently
 
 
 def test_a_failing_job_is_logged_and_the_next_one_runs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
