@@ -78,6 +78,17 @@ def require_rows(processors: LogitsProcessorList, criteria: StoppingCriteriaList
         raise ValueError(f"`streamer` must be None for several rows, which get different numbers of tokens. {_ALONE}")
 
 
+def padding_of(ids: torch.Tensor, keep: torch.Tensor | None) -> list[int]:
+    """How many ids of each row are padding.
+
+    Args:
+        ids: [rows, tokens].
+        keep: [rows, columns], bool: the columns that are no padding, those that a cache holds before the ids included;
+            None for all.
+    """
+    return [0] * len(ids) if keep is None else (~keep[:, -ids.shape[1] :]).sum(-1).tolist()
+
+
 def _for_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
     """The processors of a call, as they are for a row of its own."""
     found: Any = LogitsProcessorList()
@@ -219,7 +230,7 @@ class RowRounds:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        drafter: Callable[[frozenset[int]], Drafter] | None,
+        drafter: Callable[[LogitsProcessorList, frozenset[int]], Drafter] | None,
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Decode a batch, as `generate()` does.
 
@@ -230,8 +241,8 @@ class RowRounds:
             criteria: Stopping criteria.
             config: The configuration of the call.
             model_kwargs: What generate() passes to the model.
-            drafter: Makes the drafts of one row, given the tokens that end it; None to decode without drafts, since
-                the model keeps states.
+            drafter: Makes the drafts of one row, given its logits processors and the tokens that end it; None to
+                decode without drafts, since the model keeps states.
         """
         drafts = drafter is not None
         asked: Any = config
@@ -239,7 +250,7 @@ class RowRounds:
         keep = mask.bool() if mask is not None and not mask.all() else None
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        pads = (~keep).sum(-1).tolist() if keep is not None else [0] * len(input_ids)
+        pads = padding_of(input_ids, keep)
         ends = frozenset(
             int(token)
             for each in criteria
@@ -251,8 +262,9 @@ class RowRounds:
         seeds = torch.randint(2**62, (len(input_ids),)).tolist() if asked.do_sample else [None] * len(input_ids)
         named = [name for name in ("scores", "logits") if getattr(asked, f"output_{name}")]
         wants = named if asked.return_dict_in_generate else []
+        own = [_for_row(processors, row) for row in range(len(input_ids))]
         texts = [
-            _Row(ids, pad, most - len(ids), ends, others, _for_row(processors, row), seed=seeds[row], wants=wants)
+            _Row(ids, pad, most - len(ids), ends, others, own[row], seed=seeds[row], wants=wants)
             for row, (ids, pad) in enumerate(zip(input_ids, pads, strict=True))
         ]
         generator: Any = model
@@ -268,7 +280,7 @@ class RowRounds:
         if drafts:
             cache.activate_past_recording()
         branches = RowBranches(model, cache, positions[..., -1:] + 1, keep, branching=drafts)
-        drafters = [drafter(ends) for _ in texts] if drafter is not None else []
+        drafters = [drafter(each, ends) for each in own] if drafter is not None else []
         batch = _Batch(branches, texts, drafters, _pad_token(asked))
         account = Account(self._times, len(texts), min(text.room for text in texts))
         while batch.active:

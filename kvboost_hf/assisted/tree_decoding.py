@@ -20,7 +20,7 @@ from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.limits import fitted, may_keep_state, vocab_size
 from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft
 from kvboost_hf.assisted.rounds import Drafter, ModelSource, Rounds, SpeculationStats, Taken, TreeDraft, follow
-from kvboost_hf.assisted.row_rounds import RowRounds, require_rows
+from kvboost_hf.assisted.row_rounds import RowRounds, padding_of, require_rows
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.compat import (
     CACHE,
@@ -149,8 +149,8 @@ class TreeDecoding:
                 "TreeDecoding(lookup_assistant(model, store)), or a draft model."
             )
 
-        def drafter(ends: frozenset[int]) -> Drafter:
-            return self._drafting(model, processors, ends)
+        def drafter(own: LogitsProcessorList, ends: frozenset[int]) -> Drafter:
+            return self._drafting(model, own, ends)
 
         if states := keeps_states(model):
             _log.warning("No drafts for %d rows: a %s keeps states.", len(input_ids), type(model).__name__)
@@ -212,7 +212,7 @@ class TreeDecoding:
     ) -> Any:
         """Run the prompt, and rounds until the answer is done; returns the cache."""
         cache, position, keep = self._begin(model, answer, drafting, states, model_kwargs)
-        pads = 0 if keep is None else int((~keep).sum())
+        (pads,) = padding_of(answer.ids, keep)
         branches = continuing(model, cache, position, keep, states)
         while not answer.done:
             self._rounds.run(branches, drafting, answer.ids[:, pads:], answer.room, answer.take)
@@ -255,7 +255,7 @@ class TreeDecoding:
             model_kwargs["output_hidden_states"] = asking_for(model, states.layers)
         output = generator._prefill(ids, answer.config, model_kwargs)
         if states is not None:
-            found, pads = output.hidden_states, 0 if keep is None else int((~keep).sum())
+            found, (pads,) = output.hidden_states, padding_of(answer.ids, keep)
             states.append({layer: found[layer][:, pads:] for layer in states.layers})
         taken = answer.take(chain, output.logits[0, -1 - len(chain) :])
         verified, cache = self._rounds.clock(), getattr(output, CACHE)

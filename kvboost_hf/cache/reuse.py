@@ -682,6 +682,7 @@ class ChunkReuseCache(DynamicCache):
                 nothing; for a text that cannot be moved: images in it, states, other positions than rotary ones, rows
                 of unequal length, codes (`live_quant`), buffers of a fixed size, windows that have let go of tokens.
             CacheInUseError: while a generate() call is under way with the cache.
+            StoreClosedError: if its store was closed.
 
         Example:
             >>> from kvboost_hf.assets import load_embedded

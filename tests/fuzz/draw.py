@@ -4,8 +4,8 @@ import random
 from typing import Any
 
 from tests.architectures.sizes import WINDOW
-from tests.fuzz.families import FAMILIES, FULL, STATEFUL
-from tests.fuzz.history import COPIES, Call, History, Row
+from tests.fuzz.families import FAMILIES, FULL, MOVABLE, STATEFUL
+from tests.fuzz.history import COPIES, EDITS, Call, History, Row
 
 _MOST = 70  # tokens of a part of a row
 _FIXED = 512
@@ -30,7 +30,8 @@ class _Draw:
 
     def history(self) -> History:
         draw = self._draw
-        family = self._of(FAMILIES)
+        self._blends = self._one_in(6)
+        family = self._of(FAMILIES if not self._blends else {name: FAMILIES[name] for name in MOVABLE})
         self._stateful = family in STATEFUL
         self._copies = COPIES if family in FULL else COPIES[:2]  # as far as plain caches can be copied
         self._chunk = self._of({16: 4, 32: 1})
@@ -42,14 +43,22 @@ class _Draw:
         threads = self._of({1: 12, 2: 1, 3: 1})
         if threads > 1 and self._one_in(4):
             reuse = "one cache for all threads"
-        live = self._one_in(25)
+        live = not self._blends and self._one_in(25)
         fixed = None
-        if not live and not (self._stateful and not self._one_in(10)):
+        if not live and not self._blends and not (self._stateful and not self._one_in(10)):
             fixed = self._of({None: 5, _FIXED: 5, "auto": 1})
-        policy: dict[str, Any] = {"min_prefill_saving": 0} if not self._one_in(8) else {}
-        if self._one_in(15) and fixed is None and not live:
+        policy: dict[str, Any] = {"min_prefill_saving": 0} if self._blends or not self._one_in(8) else {}
+        if self._blends:
+            repair = draw.choice([{"repair": "query", "recompute_ratio": 1.0}, {"repair": "none", "sink_tokens": 0}])
+            policy |= {
+                "mode": "blend",
+                **repair,
+                "progressive": draw.choice([None, True, "ride", 1, 7, 24, 64, False]),
+            }
+            reuse = "a kept cache" if threads == 1 and not self._one_in(3) else reuse
+        elif self._one_in(15) and fixed is None and not live:
             policy["keep_logprobs"] = True
-        if policy and fixed is None and not live and self._one_in(10):
+        if policy and fixed is None and not live and not self._blends and self._one_in(10):
             policy |= draw.choice([{"reproducible": True}, {"audit_rate": 1.0}, {"weights_check": "full"}])
         self._sampled = threads == 1
         self._static = reuse == "attach" and self._one_in(4)
@@ -84,6 +93,8 @@ class _Draw:
         if self._one_in(3):  # texts part at a border, or the row ends at one
             tail = draw.choice(self._lengths)
             head, tail = (max(head - tail, 0), min(head, tail)) if self._one_in(2) else (head, tail)
+        if self._blends and not self._one_in(4):  # the same behind other text
+            return Row(text=draw.randrange(3), head=head, tail=draw.choice([33, 50, _MOST]))
         return Row(text=self._of({0: 6, 1: 2, 2: 1}), head=head, other=draw.choice([1, 2, 3]), tail=tail)
 
     def _call(self, reuse: str, threads: int, number: int) -> Call:
@@ -100,6 +111,8 @@ class _Draw:
         before: list[str] = []
         if reuse == "a kept cache" and number and threads == 1 and self._one_in(4):
             before.append(draw.choice(["fork", "fork", "reset", "crop", "store_all", "store_tails"]))
+        if reuse == "a kept cache" and number and threads == 1 and self._one_in(3 if self._blends else 40):
+            before.append(draw.choice(["repair", *EDITS]))
         if number and self._one_in(12):
             before.append(draw.choice(["reopen", "collect"]) if threads == 1 else "store_tails")
         raises = nested = None
@@ -128,8 +141,10 @@ class _Draw:
         draw, told = self._draw, {}
         if self._in_pieces and not self._one_in(4):
             told["prefill_chunk_size"] = self._pieces
-        way = self._of({"greedy": 10, "sampled": 3 if self._sampled else 0, "beams": 3, "drafted": 4})
-        if way == "drafted" and (rows > 1 or self._stateful):
+        way = self._of(
+            {"greedy": 10, "sampled": 3 if self._sampled else 0, "beams": 3, "drafted": 4 if rows == 1 else 8}
+        )
+        if way == "drafted" and self._stateful and (rows == 1 or not self._one_in(4)):
             way = "greedy"
         if way == "sampled":
             told["do_sample"] = True
@@ -139,11 +154,12 @@ class _Draw:
             told["num_beams"] = draw.choice([2, 3])
             told["num_return_sequences"] = draw.choice([1, 2])
         elif way == "drafted":
-            kind = draw.choice(["plain", "load_assistant", "lookup", "trees", "prompt lookup"])
+            kinds = ["plain", "load_assistant", "lookup", "trees", "prompt lookup"] if rows == 1 else ["trees"]
+            kind = draw.choice([*kinds, "looked-up trees"])
             told |= {"prompt_lookup_num_tokens": draw.choice([2, 4])} if kind == "prompt lookup" else {"draft": kind}
         if self._one_in(8):
             told |= draw.choice([{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 2}])
-        if self._one_in(8):
+        if self._one_in(8 if rows == 1 or way != "drafted" else 2):
             told |= {"eos_token_id": _EOS, "pad_token_id": 0}
         if self._one_in(12) and "draft" not in told:
             told["stop_strings"] = ["a", "e"]

@@ -42,7 +42,9 @@ FAMILIES: dict[str, int] = {
 # They keep states, of which nothing can be taken back, so that nothing is drafted for them.
 STATEFUL = ("qwen3_next", "falcon_h1", "olmo_hybrid", "lfm2", "nemotron_h", "granitemoehybrid", "mamba2", "zamba2")
 FULL = ("llama", "qwen3", "gpt2", "opt", "bloom", "deepseek_v3", "mixtral")  # all layers hold all tokens
-OWN_DRAFTS = ("load_assistant", "trees", "lookup")  # plain decoding without a draft is what they must say
+MOVABLE = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "mixtral")  # behind other text
+# Plain decoding without a draft is what they must say.
+OWN_DRAFTS = ("load_assistant", "trees", "lookup", "looked-up trees")
 DRAFTED = 3
 # How far logits may be off at least, in their standard deviations. A history that fails in float32 is played in
 # float64, too: what is off by more there is no matter of rounding, nor of experts or tokens that score alike.

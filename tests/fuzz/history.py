@@ -19,6 +19,8 @@ REUSES = (
 
 
 COPIES = ("deepcopy", "pickle", "DynamicCache")
+# What is done to a kept cache: a part of what it holds goes, or something is put in its place, or elsewhere.
+EDITS = ("drop", "replace", "insert", "move on", "move back", "edit nothing")
 
 
 class _Short:
@@ -102,12 +104,14 @@ class Call(_Short):
 class History(_Short):
     """Calls, and what serves them.
 
+    Answers are not compared with codes, nor with a policy that moves K/V without computing all of it again at once.
+
     Args:
         family: A model type.
         attention: Its implementation.
         reuse: What brings the reuse: see `REUSES`.
         max_cache_len: Of the caches, or of `attach`.
-        live_quant: Hold codes: answers are not compared then.
+        live_quant: Hold codes.
         policy: Arguments of `ReusePolicy`.
         chunk_size: Of the store.
         max_bytes: Of the store, in chunks; None for more than enough.
@@ -127,3 +131,13 @@ class History(_Short):
     disk: bool = False
     threads: int = 1
     calls: tuple[Call, ...] = ()
+
+    @property
+    def moves(self) -> bool:
+        """Whether K/V is used behind another text than it was computed behind."""
+        return self.policy.get("mode") == "blend" and self.policy.get("recompute_ratio") != 1.0
+
+    @property
+    def differs(self) -> bool:
+        """Whether answers may differ from those of plain `generate()`."""
+        return self.live_quant or self.moves

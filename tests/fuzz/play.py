@@ -30,7 +30,7 @@ from kvboost_hf import (
 from kvboost_hf.errors import KVBoostError
 from tests.conftest import as_inputs, left_pad
 from tests.fuzz.families import OWN_DRAFTS, Family, draft, family, tokenizer
-from tests.fuzz.history import REUSES, Call, History, Row
+from tests.fuzz.history import EDITS, REUSES, TEXTS, Call, History, Row
 from tests.internals.cache import ComputePace, chunk_bytes, make_codec
 from tests.internals.compat import CACHE, cache_argument, cache_in, decoder_layers
 
@@ -38,7 +38,8 @@ INNER = Row(text=3, head=33)  # what is asked in the middle of a call
 # Errors that plain generate() has not, as documented: parts of their messages.
 DOCUMENTED = (
     "max_cache_len",
-    "Trees are drafted for one row",
+    "to draft for several rows",  # what looks at all rows together
+    "`streamer` must be None for several rows",
     "K/V of branches cannot be held",
     "cannot compute trees of tokens",
     "cannot be returned with trees of drafts",
@@ -155,10 +156,13 @@ def _continued(
     mask = mask.repeat_interleave(copies, dim=0)
     grown = bool((sequences[:, width:] == 0).any())  # padding behind an answer
     # Beams leave other rows than those of the answer, and a static cache has no room behind it.
-    can = call.only_new and not grown and not earlier.call.options.keys() & {"num_beams", "cache_implementation"}
+    can = call.only_new and not grown and not history.moves
+    can = can and history.reuse != REUSES[2]  # another thread may have put another text into it
+    can = can and not earlier.call.options.keys() & {"num_beams", "cache_implementation"}
     can = can and earlier.call.options.get("use_cache", True) and sequences.shape[1] > width
     can = can and not call.options.keys() & {"num_beams", "num_return_sequences", "use_cache"}  # nor can plain caches
-    can = can and not (len(sequences) > 1 and call.options.keys() & {"draft", "prompt_lookup_num_tokens"})
+    chains = call.options.keys() & {"draft", "prompt_lookup_num_tokens"} and not _trees(call)
+    can = can and not (len(sequences) > 1 and chains)
     if can:
         more = call.rows[0].end.expand(len(sequences), -1)
         ids = torch.cat([sequences, more], dim=1)
@@ -233,6 +237,8 @@ def _arguments(call: Call, name: str, dtype: torch.dtype, store: ChunkStore | No
         told["assistant_model"] = draft(name, dtype, kind)
     elif kind == "lookup" and store is not None:
         told["assistant_model"] = lookup_assistant(family(name, dtype).served, store)
+    elif kind == "looked-up trees" and store is not None:
+        told["custom_generate"] = TreeDecoding(lookup_assistant(family(name, dtype).served, store))
     elif kind == "trees" and store is not None:
         told["custom_generate"] = TreeDecoding(draft(name, dtype, kind))
     if told.get("stop_strings"):
@@ -396,6 +402,8 @@ class _Played:
         for action in call.before:
             try:
                 self._do(action, lane)
+            except Wrong as wrong:
+                raise Wrong(wrong.kind, f"{action} before call {number}: {wrong}") from wrong
             except Exception as error:
                 raise Wrong(f"raised {type(error).__name__}", f"{action} before call {number}: {error}") from error
         given: dict[str, Any] = {}
@@ -430,7 +438,7 @@ class _Played:
         if isinstance(step.expected, Exception):
             return
         lane.caches[number] = given[CACHE] if CACHE in given else cache_in(found)
-        if not history.live_quant:
+        if not history.differs:
             # Plain generate() that goes on with a cache is off from one over the whole text by as much.
             unsteady = step.of is not None and not self._steady
             _compare(number, step, inputs, found, 10 * self._same if unsteady else self._same)
@@ -465,7 +473,7 @@ class _Played:
             raise
         finally:
             torch.set_rng_state(state)
-        if not history.live_quant:
+        if not history.differs:
             _compare(-1, Step(call, inputs, None, 0, expected), inputs, found, self._same)
 
     # Caches and the store
@@ -522,8 +530,36 @@ class _Played:
             except (RuntimeError, ValueError):  # states, and windows that have let go of a token
                 return
             lane.caches = {}
+        elif action in EDITS:
+            lane.caches = {}
+            self._edit(cache, action)
         else:
             getattr(cache, action)()
+
+    def _edit(self, cache: ChunkReuseCache, kind: str) -> None:
+        """Edit what a cache holds, and go on from there: once it is repaired, it is as if it had been computed."""
+        held = cache.get_seq_length()
+        start, stop = held // 3, held // 3 + max(held // 8, 1)
+        new = TEXTS[3][0, 200:209]
+        edits: dict[str, dict[str, Any]] = {
+            "drop": {"drop": [(start, stop)]},
+            "replace": {"replace": [(start, stop, new)]},
+            "insert": {"replace": [(start, start, new)]},
+            "move on": {"move": [(start, stop, held - held // 8)]},
+            "move back": {"move": [(held - held // 4, held - held // 8, start)]},
+            "edit nothing": {},
+        }
+        try:
+            ids = cache.edit(**edits[kind])
+        except ValueError:  # what cannot be moved, or holds nothing
+            return
+        cache.repair()
+        if (ledger := cache.parts.live.ledger) is None or ledger.blended is not None:
+            return
+        call, inputs = Call(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        expected = _plain(self._history.family, self._history.attention, self._dtype, _key(inputs), _frozen(call))
+        found = _generate(self._model, inputs, call, {CACHE: cache, "do_sample": False})
+        _compare(-1, Step(call, inputs, None, 0, expected), inputs, found, self._same)
 
 
 def _compare(number: int, step: Step, inputs: dict[str, torch.Tensor], found: Any, same: float) -> None:
@@ -554,6 +590,8 @@ def _compare(number: int, step: Step, inputs: dict[str, torch.Tensor], found: An
                     raise Wrong("answer", f"{at}: {other.tolist()} instead of {right.tolist()}")
                 going &= ~unlike
                 parted = True
+            if _trees(step.call):  # nothing is computed behind the end of a row
+                going &= ~torch.isin(right[:, i], torch.tensor(step.call.options.get("eos_token_id", [])))
     if parted:
         raise _Parted
     if beams and right.shape == other.shape and not torch.equal(right, other):
@@ -584,6 +622,10 @@ def _compare_hidden(step: Step, inputs: dict[str, torch.Tensor], found: Any, at:
         off = _apart(right[real].float(), other[real].float())
         if bool((off > 10 * same).any()):
             raise Wrong("hidden states", f"{at}: of layer {number} are off by {float(off.max()):.2g}")
+
+
+def _trees(call: Call) -> bool:
+    return str(call.options.get("draft")).endswith("trees")
 
 
 def _penalized(step: Step) -> bool:

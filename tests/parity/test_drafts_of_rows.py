@@ -255,7 +255,24 @@ def test_processors(more: dict[str, Any]) -> None:
     target = make_model()
     told = {**batch(UNEVEN), "max_new_tokens": 15, **more}
     wanted = target.generate(**told)
-    assert torch.equal(target.generate(**told, custom_generate=looked_up(target, wanted, 0.2, CHAINS)), wanted)
+    for trees in (looked_up(target, wanted, 0.2, CHAINS), TreeDecoding(noisy(make_model()), WIDE)):
+        assert torch.equal(target.generate(**told, custom_generate=trees), wanted)
+
+
+@pytest.mark.parametrize("lengths", [(1, 30), (30, 1, 12)])
+def test_new_ids_behind_padding_that_a_cache_holds(lengths: tuple[int, ...]) -> None:
+    """Padding is counted among the ids that are passed: here among none of them."""
+    target, told = make_model(), batch(lengths)
+    trees = TreeDecoding(noisy(make_model()), WIDE)
+    for rows in (slice(None), slice(0, 1), slice(1, 2)):
+        ids, mask = told["input_ids"][rows], told["attention_mask"][rows]
+        wanted = target.generate(ids, attention_mask=mask, max_new_tokens=15, eos_token_id=None)
+        for cache in (ChunkReuseCache(target), DynamicCache(config=target.config)):
+            more: dict[str, Any] = {"past_key_values": cache, "eos_token_id": None}
+            first = target.generate(ids, attention_mask=mask, max_new_tokens=3, **more)
+            more["attention_mask"] = torch.nn.functional.pad(mask, (0, 3), value=1)
+            found = target.generate(first[:, -1:], max_new_tokens=12, custom_generate=trees, **more)
+            assert torch.equal(found[:, 1:], wanted[:, -12:])
 
 
 def test_stop_strings() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from kvboost_hf import CacheInUseError, ChunkReuseCache, ChunkStore, ReusePolicy
+from kvboost_hf import CacheInUseError, ChunkReuseCache, ChunkStore, ReusePolicy, StoreClosedError
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 from tests.internals.cache import REPAIRS, MovedColumns, blend_reason
 from tests.parity.test_blend import MOVABLE, OutOfLuck
@@ -194,6 +194,20 @@ def test_an_edit_that_only_cuts_or_appends_is_exact() -> None:
         assert cache.report.moved_tokens == 0
         asked = torch.cat([ids, MORE], dim=1)
         assert_same(generate(model, asked, cache, 3), generate(model, asked, None, 3))
+
+
+def test_text_that_is_as_before_is_not_moved() -> None:
+    model = make_model("llama")
+    cache = holding(model, SHORT)
+    with counted(model) as work:
+        assert torch.equal(cache.edit(replace=[(20, 60, SHORT[0, 20:60])]), SHORT)
+    assert (work.tokens, cache.report.moved_tokens) == (0, 0)
+    again = torch.cat([SHORT[0, 20:50], NEW])
+    cache.edit(replace=[(20, 60, again)])
+    assert cache.report.tier_tokens["live"] >= 50
+    cache.store.close()
+    with pytest.raises(StoreClosedError):
+        cache.edit(drop=[(20, 60)])
 
 
 def test_text_too_short_to_be_moved_is_computed() -> None:

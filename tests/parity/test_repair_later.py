@@ -300,6 +300,34 @@ def test_a_piece_that_another_model_has_computed_does_not_count(monkeypatch: pyt
     assert not store.check_integrity().wrong
 
 
+@pytest.mark.parametrize("ends", ["piece", "stopped", "error"])
+@torch.no_grad()
+def test_what_another_model_has_left_in_the_layers_is_not_used(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """Such as one whose adapter was off for a moment: afterwards the model is as before."""
+    model = prepared()
+    store = store_with_documents(model)
+    cache = ChunkReuseCache(model, store, riding(10))
+    halted = Halted(monkeypatch)
+    said = generate(model, as_inputs(prompt([2, 0, 3, 1])), cache, max_new_tokens=3, min_new_tokens=3).sequences
+    assert halted.reached.wait(30)
+    if ends == "error":
+        monkeypatch.setattr(scatter.ScatterPass, "update", lambda *args: 1 / 0)
+    hook = model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
+    threading.Timer(0.1, halted.go_on.set).start()
+    if ends == "stopped":
+        model(said)
+    wait_until_idle_work_is_done(cache)
+    hook.remove()
+    monkeypatch.undo()
+    longer = as_inputs(torch.cat([said, random_ids(9)], dim=1))
+    generate(model, longer, cache, max_new_tokens=1)
+    assert cache.report.dropped_reason is not None
+    assert cache.report.tier_tokens["live"] == 0
+    cache.repair()
+    assert_same(generate(model, longer, cache), generate(model, longer))
+    assert not store.check_integrity().wrong
+
+
 @torch.no_grad()
 def test_turns_that_come_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn cuts an idle repair short at another place; the last one is as plain."""

@@ -36,8 +36,10 @@ def require_editable(parts: CacheParts) -> Ledger:
 
     Raises:
         ValueError: for a cache that does not blend, and for a text that cannot be moved; the message says why.
+        StoreClosedError: if the store was closed.
     """
     live, binding, model = parts.live, parts.binding, parts.binding.model()
+    binding.store.require_open()
     if binding.policy.mode == "exact":
         raise ValueError(_MODE)
     if not live.held:

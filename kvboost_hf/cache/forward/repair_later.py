@@ -205,13 +205,18 @@ def _repair_piece(parts: CacheParts, stop: threading.Event) -> None:
     if model is None:
         stop.set()
         return
+    done = None
     try:
-        columns, wanted = _compute_again(live, model, _IDLE_PIECE, stop)
+        done = _compute_again(live, model, _IDLE_PIECE, stop)
     except Stopped:
+        pass
+    finally:
+        if not _is_as_it_was(parts):
+            live.note_change()  # layers may hold K/V of what the model was meanwhile
+            done = None
+    if done is None:
         return
-    if not _is_as_it_was(parts):
-        return
-    _note_repaired(live, columns, wanted)
+    _note_repaired(live, *done)
     if live.ledger is not None and live.ledger.blended is None:
         parts.writer.confirm(live.ledger)
         parts.writer.offer_tails()  # nobody may use the cache again

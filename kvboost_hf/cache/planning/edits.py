@@ -88,7 +88,11 @@ def edited(
     for at, end in zip(cuts, [*cuts[1:], columns], strict=True):
         where = np.arange(at, end)[kept[at:end]]
         parts += [*put.get(at, ()), (ids[:, where], where)]
-    return Edited(np.concatenate([new for new, _ in parts], axis=1), np.concatenate([at for _, at in parts]))
+    new, source = np.concatenate([part for part, _ in parts], axis=1), np.concatenate([at for _, at in parts])
+    same = (ids[:, : new.shape[1]] == new[:, :columns]).all(axis=0)
+    alike = int(same.cumprod().sum())
+    source[:alike] = np.arange(alike)  # a text may go on as before where it is given anew
+    return Edited(new, source)
 
 
 def _span(name: str, given: Sequence[Any], columns: int) -> tuple[int, int]:
