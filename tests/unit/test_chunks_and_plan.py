@@ -221,7 +221,7 @@ class TestStems:
     )
     @example([("aaabb", 0), ("aab", 1)], 1, 1, 0)  # a stem that saves just what it costs
     def test_any_batch(self, given_rows: list[tuple[str, int]], saving: int, logits: int, held: int) -> None:
-        """Less work than without, or no stems; paths have no gaps, begin in what is known, and are tokens of their row."""
+        """Less work than without, or no stems; paths have no gaps, begin in what is known, and are of their row."""
         tokens = rows_of(*(text for text, _ in given_rows))
         columns = max(map(len, tokens))
         limit = max(columns - logits, 0)

@@ -196,5 +196,5 @@ def test_bad_arguments() -> None:
     for arguments, message in _BAD:
         with pytest.raises(ValueError, match=message):
             ContentChunker(**arguments)
-    ContentChunker(chunk_size=32, boundary_window=31, sentence_ends=[0, np.int64(5)], separators=[(2**20,)])
+    ContentChunker(chunk_size=32, boundary_window=31, sentence_ends=[0, 5], separators=[(2**20,)])
     ContentChunker(chunk_size=32, boundary_window=0)
