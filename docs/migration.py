@@ -39,8 +39,8 @@ print(f"TTFT: {result.ttft_ms:.1f} ms | KV reuse: {result.kv_reuse_ratio:.0%}")
 assert result.kv_reuse_ratio > 0.6
 ```
 
-Each line below has a name of kvboost, behind an arrow what it is called here, and what to know. What is different on
-purpose:
+Each line below has a name of kvboost, behind an arrow what it is called here, and what to know; a name alone is the
+same here. What is different on purpose:
 
 - A text is sent as the message of a user where the tokenizer has a chat template. `KVBoost(chat_template=False)` sends
   texts as kvboost does, as they are.
@@ -65,7 +65,9 @@ def _line(entry: Replacement) -> str:
     ours = [name.removeprefix("kvboost_hf.") for name in entry.ours]
     where = "" if ours == list(entry.names) else ", ".join(f"`{name}`" for name in ours)
     names = ", ".join(f"`{name}`" for name in entry.names)
-    return "".join(("- ", names, f" → {where}" if where else "", f": {entry.note}" if entry.note else ""))
+    return "".join(
+        ("- ", names, f" → {where}" if where else "", f": {entry.note}" if entry.note not in ("", "The same.") else "")
+    )
 
 
 if __name__ == "__main__":

@@ -64,13 +64,11 @@ without reuse: the same again, longer ones, shorter ones, unrelated ones, and a 
 
 {counts}.
 
-*Moved* says whether K/V can also be used at other positions than those it was computed for ([moved
-chunks](moved.md)): rotated keys were compared, layer by layer, with what the model computes 300 positions further on,
-and prompts were answered over moved chunks.
+*Moved* says whether K/V can also be used at other positions ([moved chunks](moved.md)).
 {moved} classes allow it.
 
 A *sliding window* keeps the K/V of the last tokens only; a *recurrent or convolution state* is one state of fixed size
-for all tokens so far. *Layers that keep nothing* have no attention, or use the K/V of another layer.
+for all tokens so far.
 
 ## The table
 """

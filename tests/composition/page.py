@@ -66,11 +66,9 @@ _INTRODUCTION = """\
 table](#what-does-not-go-together) has those that do not, with what happens: an error, or a plain answer whose report
 says why.
 
-All of this is tested. There are {pairs} pairs of choices that go together, and any of them meets in one of {cells}
-calls of `generate()` on tiny models. Each call comes after a history that knows its prompt, or a part of it, and must
-be right in three things: its tokens and logits are those of plain `generate()` (where a choice may change answers, of
-the simplest call that makes it), and no more tokens went through the model than are new. As a control, histories of
-zeros are found wrong. The other {limits} pairs are in the table, and each of them is tried, too.
+All of this is tested: each of {pairs} pairs of choices that go together meets in one of {cells} calls of `generate()`
+on tiny models, whose tokens, logits and numbers of computed tokens must be right. The other {limits} pairs are in the
+table, and each of them is tried, too.
 
 ## What can be combined
 
@@ -117,14 +115,14 @@ def _limits() -> list[list[str]]:
         sides = found.setdefault((one[0], other[0], limit), ({}, {}))
         for side, value in zip(sides, (one, other), strict=True):
             side[_word(value)] = None
-    return [
-        [
-            *(f"{_TITLES[name]}: {', '.join(side)}" for name, side in zip((one, other), sides, strict=True)),
-            _OUTCOMES[limit.outcome].format(says=limit.says.replace("`", "")),
-            limit.why,
-        ]
-        for (one, other, limit), sides in found.items()
-    ]
+    alike: dict[tuple[str, str, str], list[str]] = {}  # what goes not with one value, for the same reason
+    for (factor, second, limit), sides in found.items():
+        this, that = (
+            f"{_TITLES[name]}: {', '.join(side)}" for name, side in zip((factor, second), sides, strict=True)
+        )
+        outcome = _OUTCOMES[limit.outcome].format(says=limit.says.replace("`", ""))
+        alike.setdefault((this, outcome, limit.why), []).append(that)
+    return [[this, "; ".join(those), outcome, why] for (this, outcome, why), those in alike.items()]
 
 
 def _choice(value: Value) -> str:
