@@ -240,8 +240,8 @@ def test_tags_need_properties_at_the_top(tokenizer: Any) -> None:
     """Where calls are tags, a schema that has its properties elsewhere is refused: nothing would be forced."""
     names = [name for name in RECORDED for known in FORCED if known.tags and getattr(tool_formats, name) is known]
     assert names
-    own = {"type": "object", "properties": {"city": {"type": "string"}}}
-    refused = [{word: [own]} for word in ("allOf", "anyOf", "oneOf")]
+    own: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
+    refused: list[dict[str, Any]] = [{word: [own]} for word in ("allOf", "anyOf", "oneOf")]
     refused += [{"$ref": "#/$defs/own", "$defs": {"own": own}}, {"properties": [own]}]
     for name in names:
         tokenizer.chat_template = RECORDED[name][0]
@@ -252,8 +252,8 @@ def test_tags_need_properties_at_the_top(tokenizer: Any) -> None:
         for schema in refused:
             with pytest.raises(ValueError, match="`parameters` must have its `properties` at its top"):
                 forced(schema)
-        for schema in ({}, {"type": "object"}, own, {**own, "anyOf": [{"required": ["city"]}]}):
-            assert forced(schema)
+        taken: list[dict[str, Any]] = [{}, {"type": "object"}, own, {**own, "anyOf": [{"required": ["city"]}]}]
+        assert all(map(forced, taken))
 
 
 @pytest.mark.parametrize("name", ["LFM", "OLMO", "PYTHONIC", "GEMMA"])
