@@ -376,6 +376,28 @@ def test_an_idle_repair_in_inference_mode() -> None:
     assert cache.report.repaired_tokens == 278
 
 
+def test_whoever_comes_finds_the_device_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may use another stream than the thread of the idle repair does."""
+    waited: list[bool] = []
+
+    class Link:
+        is_apart = staticmethod(lambda device: True)
+        current = staticmethod(lambda device: None)
+
+        def record(self, stream: None) -> Any:
+            return self
+
+        def synchronize(self) -> None:
+            waited.append(idle_of(cache).wait(0))
+
+    model = prepared()
+    cache = ChunkReuseCache(model, store_with_documents(model), riding(10))
+    monkeypatch.setattr(repair_later, "link", Link())
+    generate(model, as_inputs(prompt([2, 0, 3, 1])), cache, max_new_tokens=2)
+    cache.repair()
+    assert waited == [False]
+
+
 def test_an_error_of_the_model_ends_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model = prepared()
     cache = ChunkReuseCache(model, store_with_documents(model), riding(10))

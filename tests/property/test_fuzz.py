@@ -41,6 +41,16 @@ ONCE_WRONG = [
         family="llama4_text",
         calls=(Call(rows=(Row(head=7), Row(head=17)), new=1, options={"output_hidden_states": -1}),),
     ),
+    # Padding that a cache holds was taken off the new ids; a draft of a row was given the processors of all rows.
+    History(
+        calls=(
+            Call(rows=(Row(head=1), Row(head=4)), new=1),
+            Call(rows=(Row(head=1),), follows=1, only_new=True, new=4, options={"draft": "trees"}),
+        )
+    ),
+    History(
+        calls=(Call(rows=(Row(head=2), Row(head=1)), new=4, options={"draft": "trees", "repetition_penalty": 1.3}),)
+    ),
     # A mask of fewer columns than a cache of a fixed size has.
     History(
         attention="kvboost_fa2",

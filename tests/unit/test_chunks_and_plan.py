@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.internals.cache import (
@@ -207,14 +207,21 @@ class TestStems:
         assert (shared.filled, shared.ahead, shared.cost(99, 64)) == (99, 99, 99 + 64)
         assert plan_shared(plan, rows_of(*["a" * 100] * 4), 0, 99, 0, 64) is plan
 
+    def test_a_forward_that_saves_just_what_it_costs_is_not_made(self) -> None:
+        tokens, saved = rows_of(*["a" * 100] * 4), 3 * 99
+        for cost in (saved - 1, saved, saved + 1):
+            plan = plan_batch([row_plan(0)] * 4, [0] * 4, held=0, limit=99, min_saving=cost)
+            assert (plan_shared(plan, tokens, 0, 99, 99, cost) is plan) == (cost >= saved)
+
     @given(
         st.lists(st.tuples(st.text("ab", min_size=1, max_size=60), st.integers(0, 30)), min_size=2, max_size=7),
         st.integers(0, 20),
         st.integers(1, 5),
         st.integers(0, 30),
     )
+    @example([("aaabb", 0), ("aab", 1)], 1, 1, 0)  # a stem that saves just what it costs
     def test_any_batch(self, given_rows: list[tuple[str, int]], saving: int, logits: int, held: int) -> None:
-        """Never more work than without; paths have no gaps, begin in what is known, and are tokens of their row."""
+        """Less work than without, or no stems; paths have no gaps, begin in what is known, and are of their row."""
         tokens = rows_of(*(text for text, _ in given_rows))
         columns = max(map(len, tokens))
         limit = max(columns - logits, 0)
@@ -223,7 +230,7 @@ class TestStems:
         hits = [max(min(hit, limit - pad), held - pad, 0) for (_, hit), pad in zip(given_rows, pads, strict=True)]
         alone = plan_batch([row_plan(hit) for hit in hits], pads, held, limit, saving)
         plan = plan_shared(alone, tokens, 0, limit, limit, saving)
-        assert plan.cost(limit, saving) <= alone.cost(limit, saving)
+        assert plan is alone or plan.cost(limit, saving) < alone.cost(limit, saving)
         assert held <= plan.filled <= max(limit, held)
         stems = [stem for group in plan.stems for stem in group]
         if stems:

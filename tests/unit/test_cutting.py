@@ -176,20 +176,25 @@ class TestForTokenizer:
             ContentChunker.for_tokenizer(self.tokenizer, separators=[""])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"chunk_size": 16}, r"`chunk_size` must be a multiple of 16 tokens, at least 32, got 16\."),
-        ({"chunk_size": 100}, r"`chunk_size` must be a multiple of 16 tokens, at least 32, got 100\."),
-        ({"chunk_size": "128"}, r"`chunk_size` must be a multiple of 16 tokens, at least 32, got '128'\."),
-        ({"boundary_window": 128}, r"`boundary_window` must be from 0 to 127 tokens, .*, got 128\. Pass 0 "),
-        ({"boundary_window": -1}, r"`boundary_window` must be from 0 to 127 tokens, .*, got -1\."),
-        ({"sentence_ends": [-1]}, r"`sentence_ends` must hold token ids, ints from 0 on, got -1\."),
-        ({"separators": [("<s>",)]}, r"`separators` must hold token ids, ints from 0 on, got '<s>'\."),
-        ({"separators": [()]}, r"`separators` must hold sequences of one id or more, got an empty one\."),
-        ({"separators": [(1, None)]}, r"`separators` must hold token ids, ints from 0 on, got None\."),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ContentChunker(**arguments)
+_BAD: list[tuple[dict[str, Any], str]] = [
+    ({"chunk_size": 16}, r"`chunk_size` must be a multiple of 16 tokens, at least 32, got 16\."),
+    ({"chunk_size": 100}, r"`chunk_size` must be a multiple of 16 tokens, at least 32, got 100\."),
+    ({"chunk_size": "128"}, r"`chunk_size` must be a multiple of 16 tokens, at least 32, got '128'\."),
+    ({"boundary_window": 128}, r"`boundary_window` must be from 0 to 127 tokens, .*, got 128\. Pass 0 "),
+    ({"boundary_window": -1}, r"`boundary_window` must be from 0 to 127 tokens, .*, got -1\."),
+    ({"sentence_ends": [-1]}, r"`sentence_ends` must hold token ids, ints from 0 on, got -1\."),
+    ({"sentence_ends": [2**32]}, r"`sentence_ends` must hold token ids, ints from 0 on, got 4294967296\."),
+    ({"sentence_ends": [True]}, r"`sentence_ends` must hold token ids, ints from 0 on, got True\."),
+    ({"separators": [("<s>",)]}, r"`separators` must hold token ids, ints from 0 on, got '<s>'\."),
+    ({"separators": [()]}, r"`separators` must hold sequences of one id or more, got an empty one\."),
+    ({"separators": [(1, None)]}, r"`separators` must hold token ids, ints from 0 on, got None\."),
+]
+
+
+def test_bad_arguments() -> None:
+    """All of them in each run, for each is about a guard of its own."""
+    for arguments, message in _BAD:
+        with pytest.raises(ValueError, match=message):
+            ContentChunker(**arguments)
+    ContentChunker(chunk_size=32, boundary_window=31, sentence_ends=[0, 5], separators=[(2**20,)])
+    ContentChunker(chunk_size=32, boundary_window=0)

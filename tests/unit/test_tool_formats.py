@@ -236,6 +236,26 @@ def test_calls_that_must_come(tokenizer: Any, known: tool_formats.ToolFormat) ->
             assert told(parsed)[0] == [("get_weather", arguments)]
 
 
+def test_tags_need_properties_at_the_top(tokenizer: Any) -> None:
+    """Where calls are tags, a schema that has its properties elsewhere is refused: nothing would be forced."""
+    names = [name for name in RECORDED for known in FORCED if known.tags and getattr(tool_formats, name) is known]
+    assert names
+    own: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
+    refused: list[dict[str, Any]] = [{word: [own]} for word in ("allOf", "anyOf", "oneOf")]
+    refused += [{"$ref": "#/$defs/own", "$defs": {"own": own}}, {"properties": [own]}]
+    for name in names:
+        tokenizer.chat_template = RECORDED[name][0]
+
+        def forced(schema: dict[str, Any]) -> str:
+            return tool_calls(tokenizer, [{"type": "function", "function": {"name": "get", "parameters": schema}}])
+
+        for schema in refused:
+            with pytest.raises(ValueError, match="`parameters` must have its `properties` at its top"):
+                forced(schema)
+        taken: list[dict[str, Any]] = [{}, {"type": "object"}, own, {**own, "anyOf": [{"required": ["city"]}]}]
+        assert all(map(forced, taken))
+
+
 @pytest.mark.parametrize("name", ["LFM", "OLMO", "PYTHONIC", "GEMMA"])
 def test_calls_that_cannot_be_forced(tokenizer: Any, name: str) -> None:
     tokenizer.chat_template = RECORDED[name][0]

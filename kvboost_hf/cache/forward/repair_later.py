@@ -29,6 +29,7 @@ from kvboost_hf.cache.planning.moved import Mask, choose_columns
 from kvboost_hf.cache.prompt.forward_call import ForwardInputs, Kwargs
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import PrivateCache, input_device, run_model
+from kvboost_hf.device_link import link
 
 PIECE = 512  # columns at once where nobody waits
 _IDLE_PIECE = 128  # columns at once that are lost where somebody comes
@@ -195,9 +196,12 @@ def repair_while_idle(parts: CacheParts, stop: threading.Event) -> None:
     ledger = parts.live.ledger
     if ledger is None or ledger.progressive is True or parts.live.in_forward:
         return
-    with torch.inference_mode(_made_in_inference_mode(parts.live.layers)):
-        while not stop.is_set() and may_repair(parts.live) and _is_as_it_was(parts):
-            _repair_piece(parts, stop)
+    try:
+        with torch.inference_mode(_made_in_inference_mode(parts.live.layers)):
+            while not stop.is_set() and may_repair(parts.live) and _is_as_it_was(parts):
+                _repair_piece(parts, stop)
+    finally:
+        _wait_for_devices(parts.live.layers)
 
 
 def _repair_piece(parts: CacheParts, stop: threading.Event) -> None:
@@ -225,6 +229,13 @@ def _repair_piece(parts: CacheParts, stop: threading.Event) -> None:
 def _is_as_it_was(parts: CacheParts) -> bool:
     """Whether the model computes what it did when the rest of the prompt was computed, and nobody has touched that."""
     return parts.binding.reason_in_training is None and parts.writer.storable() is not None
+
+
+def _wait_for_devices(layers: Sequence[ReuseLayer]) -> None:
+    """Wait until what this thread has launched has run: whoever comes may use another stream."""
+    for device in {layer.device for layer in layers if isinstance(layer, GrowingLayer) and layer.is_initialized}:
+        if link.is_apart(device):
+            link.record(link.current(device)).synchronize()
 
 
 def _made_in_inference_mode(layers: Sequence[ReuseLayer]) -> bool:

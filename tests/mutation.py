@@ -1,0 +1,249 @@
+"""`python -m tests.mutation`: takes guards, bounds, operators and signs out of the package, one at a time.
+
+    python -m tests.mutation --seed 1 --count 100 --minutes 60
+
+A first run notes which tests enter which functions; `--map FILE` keeps that for later runs. For each mutant the tests
+that enter its function run, those first that enter fewest functions, on a copy of the project in a temporary folder.
+A mutant that no test notices is a hole, or changes nothing: close it by a test, or delete the code. The status is 1 if
+there are any.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+_NOTES = "MUTATION_NOTES"  # the variable with the file of what tests enter
+_ROOMS = ["kvboost_hf/cache", "kvboost_hf/server"]
+_SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
+    **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And},
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add},
+}
+_ENDS = ast.Raise | ast.Return | ast.Continue | ast.Break
+_START_S = 60.0  # of pytest, at most, on a busy machine
+_TESTS_S = 60.0  # of the tests of one mutant
+
+
+class Mutant(NamedTuple):
+    """One change of a file."""
+
+    file: str  # its path in the project
+    function: int  # the first line of the function around it, decorators included
+    line: int
+    span: tuple[int, int]  # the bytes of the file that are replaced
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}  {self.before}  ->  {self.after}"
+
+
+def changes(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Expressions at a node, each with what may stand in its place."""
+    if isinstance(node, ast.Compare):
+        for at, op in enumerate(node.ops):
+            other = deepcopy(node)
+            other.ops[at] = _SWAPS[type(op)]()  # type: ignore[call-overload]
+            yield node, other
+    elif isinstance(node, ast.BoolOp):
+        yield node, ast.BoolOp(_SWAPS[type(node.op)](), node.values)  # type: ignore[arg-type]
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
+        yield node, node.operand
+    elif isinstance(node, ast.BinOp) and type(node.op) in _SWAPS and not _is_text(node):
+        yield node, ast.BinOp(node.left, _SWAPS[type(node.op)](), node.right)  # type: ignore[arg-type]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
+        bound = ast.Name("max" if node.func.id == "min" else "min")
+        yield node, ast.Call(bound, node.args, node.keywords)
+    elif isinstance(node, ast.If) and isinstance(node.body[-1], _ENDS) and not node.orelse:
+        yield node.test, ast.Constant(False)
+
+
+def _is_text(node: ast.BinOp) -> bool:
+    """Whether something is joined that has no difference: texts, bytes and lists."""
+    return any(
+        isinstance(side, ast.JoinedStr | ast.List | ast.ListComp | ast.Tuple)
+        or (isinstance(side, ast.Constant) and not isinstance(side.value, int | float))
+        for side in (node.left, node.right)
+    )
+
+
+def mutants_in(file: str, source: bytes) -> Iterator[Mutant]:
+    """All mutants of a file's functions."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def within(node: ast.AST, function: int | None) -> Iterator[Mutant]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            parts: list[ast.AST] = list(node.body)  # not annotations, nor defaults
+        elif isinstance(node, ast.JoinedStr | ast.Assert):  # f-strings do not tell where they have what
+            return
+        else:
+            parts = list(ast.iter_child_nodes(node))
+        for old, new in changes(node):
+            if function is not None and old.end_lineno is not None and old.end_col_offset is not None:
+                span = starts[old.lineno - 1] + old.col_offset, starts[old.end_lineno - 1] + old.end_col_offset
+                yield Mutant(file, function, old.lineno, span, ast.unparse(old), ast.unparse(new))
+        for part in parts:
+            yield from within(part, function)
+
+    yield from within(ast.parse(source), None)
+
+
+# What tests enter: this module is a plugin of the first run
+
+
+class Notes:
+    """Notes which functions of the rooms each test enters, and how long it takes."""
+
+    def __init__(self) -> None:
+        self.rooms = tuple(f"{ROOT / room}/" for room in _ROOMS)
+        self.entered, self.passed = set[tuple[str, int]](), dict[str, tuple[float, list[str]]]()
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        """The tracer: called for each call of a function, and never for its lines."""
+        code = frame.f_code
+        if code.co_filename.startswith(self.rooms):
+            self.entered.add((code.co_filename, code.co_firstlineno))
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Watches one test, with the fixtures that are made for it."""
+        self.entered.clear()
+        threading.settrace(self)
+        sys.settrace(self)
+        yield
+        sys.settrace(None)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keeps what has passed."""
+        if report.when == "call" and report.passed:
+            names = [f"{Path(name).relative_to(ROOT)}:{line}" for name, line in self.entered.copy()]
+            self.passed[report.nodeid] = report.duration, sorted(names)
+
+    def pytest_sessionfinish(self) -> None:
+        """Writes it."""
+        Path(os.environ[_NOTES]).write_text(json.dumps(self.passed))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch where the notes are wanted."""
+    if _NOTES in os.environ:
+        config.pluginmanager.register(Notes())
+
+
+def run_tests(folder: Path, chosen: list[str], timeout_s: float | None, **environment: str) -> int | None:
+    """The status of pytest over some tests in a folder; None if it took longer."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", *chosen]
+    own = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    with open(folder / "pytest.log", "w") as log:
+        told: dict[str, Any] = {"cwd": folder, "env": os.environ | own, "stdout": log, "stderr": log}
+        process = subprocess.Popen(command, **told, start_new_session=True)
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def copy_into(folder: Path) -> None:
+    """The project as git knows it, in a folder, and the environment beside it."""
+    told = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(told, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(lambda name: (ROOT / name).is_file(), listed.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    for name in (".venv", ".models"):
+        if (ROOT / name).exists():
+            (folder / name).symlink_to((ROOT / name).resolve())
+
+
+def tests_of(mutant: Mutant, notes: dict[str, tuple[float, list[str]]]) -> tuple[list[str], float]:
+    """The tests that enter a mutant's function, the most special ones first, up to a minute; and their seconds."""
+    place = f"{mutant.file}:{mutant.function}"
+    chosen, seconds = list[str](), 0.0
+    for name, (duration, names) in sorted(notes.items(), key=lambda noted: len(noted[1][1])):
+        if place in names and (not chosen or seconds + duration <= _TESTS_S):
+            chosen.append(name)
+            seconds += duration
+    return chosen, seconds
+
+
+def main() -> int:
+    """Make mutants, and say of each whether it was noticed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="which mutants")
+    parser.add_argument("--count", type=int, default=10, help="how many mutants")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no mutant is begun later, the first run left out")
+    parser.add_argument("--rooms", nargs="+", default=_ROOMS, help="folders within cache/ and server/")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="where tests are looked for")
+    parser.add_argument("--map", type=Path, help="a file with what tests enter; it is made if it is missing")
+    args = parser.parse_args()
+    say = sys.stdout.write
+    with tempfile.TemporaryDirectory(prefix="mutation-") as made:
+        folder = Path(made).resolve()
+        copy_into(folder)
+        map_file = (args.map or folder / "map.json").resolve()
+        if not map_file.exists():
+            those = ["-p", "tests.mutation", "-m", "not gpu and not nightly", "--maxfail=1000", *args.tests]
+            run_tests(folder, those, None, **{_NOTES: str(map_file)})
+            say((folder / "pytest.log").read_text()[-2000:])
+        notes = json.loads(map_file.read_text())
+        say(f"{len(notes)} tests are known.\n")
+        counts: dict[str, int] = defaultdict(int)
+        files = sorted(str(path.relative_to(ROOT)) for room in args.rooms for path in (ROOT / room).rglob("*.py"))
+        possible = [mutant for file in files for mutant in mutants_in(file, (folder / file).read_bytes())]
+        random.Random(args.seed).shuffle(possible)
+        begun = time.monotonic()
+        for mutant in possible[: args.count]:
+            if time.monotonic() - begun > args.minutes * 60:
+                break
+            outcome = outcome_of(mutant, folder, *tests_of(mutant, notes))
+            counts[outcome] += 1
+            say(f"{outcome:<12} {mutant}\n")
+            sys.stdout.flush()
+        say(", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())) + "\n")
+    return int(counts["noticed"] < sum(counts.values()))
+
+
+def outcome_of(mutant: Mutant, folder: Path, chosen: list[str], seconds: float) -> str:
+    """`noticed`, `NOT NOTICED`, or `not entered` by any test."""
+    if not chosen:
+        return "not entered"
+    path = folder / mutant.file
+    source = path.read_bytes()
+    begin, end = mutant.span
+    path.write_bytes(source[:begin] + f"({mutant.after})".encode() + source[end:])
+    try:
+        status = run_tests(folder, chosen, _START_S + 5 * seconds)
+    finally:
+        path.write_bytes(source)
+    if status == 4 and run_tests(folder, chosen, None) == 4:  # no such tests
+        raise SystemExit("The map knows tests that are not there any more. Delete its file.")
+    return "NOT NOTICED" if status == 0 else "noticed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
