@@ -149,9 +149,22 @@ class StoreMachine(RuleBasedStateMachine):
             for chunk in self.store.inspect().chunks.values()
             if chunk.content_only and chunk.key not in self.store.pinned_keys()
         )
-        if loose:
-            self.store.quarantine([loose[pick % len(loose)]])
-            assert loose[pick % len(loose)] not in self.store.inspect().chunks
+        if not loose:
+            return
+        chunks, doomed = self.store.inspect().chunks, {loose[pick % len(loose)]}
+        while more := {chunk.key for chunk in chunks.values() if chunk.parent in doomed} - doomed:
+            doomed |= more  # what continues wrong K/V goes with it, pinned or not
+        pinned = self.store.pinned_keys()
+        self.pinned_content = {
+            (root, text)
+            for root, text in self.pinned_content
+            if not any(
+                variant.key in doomed & pinned
+                for variant in self.store.moved_index(root).variants(np.frombuffer(text, dtype=np.int64))
+            )
+        }
+        self.store.quarantine([loose[pick % len(loose)]])
+        assert doomed.isdisjoint(self.store.inspect().chunks)
 
     @rule(words=prompts)
     def look_up(self, words: list[int]) -> None:
