@@ -149,11 +149,7 @@ class Branches:
             for handle in handles:
                 handle.remove()
             self._lender.give_back()
-        self._kv, before = running.kv, self._hidden
-        self._hidden = {
-            layer: torch.cat([before[layer], new], dim=1) if layer in before else new
-            for layer, new in running.hidden.items()
-        }
+        self._kv, self._hidden = running.kv, running.hidden_behind(self._hidden)
         logits: torch.Tensor = found.logits[0]
         return logits
 
@@ -269,6 +265,13 @@ class Running:
 
         if layers:
             self.cache.hidden_layers, self.cache.take_hidden_states = sorted(layers), take
+
+    def hidden_behind(self, before: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The hidden states [rows, tokens, hidden_size] of earlier tokens, and of the new ones behind them."""
+        return {
+            layer: torch.cat([before[layer], new], dim=1) if layer in before else new
+            for layer, new in self.hidden.items()
+        }
 
     def before_layer(self, idx: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook of a decoder layer."""

@@ -60,7 +60,7 @@ class Account:
     the longest one has tokens: a token saves a pass where it brings the last row forward.
 
     Args:
-        times: Of passes.
+        times: The measured times of passes.
         rows: Number of rows.
         room: Tokens that the answer may have.
         most_passes: Passes of plain decoding that may be lost at once, however much was gained before.
@@ -115,7 +115,7 @@ class Account:
         """Note a round.
 
         Args:
-            columns: Of its pass; none for one of plain decoding.
+            columns: How many the pass had; none for one of plain decoding.
             forward: Tokens by which the last row has come forward, or, where rows do not wait for each other, the mean
                 of all.
             draft_s: Seconds of drafting.

@@ -111,8 +111,8 @@ class EagleHeads(PreTrainedModel):
     """An EAGLE-3 draft, as `load_assistant` loads it.
 
     Args:
-        config: Of the folder: a Llama configuration with `draft_vocab_size`, and `target_hidden_size` where the target
-            has another width.
+        config: The configuration of Llama in the folder, with `draft_vocab_size`, and `target_hidden_size` where the
+            target has another width.
     """
 
     config_class = LlamaConfig
@@ -194,7 +194,7 @@ def layer_numbers(config: Any, form: HiddenForm | None) -> tuple[int, ...]:
     those of layers whose output is read, as SGLang does. Without them, the second, the middle and the last but two.
 
     Args:
-        config: Of the draft.
+        config: The configuration of the draft.
         form: The hidden states of the target; None counts them only.
     """
     if named := getattr(config, _LAYERS, None):

@@ -33,7 +33,7 @@ def load_eagle(name: str, config: Any, target: PreTrainedModel, kwargs: dict[str
 
     Args:
         name: The folder or name.
-        config: Its configuration.
+        config: The configuration in that folder.
         target: The model that they draft for.
         kwargs: For `from_pretrained()`.
 

@@ -140,11 +140,7 @@ class RowBranches:
             for handle in handles:
                 handle.remove()
             self._lender.give_back()
-        self._kv, before = running.kv, self._hidden
-        self._hidden = {
-            layer: torch.cat([before[layer], new], dim=1) if layer in before else new
-            for layer, new in running.hidden.items()
-        }
+        self._kv, self._hidden = running.kv, running.hidden_behind(self._hidden)
         logits: torch.Tensor = found.logits
         return logits
 

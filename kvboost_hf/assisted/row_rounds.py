@@ -52,7 +52,7 @@ def require_rows(processors: LogitsProcessorList, criteria: StoppingCriteriaList
 
     Args:
         processors: Logits processors of the call.
-        criteria: Its stopping criteria.
+        criteria: The stopping criteria of the call.
 
     Raises:
         ValueError: for what cannot be done row by row, and for a streamer.
@@ -124,7 +124,7 @@ class _Row:
         ends: Tokens that end it.
         criteria: What else ends it.
         processors: Logits processors.
-        seed: Of the random numbers that its tokens are sampled with; None for the likeliest tokens.
+        seed: Seeds the random numbers that sample its tokens; None for the likeliest tokens.
         wants: What is to be returned of each token: `"scores"`, `"logits"`, both or nothing.
     """
 

@@ -1,4 +1,4 @@
-"""What a store remembers besides its records: roots and salts, evicted keys, what storing and loading pay, and audits.
+"""Remembers what is beside the records of a store: roots and salts, evicted keys, what storing pays, and audits.
 
 Loading has to beat the time that the model takes to compute a token, which `ComputePace` measures.
 """
