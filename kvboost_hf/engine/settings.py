@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvboost_hf.cache.codecs import config_of, live_config
 from kvboost_hf.cache.planning.chunks import LEAST_CHUNK_SIZE, Chunker, ContentChunker, FixedChunker
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.store.settings import DEFAULT_DISK_BYTES, parse_tier
+from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, parse_tier
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.compat import bytes_per_token
 from kvboost_hf.config import (
