@@ -234,6 +234,13 @@ def settings_in_order(given: Sequence[Any], named: Mapping[str, Any]) -> dict[st
     return found
 
 
+def unknown_setting(name: str) -> TypeError:
+    """The error for a setting that there is not, with one of a like name."""
+    close = get_close_matches(name, SETTINGS, n=1)
+    remedy = f"Did you mean `{close[0]}`?" if close else f"There are {', '.join(sorted(SETTINGS))}."
+    return TypeError(f"KVBoost has no setting `{name}`. {remedy}")
+
+
 def checked_settings(
     given: Mapping[str, Any], policy: ReusePolicy | None, store: ChunkStore | None = None
 ) -> EngineSettings:
@@ -258,9 +265,7 @@ def checked_settings(
                 f"Pass what is meant to {kind.__name__}, or leave out the `{name}`."
             )
     if unknown := sorted(given.keys() - SETTINGS):
-        close = get_close_matches(unknown[0], SETTINGS, n=1)
-        remedy = f"Did you mean `{close[0]}`?" if close else f"There are {', '.join(sorted(SETTINGS))}."
-        raise TypeError(f"KVBoost has no setting `{unknown[0]}`. {remedy}")
+        raise unknown_setting(unknown[0])
     settings = EngineSettings(**given)
     if policy is not None and policy.mode == "blend" and settings.live_quant is not None:
         raise ValueError(

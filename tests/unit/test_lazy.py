@@ -87,8 +87,8 @@ try:
 except ImportError:
     pass
 """
-    lines = run(code).splitlines()
-    assert {"Python", "torch", "transformers", "extra"} <= {line.split()[1] for line in lines if line[:2] in ("ok", "--")}
+    told = [line.split() for line in run(code).splitlines()]
+    assert {"Python", "torch", "transformers", "extra"} <= {words[1] for words in told if words[0] in ("ok", "--")}
 
 
 def test_commands_that_are_tried_are_all() -> None:
