@@ -653,16 +653,16 @@ def test_settings_that_do_not_work_say_what_does(
 
 
 def test_unknown_settings_are_refused(embedded: tuple[PreTrainedModel, Any]) -> None:
-    with pytest.raises(TypeError, match="no setting `chunk_sise`. Did you mean `chunk_size`?"):
+    with pytest.raises(TypeError, match=r"no setting `chunk_sise`\. Did you mean `chunk_size`\?"):
         KVBoost(*embedded, chunk_sise=64)
-    with pytest.raises(TypeError, match="no setting `chunk_sise`. Did you mean `chunk_size`?"):
+    with pytest.raises(TypeError, match=r"no setting `chunk_sise`\. Did you mean `chunk_size`\?"):
         KVBoost.from_pretrained(EMBEDDED_MODEL_DIR, device="cpu", chunk_sise=64)
 
 
 def test_a_model_in_place_of_its_name(embedded: tuple[PreTrainedModel, Any]) -> None:
-    with pytest.raises(ValueError, match="got LlamaForCausalLM. .* KVBoost\\(model, tokenizer\\)"):
+    with pytest.raises(ValueError, match=r"got LlamaForCausalLM\. .* KVBoost\(model, tokenizer\)"):
         KVBoost.from_pretrained(embedded[0])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got LlamaForCausalLM. .* stream_layers\\(model\\)"):
+    with pytest.raises(ValueError, match=r"got LlamaForCausalLM\. .* stream_layers\(model\)"):
         load_streamed(embedded[0])  # type: ignore[arg-type]
 
 
