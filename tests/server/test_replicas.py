@@ -135,19 +135,21 @@ def test_what_was_dropped_is_not_handed_over(
     assert (max(found[:2]) == 0) == hears
 
 
-def test_others_hear_of_a_drop_before_the_tiers_are_listed(reader: Any, tiers: list[str]) -> None:
+def test_others_hear_of_a_drop_before_the_tiers_are_listed(
+    reader: Any, tiers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that whoever writes to a tier after that has heard of it when it ends."""
     with opened(reader, tiers) as one, opened(reader, tiers) as other:
         cached(one, reader, "s0")
         cached(other, reader, "s0")
         heard: list[str] = []
-        remove = one.store.remove
+        remove: Any = one.store.remove
 
         def watched(*given: Any) -> Any:
             heard.extend(notice["kind"] for notice in other.store.hear(take=True))
             return remove(*given)
 
-        one.store.remove = watched
+        monkeypatch.setattr(one.store, "remove", watched)
         assert one.drop_session(b"", "s0", b"?")
         assert "drop" in heard
 

@@ -1,4 +1,4 @@
-"""What host memory hands over when a store is closed: the hottest first, nothing that was removed, whole or not at all."""
+"""What host memory hands over when a store is closed: the hottest first, nothing removed, whole or not at all."""
 
 import os
 import signal
@@ -12,13 +12,18 @@ import pytest
 
 from kvboost_hf import ChunkStore
 from tests.conftest import make_model
-from tests.internals.cache import Entry, records_of
+from tests.internals.cache import Entry, StoredChunk, records_of
 from tests.internals.disk import DiskTier
 from tests.property.test_store import BYTES_PER_TOKEN
-from tests.unit.test_tiered_store import CHUNK, folder, found_of, open_store, put_all  # noqa: F401
+from tests.unit.test_tiered_store import CHUNK, found_of, open_store, put_all
 
 TEXTS = [np.arange(n * 1000, n * 1000 + 3 * CHUNK) for n in range(8)]
 ONE = 3 * CHUNK  # tokens of a text
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "tier"
 
 
 def opened(at: Path, size: str = "1GB", **settings: object) -> ChunkStore:
@@ -29,7 +34,7 @@ def blobs(at: Path) -> int:
     return sum(path.is_file() for path in (at / "blobs").rglob("*"))
 
 
-def test_it_is_written_at_close_and_found_by_the_next_one(folder: Path) -> None:  # noqa: F811
+def test_it_is_written_at_close_and_found_by_the_next_one(folder: Path) -> None:
     store = opened(folder)
     for text in TEXTS:
         put_all(store, text, salt=b"one")
@@ -46,7 +51,7 @@ def test_it_is_written_at_close_and_found_by_the_next_one(folder: Path) -> None:
     assert blobs(folder) == 24  # it was there
 
 
-def test_other_weights_find_nothing(folder: Path) -> None:  # noqa: F811
+def test_other_weights_find_nothing(folder: Path) -> None:
     with opened(folder) as store:
         put_all(store, TEXTS[0])
     other = make_model("llama", seed=5)
@@ -54,7 +59,7 @@ def test_other_weights_find_nothing(folder: Path) -> None:  # noqa: F811
         assert found_of(store, TEXTS[0]) == 0
 
 
-def test_what_is_asked_for_most_often_comes_first(folder: Path) -> None:  # noqa: F811
+def test_what_is_asked_for_most_often_comes_first(folder: Path) -> None:
     """The folder has room for four of eight texts; two of these are used again, and one is pinned."""
     room = int(4 * 3 * (CHUNK * (BYTES_PER_TOKEN + 8) + 4096) / 0.9) + 1
     store = opened(folder, f"{room}B")
@@ -63,7 +68,9 @@ def test_what_is_asked_for_most_often_comes_first(folder: Path) -> None:  # noqa
     put_all(store, TEXTS[7], pinned=True)
     for _ in range(5):
         for text in (TEXTS[2], TEXTS[5]):
-            store.record_use([each for each in store.held() if each.tokens[0] // 1000 == text[0] // 1000], missed=False)
+            held = [each for each in store.held() if isinstance(each, StoredChunk)]
+            used = [each for each in held if each.tokens[0] // 1000 == text[0] // 1000]
+            store.record_use(used, missed=False)
     store.close()
     with opened(folder, f"{room}B") as later:
         found = [found_of(later, text) for text in TEXTS]
@@ -72,7 +79,7 @@ def test_what_is_asked_for_most_often_comes_first(folder: Path) -> None:  # noqa
     assert set(found) == {0, ONE}  # never an end without its beginning
 
 
-def test_no_time_hands_over_nothing_and_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_no_time_hands_over_nothing_and_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = opened(folder)
     put_all(store, TEXTS[0])
     store.close(timeout_s=0)
@@ -81,7 +88,7 @@ def test_no_time_hands_over_nothing_and_says_so(folder: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("hears", [True, False])
-def test_what_others_have_removed_is_not_handed_over(folder: Path, hears: bool) -> None:  # noqa: F811
+def test_what_others_have_removed_is_not_handed_over(folder: Path, hears: bool) -> None:
     """Nor what they remove meanwhile; unless nobody hears of it, so that this could fail."""
     closing, other = opened(folder), opened(folder)
     for store in (closing, other):
@@ -136,7 +143,7 @@ class Away:
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_what_a_tier_did_not_take_when_it_was_stored_it_takes_at_close(folder: Path, comes_back: bool) -> None:  # noqa: F811
+def test_what_a_tier_did_not_take_when_it_was_stored_it_takes_at_close(folder: Path, comes_back: bool) -> None:
     tier = Away(folder)
     store = open_store(folder, tiers=[tier])
     for text in TEXTS:
@@ -150,7 +157,7 @@ def test_what_a_tier_did_not_take_when_it_was_stored_it_takes_at_close(folder: P
         assert [found_of(later, text) for text in TEXTS] == [ONE * comes_back] * 8
 
 
-def test_too_much_that_waited_is_written_at_close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_too_much_that_waited_is_written_at_close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvboost_hf.cache.tiers.below._MAX_WAITING", 1)
     store = open_store(folder)
     for text in TEXTS:
@@ -184,7 +191,7 @@ store.close()
 
 
 @pytest.mark.parametrize("writes", [0, 7, 100])
-def test_a_kill_in_the_middle_leaves_nothing_wrong(folder: Path, writes: int) -> None:  # noqa: F811
+def test_a_kill_in_the_middle_leaves_nothing_wrong(folder: Path, writes: int) -> None:
     command = [sys.executable, "-c", KILLED, str(folder), str(writes)]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120, check=False)
     assert done.returncode == (-signal.SIGKILL if writes < 24 else 0)

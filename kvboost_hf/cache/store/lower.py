@@ -230,7 +230,7 @@ class LowerMemory:
 
     def write(self, stored: Stored) -> bool:
         """Have a record written to the tiers that do not have it; tells whether it will be there."""
-        if not self.may_write(stored):
+        if stored.root not in self._durable_roots or not self.may_write(stored):
             return False
         above = stored.found.tier if stored.found is not None else None
 

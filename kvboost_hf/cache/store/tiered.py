@@ -434,7 +434,7 @@ class TieredRecords:
                 self._inbox.append(notice)
 
     def hand_over(self, until: float, hear: Callable[[], object]) -> int:
-        """Write what only host memory holds to the lower tiers, see `hand_over` in `handover.py`; returns its bytes."""
+        """Write what only host memory holds to the lower tiers, see `handover.py`; returns its bytes."""
         self.lower.tiers.flush()
         return hand_over(self.memory, self.lower, self.lock, until, hear) if self._has_lower and self.is_open else 0
 
