@@ -31,11 +31,11 @@ from kvboost_hf.cache.store.settings import (
     checked_chunker,
     checked_share,
     chunk_bytes,
-    open_tiers,
     salt_bytes,
     warmer,
 )
 from kvboost_hf.cache.store.tiered import TieredRecords
+from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.compat import KeptOnModel, ranks_of, require_cache, require_one_process, rope_regime, unwrapped
