@@ -140,7 +140,7 @@ class Replica:
 
     def __del__(self) -> None:
         self._engine.close()
-        self._engine.store.close()
+        self._engine.close_store()
 
 
 class _RayReplicas:

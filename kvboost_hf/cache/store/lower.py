@@ -233,20 +233,30 @@ class LowerMemory:
 
     def write(self, stored: Stored) -> bool:
         """Have a record written to the tiers that do not have it; tells whether it will be there."""
-        if stored.root not in self._durable_roots:
-            return False
-        if isinstance(stored, StoredStates) and (stored.spare or not stored.states.can_be_written):
+        if stored.root not in self._durable_roots or not self.may_write(stored):
             return False
         above = stored.found.tier if stored.found is not None else None
 
-        def make() -> tuple[Entry, list[bytes | memoryview]]:
-            assert stored.loaded is not None
-            return dump(self._entry(stored), *stored.loaded.parts())
+        def forget() -> None:
+            if above is None:
+                with self._lock:
+                    self.forget([stored.key])
 
-        written = self.tiers.write(stored.nbytes, make, above) or above is not None
+        written = self.tiers.write(stored.nbytes, lambda: self.blob_of(stored), above, forget) or above is not None
         if written:
             self.note_known([stored.key])
         return written
+
+    def may_write(self, stored: Stored) -> bool:
+        """Whether a record means the same in other processes, and is one that lower tiers keep."""
+        if isinstance(stored, StoredStates) and (stored.spare or not stored.states.can_be_written):
+            return False
+        return stored.root in self._durable_roots
+
+    def blob_of(self, stored: Stored) -> tuple[Entry, list[bytes | memoryview]]:
+        """The entry and the blob of a record that is loaded."""
+        assert stored.loaded is not None
+        return dump(self._entry(stored), *stored.loaded.parts())
 
     def note_known(self, keys: Collection[bytes]) -> None:
         """Records are in a lower tier."""

@@ -21,6 +21,7 @@ from kvboost_hf.cache.planning.chunks import (
 )
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ChunkIndex, RowPlan
+from kvboost_hf.cache.store.handover import hand_over
 from kvboost_hf.cache.store.history import Audits, History, Payback
 from kvboost_hf.cache.store.indexes import ContentIndexes, StoredText
 from kvboost_hf.cache.store.insertion import Insertion
@@ -443,6 +444,11 @@ class TieredRecords:
                     self.lower.forget(found)
             case _:
                 self._inbox.append(notice)
+
+    def hand_over(self, until: float, hear: Callable[[], object]) -> int:
+        """Write what only host memory holds to the lower tiers, see `handover.py`; returns its bytes."""
+        self.lower.tiers.flush()
+        return hand_over(self.memory, self.lower, self.lock, until, hear) if self._has_lower and self.is_open else 0
 
     def drop(self, roots: set[bytes]) -> None:
         """Forget what host memory holds under these roots, pinned or not."""

@@ -190,10 +190,13 @@ class ModelEngine:
             return known, *table.drop(client, id, roots, self._intake.begun)
 
         known, own, heads = self._intake.call(drop)
+        if known is not None:  # first: who hands K/V over after this has listed the tiers lets go of it
+            table.tell_dropped(client, id, own.roots)
         freed = self.store.remove(own.under(heads), lambda records: own.keys(records, heads, lost=True))
-        if known is None and not freed:
-            return None
-        table.tell_dropped(client, id, own.roots)
+        if known is None:
+            if not freed:
+                return None
+            table.tell_dropped(client, id, own.roots)
         if tiers := self.store.owing:
             if known is not None:
                 self._intake.call(lambda: table.restore(known))
@@ -234,6 +237,10 @@ class ModelEngine:
         self._intake.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
+
+    def close_store(self) -> None:
+        """Close the store, after `close`. What it hands over is nothing that others have dropped meanwhile."""
+        self.store.close(hear=lambda: self._sessions.hear(()))
 
     # The thread
 
