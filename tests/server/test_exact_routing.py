@@ -264,6 +264,28 @@ def test_requests_follow_what_is_held(reader: tuple[Any, Any]) -> None:
         until(lambda: 0 < len(router.held("r2")) <= len(prompt_keys(body_of(TEXTS[0] + " When?"))), "no news")
 
 
+def test_replicas_come_and_go(reader: tuple[Any, Any]) -> None:
+    """And a session whose text is too short for a piece stays at its replica."""
+    with cluster_of(reader, 2) as cluster:
+        replicas, wire = cluster.front()
+        for loads in ({"r0": 9}, {}, {}):
+            replicas.loads = loads
+            post(wire, "Hi", prompt_cache_key="chat")
+        assert replicas.asked == ["r1"] * 3
+        post(wire, TEXTS[0], prompt_cache_key="chat")
+        assert replicas.asked[-1] == "r1"
+        del cluster.engines["r1"]
+        assert post(wire, TEXTS[0], prompt_cache_key="chat") < 20
+        cluster.engines["r2"] = cluster.engine()
+        replicas.loads = {"r0": 9}
+        assert post(wire, TEXTS[1]) < 20
+        replicas.loads = {}
+        until(lambda: replicas.router.held("r2"), "no news")
+        assert post(wire, TEXTS[0] + " Who?") > 100
+        assert post(wire, TEXTS[1] + " Who?") > 100
+        assert replicas.asked[-4:] == ["r0", "r2", "r0", "r2"]
+
+
 def test_keys_and_salts_and_odd_bodies(reader: tuple[Any, Any]) -> None:
     """Each client's texts are its own; what has no text is routed by load and linked to nothing."""
     with cluster_of(reader, 1) as cluster:
