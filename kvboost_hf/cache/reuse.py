@@ -726,7 +726,7 @@ class ChunkReuseCache(DynamicCache):
         self._settle_last()
         ledger = self._live.ledger
         if ledger is not None and ledger.blended is not None and not self._live.in_forward:
-            self._parts.idle.begin(self._parts)
+            self._parts.begin_idle()
 
     def store_all(self, *, pinned: bool = False) -> list[Put]:
         """Offer everything that the cache holds to the store, unfinished chunks included."""

@@ -98,7 +98,7 @@ def serve(
         if tracer_provider is not None:
             tracer_provider.shutdown()
         engine.close()
-        engine.store.close()
+        engine.close_store()
         MemoryPlans().release()
 
 
