@@ -162,7 +162,7 @@ def test_what_fronts_know_is_what_stores_serve(reader: tuple[Any, Any]) -> None:
         cluster.engines["r1"].store.quarantine([chunk])
         quarantined = exact()
         assert quarantined < evicted
-        cluster.engines["r0"].drop_session(b"", "k", prompt_salt("", None))
+        cluster.engines["r0"].drop_session(b"", "k", prompt_salt("", None, "k"))
         dropped = exact()
         assert 0 < dropped < quarantined
         cluster.engines["r1"].store.clear()
@@ -236,6 +236,23 @@ def test_a_tier_below_counts_for_less_than_memory(reader: tuple[Any, Any], tmp_p
         again.store.clear()
         cluster.hear(router)
         assert router.held("r0") == {}
+
+
+def test_what_others_delete_in_a_shared_tier_is_withdrawn(reader: tuple[Any, Any], tmp_path: Path) -> None:
+    with cluster_of(reader, 2, tiers=[f"disk:{tmp_path}:1GB"]) as cluster:
+        replicas, wire = cluster.front()
+        for loads in ({"r1": 9}, {"r0": 9}):
+            replicas.loads = loads
+            for text in TEXTS[:2]:
+                post(wire, text, prompt_cache_key=text[:10])
+        cluster.hear(replicas.router)
+        both = cluster.require_exact(replicas.router, TEXTS[:2])
+        assert cluster.engines["r0"].drop_session(b"", TEXTS[0][:10], prompt_salt("", None, TEXTS[0][:10]))
+        cluster.engines["r1"].store.hear()
+        cluster.hear(replicas.router)
+        assert cluster.require_exact(replicas.router, TEXTS[:2]) == both / 2
+        hits = replicas.router.hits(prompt_keys(body_of(TEXTS[1])), dict.fromkeys(cluster.engines, 0))
+        assert hits.keys() == {"r0", "r1"}
 
 
 def test_requests_follow_what_is_held(reader: tuple[Any, Any]) -> None:
