@@ -21,6 +21,7 @@ from kvboost_hf.server.cluster import Answer, ReplicaLostError, front_app, lacki
 from kvboost_hf.server.engine import model_runner as memory
 from kvboost_hf.server.engine import task, worker
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns, embed
+from kvboost_hf.server.engine.holdings import Holdings
 from kvboost_hf.server.engine.intake import WaitingLine
 from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit
@@ -72,7 +73,7 @@ from kvboost_hf.server.protocol import (
 )
 from kvboost_hf.server.requests.chat import ChatRequest
 from kvboost_hf.server.requests.texts import CompletionRequest, WarmRequest
-from kvboost_hf.server.routing import PrefixRouter
+from kvboost_hf.server.routing import BELOW, GONE, MEMORY, News, Place, PrefixRouter
 from kvboost_hf.server.serve import _warm, start_engine
 from kvboost_hf.server.settings import ServerSettings, TlsFiles, prompt_salt, read_keys
 from kvboost_hf.server.startup import Chosen, Startup, TextLines

@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,9 @@ from kvboost_hf.assets import load_embedded
 from tests.internals.server import (
     Answer,
     FrontServer,
+    News,
+    Place,
+    PrefixRouter,
     QueueFullError,
     ReplicaLostError,
     front_app,
@@ -90,6 +93,9 @@ class Local:
             found.append(Answer(name, messages[0]["status"], messages[0]["headers"], content))
         return found
 
+    async def news(self, places: Mapping[str, Place]) -> list[News]:
+        return []
+
 
 @contextmanager
 def fronted(replicas: Any, tokenizer: Any = None, **changes: Any) -> Iterator[Wire]:
@@ -97,7 +103,7 @@ def fronted(replicas: Any, tokenizer: Any = None, **changes: Any) -> Iterator[Wi
     settings = replace(SETTINGS, **({"port": 0, "drain_s": 1.0} | changes))
     if not isinstance(replicas, Local):
         replicas = Local({"one": make_app(replicas, tokenizer, settings)})
-    app = front_app(replicas, settings)
+    app = front_app(replicas, settings, PrefixRouter())
     with in_a_thread(FrontServer(app, app.state.forwarding, settings)) as wire:
         yield wire
 

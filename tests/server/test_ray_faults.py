@@ -115,7 +115,9 @@ def test_what_is_deleted_none_of_four_serves_though_one_is_away(at: At) -> None:
     assert (told.status_code, told.json()["error"]["code"]) == (503, "replica_lost")
     assert took < 40
     again = until(
-        lambda: (found := at.http.delete(f"/v1/kv/sessions/{NAMES[1]}")).status_code != 503 and found, 60, "503 for ever"
+        lambda: (found := at.http.delete(f"/v1/kv/sessions/{NAMES[1]}")).status_code != 503 and found,
+        60,
+        "503 for ever",
     )
     assert again.status_code in (200, 404)  # the others have deleted it before
     until(lambda: len(processes()) == 4, 90, "a replica is lacking")

@@ -158,6 +158,7 @@ class ChunkStore:
         self.put, self.put_content, self.put_states = taken.put, taken.put_content, taken.put_states
         self.settles_first, self.quarantine, self.remove = records.settles_first, records.quarantine, records.remove
         self.announce, self.hear, self.discard = records.announce, records.hear, records.discard
+        self.watch = records.watch
         memory = records.memory
         self.holds, self.is_in_memory = records.holds, memory.__contains__
         self.beginning, self.pin, self.let_go = memory.beginning, memory.pin_all, memory.let_go

@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -118,6 +118,7 @@ class LowerMemory:
         reader: Reads K/V and states from their blobs.
         lock: Held wherever the known keys change.
         on_found: Called with chunks that are found under a root which `list_content` was called for.
+        watchers: Called with keys that are known to be in a lower tier, or known not to be there any more.
     """
 
     def __init__(
@@ -127,10 +128,12 @@ class LowerMemory:
         reader: BlobReader,
         lock: AbstractContextManager[object],
         on_found: Callable[[Iterable[Stored]], None],
+        watchers: Sequence[Callable[[Collection[bytes]], None]],
     ) -> None:
         self.tiers = tiers
         self.loaded = self.lost = 0  # records that were read, and that could not be read
         self.model_name, self._reader, self._lock, self._on_found = model_name, reader, lock, on_found
+        self._watchers = watchers
         self._durable_roots: dict[bytes, MadeWith] = {}  # that mean the same in every process
         self.forget_all()
 
@@ -255,11 +258,13 @@ class LowerMemory:
         assert stored.loaded is not None
         return dump(self._entry(stored), *stored.loaded.parts())
 
-    def note_known(self, keys: Iterable[bytes]) -> None:
+    def note_known(self, keys: Collection[bytes]) -> None:
         """Records are in a lower tier."""
         with self._lock:
             for key in keys:
                 remember(self._known, key, None)
+            for changed in self._watchers:
+                changed(keys)
 
     def keep_evicted(self, stored: Stored) -> None:
         """Host memory has evicted a record: write it if it is not there yet, and have it found by its content."""
@@ -288,7 +293,7 @@ class LowerMemory:
         found.tier.tier.delete([stored.key])
         with self._lock:
             self.lost += 1
-            self._known.pop(stored.key, None)
+            self.forget((stored.key,))
 
     def delete(self, keys: Collection[bytes]) -> None:
         """Delete records in every tier."""
@@ -296,10 +301,12 @@ class LowerMemory:
         if self.tiers:
             self.tiers.delete(keys)
 
-    def forget(self, keys: Iterable[bytes]) -> None:
+    def forget(self, keys: Collection[bytes]) -> None:
         """Records are not in a lower tier any more."""
         for key in keys:
             self._known.pop(key, None)
+        for changed in self._watchers:
+            changed(keys)
 
     def clear(self) -> None:
         """Delete all records of the model in every tier: what other processes have stored, too."""

@@ -82,7 +82,8 @@ class TieredRecords:
         self.payback, self.history = payback, History()
         self.contents = ContentIndexes(self.lock)
         self.text = StoredText(self.history.salt_of)
-        self.lower = LowerMemory(tiers, model_name, reader, self.lock, self.contents.add_below)
+        self._watchers: list[Callable[[Iterable[bytes] | None], None]] = []
+        self.lower = LowerMemory(tiers, model_name, reader, self.lock, self.contents.add_below, self._watchers)
         self._has_lower = bool(tiers)
         self.device = DeviceMemory(device_bytes)
         self.memory = HostMemory(
@@ -108,6 +109,17 @@ class TieredRecords:
             require_open=self.require_open,
             bring_back=self._bring_back,
         )
+
+    # Watching
+
+    def watch(self, changed: Callable[[Iterable[bytes] | None], None]) -> None:
+        """Have `changed` called with the keys of chunks that come, go or move, or with None when all have gone.
+
+        It is called with the lock held, and must not wait; `is_in_memory` and `holds` tell what has become of them.
+        """
+        with self.lock:
+            self._watchers.append(changed)
+            self.memory.watch(lambda chunk: changed((chunk.key,)))
 
     # Finding
 
@@ -451,6 +463,8 @@ class TieredRecords:
                 part.clear()
             self.lower.forget_all()
             self.insertion.offences.clear()
+            for changed in self._watchers:
+                changed(None)
 
     def _forget_after_fork(self) -> None:
         """In a process that was forked in the middle of a change: keep nothing of what is in memory."""

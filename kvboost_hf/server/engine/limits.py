@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from kvboost_hf.fields import check_bounds, setting
 from kvboost_hf.server.jobs import Job
 from kvboost_hf.server.protocol import TooLongError
 
@@ -46,21 +47,16 @@ class EngineLimits:
         ValueError: A count is not positive, or the share is not above 0 and at most 1.
     """
 
-    max_batch_size: int = 8
-    max_queue_size: int = 64
-    prefill_chunk_size: int = 256
+    max_batch_size: int = setting(8, above=0)
+    max_queue_size: int = setting(64, above=0)
+    prefill_chunk_size: int = setting(256, above=0)
     batch_window_ms: float = 0
-    max_model_len: int | None = None
-    max_live_tokens: int | None = None
-    max_client_share: float = 1.0
+    max_model_len: int | None = setting(None, above=0)
+    max_live_tokens: int | None = setting(None, above=0)
+    max_client_share: float = setting(1.0, above=0, most=1)
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_queue_size", "prefill_chunk_size", "max_model_len", "max_live_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be positive, got {value}.")
-        if not 0 < self.max_client_share <= 1:
-            raise ValueError(f"`max_client_share` must be more than 0 and at most 1, got {self.max_client_share}.")
+        check_bounds(self)
 
     def require_fit(self, job: Job, context: int) -> None:
         """Raise for a job that can never run.
