@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.tiers.record import read_tier_key
+from kvboost_hf.engine.load import load
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.settings import ServerSettings, TlsFiles, read_keys
 
@@ -18,19 +19,6 @@ _FILES = ("api_keys_file", "operator_keys_file", "tier_key_file")
 _OF_BUILD = ("replicas", "fronts", "load_factor", "actor_options", "check_resources")
 _KEYS = ("model", "model_args", "server", "kept", *_FILES, *_OF_BUILD)
 _SECRET = {"api_keys": "api_keys_file", "operator_keys": "operator_keys_file", "tier_key": "tier_key_file"}
-
-
-def load_model(name: str, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, Any]:
-    """A model in eval mode, and its tokenizer.
-
-    Args:
-        name: Name at the hub, folder, or `"embedded"` for the model of the package.
-        arguments: Those of `from_pretrained()`; `dtype` is `"auto"` where it is left out.
-    """
-    if name == "embedded":
-        return load_embedded()
-    model = AutoModelForCausalLM.from_pretrained(name, **{"dtype": "auto", **arguments})
-    return model.eval(), AutoTokenizer.from_pretrained(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +42,9 @@ class ClusterArgs:
         """The arguments that a mapping of texts, numbers and lists has.
 
         Args:
-            args: `model`: a name at the hub, or a folder. `model_args`: arguments of `from_pretrained()`. `server`:
-                fields of `ServerSettings`; `model_name` is that of the model where it is left out. `kept`: fields of
+            args: `model`: a name at the hub, a folder, or `embedded` for the model of the package. `model_args`:
+                arguments of `from_pretrained()`; `dtype` is `auto` where it is left out. `server`: fields of
+                `ServerSettings`; `model_name` is that of the model where it is left out. `kept`: fields of
                 `EngineSettings`. `api_keys_file`, `operator_keys_file`, `tier_key_file`: paths of files with secrets,
                 which are nowhere else. `replicas`, `fronts`, `load_factor`, `actor_options`, `check_resources`: as
                 `build` takes them.
@@ -71,7 +60,8 @@ class ClusterArgs:
         server, kept = dict(_section(args, "server")), dict(_section(args, "kept"))
         server.setdefault("model_name", Path(name).name if Path(name).is_dir() else name)
         if isinstance(tls := server.get("tls"), Mapping):
-            server["tls"] = TlsFiles(**{key: Path(path) if key != "password" else path for key, path in tls.items()})
+            paths: dict[str, Any] = {key: Path(path) if key != "password" else path for key, path in tls.items()}
+            server["tls"] = _made(TlsFiles, paths, "server.tls")
         for names, reader, into in (
             (("api_keys", "operator_keys"), read_keys, server),
             (("tier_key",), read_tier_key, kept),
@@ -79,8 +69,9 @@ class ClusterArgs:
             for secret in names:
                 if (path := args.get(_SECRET[secret])) is not None:
                     into[secret] = reader(Path(path))
+        options = {"dtype": "auto", **_section(args, "model_args")}
         return cls(
-            load=partial(load_model, name, dict(_section(args, "model_args"))),
+            load=load_embedded if name == "embedded" else partial(load, name, None, None, options),
             settings=_made(ServerSettings, server, "server"),
             kept=_made(EngineSettings, kept, "kept"),
             more={key: args[key] for key in _OF_BUILD if key in args},
@@ -121,7 +112,10 @@ def _made(kind: Callable[..., Any], values: Mapping[str, Any], section: str) -> 
             what = {bool: "true or false", str: "a text", tuple: "a list", int: "a whole number"}
             raise ValueError(f"`{section}.{name}` must be {what.get(type(default), 'a number')}, got {value!r}.")
         checked[name] = value
-    return kind(**checked)
+    try:
+        return kind(**checked)
+    except TypeError as error:  # such as a text in place of a number
+        raise ValueError(f"`{section}` has a value of a wrong type: {error}.") from error
 
 
 def _require_known(values: Mapping[str, Any], known: Any, where: str) -> None:
