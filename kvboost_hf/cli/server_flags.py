@@ -206,7 +206,7 @@ def _add_reuse(parser: argparse.ArgumentParser) -> None:
         default=_POLICY.progressive,
         help="go on with the repair before the second token until K/V is exact, or never (default: along with later "
         "tokens, as far as that is nearly free, and in idle moments, where moved text has a seam every 1,024 tokens "
-        "or more often); steps that several requests share, and trees of drafts, leave it to idle moments",
+        "or more often); trees of drafts, and requests that read K/V in place, leave it to idle moments",
     )
     group.add_argument(
         "--sink-tokens",

@@ -28,6 +28,7 @@ from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit
 from kvboost_hf.server.engine.neighbours import MemoryPlans
 from kvboost_hf.server.engine.worker import ModelEngine
+from kvboost_hf.server.fair_share import FairCache, FairShare, FairTurns, may_hold
 from kvboost_hf.server.generation.batch import BatchKV, _BatchLayer
 from kvboost_hf.server.generation.prefix_tree import PrefixTree
 from kvboost_hf.server.generation.sampling import Sampler, choose_rows
