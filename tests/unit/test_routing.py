@@ -132,7 +132,7 @@ def test_a_guess_counts_until_its_replica_says_otherwise() -> None:
     assert router.hits(_PROMPT, loads) == {
         "replica-2": 3,
         "replica-4": 1.5,
-    }  # what is told counts, not what went there
+    }
     router.routed(_PROMPT, "replica-4")
     router.learn([News("replica-4", "process", None, 20, _PROMPT[:1], bytes([MEMORY]))])
     assert router.hits(_PROMPT, loads)["replica-4"] == 8  # under way
