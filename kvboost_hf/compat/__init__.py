@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.compat.calls import (
+    SHARED_KV,
     AssistedCall,
     GenerateCall,
     assisted_call,
@@ -54,6 +55,7 @@ from kvboost_hf.compat.models import (
     loader_of_pair,
     mask_form,
     needs_positions,
+    reads_shared_kv,
     require_cache,
     require_generates,
     require_model,
@@ -91,6 +93,7 @@ __all__ = [
     "CACHE",
     "LAST",
     "SERVED_LAYERS",
+    "SHARED_KV",
     "STATEFUL_LAYERS",
     "AssistedCall",
     "GenerateCall",
@@ -160,6 +163,7 @@ __all__ = [
     "probe_reason",
     "ranks_of",
     "reads_last_logits",
+    "reads_shared_kv",
     "recall",
     "remember",
     "require_cache",
