@@ -5,6 +5,7 @@ client ──▶ Front ──▶ PrefixRequestRouter ──▶ Replica: the app,
 """
 
 import asyncio
+import hashlib
 import logging
 import socket
 import threading
@@ -17,7 +18,7 @@ import anyio
 import ray
 from ray import serve
 from ray.exceptions import GetTimeoutError, RayError
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -25,8 +26,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from transformers import PreTrainedModel
 
+from kvboost_hf import __version__
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.cluster import Answer, ReplicaLostError, front_app, lacking, names_of, needed
+from kvboost_hf.server.cluster_args import ClusterArgs
 from kvboost_hf.server.http.guard import JsonLines
 from kvboost_hf.server.http.listen import FrontServer
 from kvboost_hf.server.protocol import QueueFullError
@@ -37,6 +40,9 @@ from kvboost_hf.server.settings import ServerSettings
 _ALL_S = 30.0  # for all replicas to answer
 _NEWS_S = 2.0  # for those that tell what they hold
 _STARTED_S = 60.0
+_HANDED_OVER_S = 30.0  # for a replica's store to be closed
+_LAST_WORDS_S = 10.0  # for a front to close its connections
+_LOOKED_AT_S = 0.5  # between two looks whether a replica that is to end has anything under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +196,12 @@ class Front:
     """
 
     def __init__(self, replicas: DeploymentHandle, settings: ServerSettings, load_factor: float = 1.25) -> None:
+        self._settings = settings
         _log_requests({"front": serve.get_replica_context().replica_id.unique_id})
         router = PrefixRouter(load_factor)
         app = front_app(_RayReplicas(replicas, router), settings, router)
         listener = _listener(settings)
-        self._server = FrontServer(app, app.state.forwarding, settings)
+        self._server = FrontServer(app, app.state.forwarding, settings, others_listen=True)
         self._thread = threading.Thread(target=self._server.run, args=([listener],), name="front", daemon=True)
         self._thread.start()
         end = time.monotonic() + _STARTED_S
@@ -218,7 +225,7 @@ class Front:
 
     def __del__(self) -> None:
         self._server.should_exit = True
-        self._thread.join(self._server.config.timeout_graceful_shutdown)
+        self._thread.join(self._settings.drain_s + _LAST_WORDS_S)
 
 
 def _listener(settings: ServerSettings) -> socket.socket:
@@ -262,7 +269,7 @@ def build(
     settings: ServerSettings,
     kept: EngineSettings,
     *,
-    replicas: int = 2,
+    replicas: int | AutoscalingConfig = 2,
     fronts: int = 1,
     load_factor: float = 1.25,
     actor_options: dict[str, Any] | None = None,
@@ -275,7 +282,8 @@ def build(
         settings: The settings of each replica's server, and of the fronts, which listen at its address and port.
         kept: What each replica keeps of prompts. Tiers that they can all reach make one replica find what another has
             stored.
-        replicas: How many.
+        replicas: How many, or Ray's `AutoscalingConfig` with the least and the most. Its `target_ongoing_requests` is
+            `settings.max_batch_size` where it is left out.
         fronts: How many processes take requests. All hear the same of what replicas hold. Those on one machine share
             the port.
         load_factor: The most load of a replica, as a multiple of its share.
@@ -283,26 +291,64 @@ def build(
         check_resources: Refuse more replicas than the cluster, if Ray runs already, has resources for: Ray would wait
             for more without a word. False for a cluster that grows.
 
+    A replica that is to end, since another one takes its place or too many are idle, is asked nothing new, has
+    `settings.drain_s` for what it has begun, and then hands its K/V over, as `ChunkStore.close` does. What goes on for
+    longer is cut off, and then nothing is handed over.
+
     Raises:
         ValueError: for more replicas than the cluster has resources for.
     """
+    most = replicas
+    if isinstance(replicas, AutoscalingConfig):
+        most = replicas.max_replicas
+        if "target_ongoing_requests" not in replicas.model_fields_set:
+            replicas = replicas.model_copy(update={"target_ongoing_requests": float(settings.max_batch_size)})
     if check_resources and ray.is_initialized():
-        wanted, there = needed(actor_options, replicas, 1), ray.cluster_resources()
+        wanted, there = needed(actor_options, most, 1), ray.cluster_resources()
         if short := lacking(wanted, there):
             raise ValueError(
-                f"`replicas` must fit into the cluster: {replicas} of them need {names_of(wanted)}, of which "
+                f"`replicas` must fit into the cluster: {most} of them need {names_of(wanted)}, of which "
                 f"{names_of(short)} are lacking. Start fewer, give each less (actor_options={{'num_cpus': 0.5}}), or "
                 "pass check_resources=False for a cluster that grows."
             )
     served = serve.deployment(
         Replica,
-        num_replicas=replicas,
+        **(
+            {"autoscaling_config": replicas} if isinstance(replicas, AutoscalingConfig) else {"num_replicas": replicas}
+        ),
+        graceful_shutdown_timeout_s=settings.drain_s + _HANDED_OVER_S,
+        graceful_shutdown_wait_loop_s=_LOOKED_AT_S,
         max_ongoing_requests=settings.max_batch_size + settings.max_queue_size,
         max_queued_requests=settings.max_queue_size,
         ray_actor_options=actor_options,
         request_router_config=RequestRouterConfig(request_router_class=PrefixRequestRouter),
     )
     taking = serve.deployment(
-        Front, num_replicas=fronts, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
+        Front,
+        num_replicas=fronts,
+        graceful_shutdown_timeout_s=settings.drain_s + _LAST_WORDS_S,
+        graceful_shutdown_wait_loop_s=_LOOKED_AT_S,
+        max_ongoing_requests=10_000,
+        ray_actor_options={"num_cpus": 0},
     )
+    # Fronts that would be the same stay: else nobody would listen while one starts. Ray has no public name for it.
+    told = repr((__version__, load_factor, settings)).encode()
+    taking._version = hashlib.pbkdf2_hmac("sha256", told, b"front", 100_000).hex()  # slow: `told` has API keys
     return taking.bind(served.bind(load, settings, kept), settings, load_factor)
+
+
+def app_from(args: dict[str, Any]) -> serve.Application:
+    """The application of a file of YAML: `import_path: kvboost_hf.server.ray_app:app_from`, with `args`.
+
+    Args:
+        args: As `ClusterArgs.of` takes them; `replicas` is a number, or a mapping with fields of Ray's
+            `AutoscalingConfig`.
+
+    Raises:
+        ValueError: for arguments that are none, or more replicas than the cluster has resources for.
+    """
+    found = ClusterArgs.of(args)
+    more = dict(found.more)
+    if isinstance(replicas := more.get("replicas"), Mapping):
+        more["replicas"] = AutoscalingConfig(**replicas)
+    return build(found.load, found.settings, found.kept, **more)

@@ -101,6 +101,28 @@ def test_who_does_not_hear_serves_what_was_dropped(
         assert cached(deaf, reader, "s0") > 60
 
 
+@pytest.mark.parametrize("skew_s", [-86_400.0, 86_400.0])
+def test_clocks_that_differ_change_no_promise(reader: Any, tiers: list[str], skew_s: float) -> None:
+    """One server is a day ahead or behind: what is pinned for an hour is so at both, and what is dropped is gone."""
+    with opened(reader, tiers) as one, opened(reader, tiers) as other:
+        one._sessions._clock = one._sessions.pins._clock = lambda: time.time() + skew_s
+        for engine in (one, other):
+            for name in NAMES[:4]:
+                cached(engine, reader, name)
+        for here, there, name in ((one, other, "s0"), (other, one, "s1")):
+            assert here.change_session(b"", name, SessionChange(keep=HOUR))
+            for engine in (here, there):
+                cached(engine, reader, "s2")  # its thread lets go of pins that have ended
+                (found,) = engine.sessions(b"", name)
+                now = time.time() + (skew_s if engine is one else 0.0)
+                assert found.pinned
+                assert 3500 < found.pinned_until - now <= 3600
+            assert here.change_session(b"", name, SessionChange(keep=False))
+            assert not there.sessions(b"", name)[0].pinned
+            assert here.drop_session(b"", name, b"?")
+            assert cached(there, reader, name) == 0
+
+
 @pytest.mark.parametrize("hears", [True, False])
 def test_what_was_dropped_is_not_handed_over(
     reader: Any, tmp_path: Path, hears: bool, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.cache.costs import free_columns
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.task import Task
+from kvboost_hf.server.fair_share import FairTurns
 from kvboost_hf.server.generation.batch import Again, BatchKV
 from kvboost_hf.server.generation.row_repair import RowRepair
 from kvboost_hf.server.generation.speculation import (
@@ -45,7 +46,7 @@ class Prefill:
         self.tasks: list[Task] = []
         self.pieces = 0
         self._runner = runner
-        self._last_pieces: dict[bytes, int] = {}  # by client: when it last had a piece computed, in pieces
+        self._turns: FairTurns[bytes] = FairTurns()  # to have a piece computed
 
     def add(self, tasks: Iterable[Task]) -> None:
         """Add tasks behind the others."""
@@ -56,14 +57,14 @@ class Prefill:
 
         The first task of that priority is not passed over more than `_PATIENCE` times.
         """
-        turn = min(self.tasks, key=lambda task: self._last_pieces.get(task.job.client, 0)).job.client
+        turn = self._turns.order(task.job.client for task in self.tasks)[0]
         own = [task for task in self.tasks if task.job.client == turn]
         least = min(task.job.priority for task in own)
         own = [task for task in own if task.job.priority == least]
         chosen = own[0] if own[0].passed >= _PATIENCE else min(own, key=lambda task: task.left)
         for other in own:
             other.passed = 0 if other is chosen else other.passed + 1
-        self._last_pieces[turn] = self.pieces + 1
+        self._turns.charge(turn)
         return chosen
 
     def remove(self, task: Task) -> None:
