@@ -83,7 +83,7 @@ def _as_it_is(address: str) -> str | Tier:
     spec = parse_tier(address)
     if spec.kind in ("ram", "device"):
         return address
-    if spec.kind != "disk":
+    if spec.kind not in ("disk", "handover"):
         return open_tier(replace(spec, max_bytes=None))
     folder = Path(spec.location).expanduser()
     if not os.path.isdir(folder):

@@ -178,6 +178,16 @@ def is_in_forward(cache: Any, thread: int) -> bool:
     return False
 
 
+def is_running(model: Any) -> bool:
+    """Whether a thread runs the model, or a generate() call of it. It looks at all stacks: for rare cases only."""
+    for top in list(sys._current_frames().values()):
+        for frame in _frames_from(top):
+            if frame.f_code is torch.nn.Module._call_impl.__code__ or is_generate(frame):
+                if frame.f_locals.get("self") is model:
+                    return True
+    return False
+
+
 def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame

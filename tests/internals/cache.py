@@ -10,6 +10,7 @@ from kvboost_hf.cache.forward import (
     admission,
     fill,
     flow,
+    idle,
     loading,
     moved,
     prompt_plan,
@@ -20,9 +21,9 @@ from kvboost_hf.cache.forward import (
 )
 from kvboost_hf.cache.forward.admission import blend_reason
 from kvboost_hf.cache.forward.ahead import StemReader
+from kvboost_hf.cache.forward.idle import Idle
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
-from kvboost_hf.cache.forward.running import Idle
 from kvboost_hf.cache.identity import fingerprint, foreign
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, ModelWalk, model_name
 from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache, only_looks

@@ -12,7 +12,8 @@ from kvboost_hf.cache.tiers.base import Tier, without_secrets
 from kvboost_hf.cache.tiers.record import SealedTier, require_key
 from kvboost_hf.config import parse_size
 
-TierKind = Literal["ram", "device", "disk", "valkey", "filesystem"]
+TierKind = Literal["ram", "device", "disk", "handover", "valkey", "filesystem"]
+HANDOVER: TierKind = "handover"  # a folder that is written when the store is closed
 
 DEFAULT_RAM_BYTES = 4 * 2**30
 DEFAULT_DISK_BYTES = 10 * 10**9
@@ -42,9 +43,9 @@ def parse_tier(text: str) -> TierSpec:
     """A parsed address of a tier.
 
     Args:
-        text: `ram:SIZE`, `device:SIZE`, `disk:PATH`, the URL of a Valkey or Redis server, or any that fsspec knows.
-            Each place below memory may be followed by `:SIZE`, its budget. Sizes are numbers with a unit: 1 GB or 1 G
-            are 10^9 bytes, 1 GiB or 1 Gi are 2^30.
+        text: `ram:SIZE`, `device:SIZE`, `disk:PATH`, `handover:PATH`, the URL of a Valkey or Redis server, or any that
+            fsspec knows. Each place below memory may be followed by `:SIZE`, its budget. Sizes are numbers with a
+            unit: 1 GB or 1 G are 10^9 bytes, 1 GiB or 1 Gi are 2^30.
 
     Raises:
         ValueError: for anything else.
@@ -68,15 +69,14 @@ def parse_tier(text: str) -> TierSpec:
         return TierSpec("ram", "", _parse_size(text, rest))
     if kind == "device":
         return TierSpec("device", "", _parse_size(text, rest))
-    if kind == "disk":
+    if kind in ("disk", HANDOVER):
         path, colon, last = rest.rpartition(":")
         has_size = colon and re.match(r"\d[^/\\]*$", last)  # what else follows a colon is of the path
         if not (path if has_size else rest):
-            raise _invalid(text, "there is no path after 'disk:'")
-        if has_size:
-            return TierSpec("disk", path, _parse_size(text, last))
-        return TierSpec("disk", rest, DEFAULT_DISK_BYTES)
-    raise _invalid(text, "it must begin with 'ram:', 'device:', 'disk:' or the scheme of a URL")
+            raise _invalid(text, f"there is no path after '{kind}:'")
+        folder, size = (path, _parse_size(text, last)) if has_size else (rest, DEFAULT_DISK_BYTES)
+        return TierSpec("disk" if kind == "disk" else HANDOVER, folder, size)
+    raise _invalid(text, "it must begin with 'ram:', 'device:', 'disk:', 'handover:' or the scheme of a URL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,14 @@ class Tiers:
         device: Bytes where the model computes; 0 for none.
         lower: Those below host memory, the nearest first.
         opened: Those of them that were not given as objects: whoever asked for them closes them.
+        at_close: Names of those that are written when the store is closed.
     """
 
     ram: int
     device: int
     lower: tuple[Tier, ...]
     opened: tuple[Tier, ...]
+    at_close: frozenset[str]
 
 
 def open_tiers(
@@ -127,6 +129,7 @@ def open_tiers(
             raise ValueError(f"`tiers` must give one size of {kind!r} at most, got {sizes}{hint}.")
     lower: list[Tier] = []
     opened: list[Tier] = []
+    at_close = frozenset(spec.kind for spec in specs if isinstance(spec, TierSpec) and spec.kind == HANDOVER)
     try:
         for spec in specs:
             if not isinstance(spec, TierSpec):
@@ -145,7 +148,7 @@ def open_tiers(
         raise
     (ram,) = memory["ram"] or [DEFAULT_RAM_BYTES]
     (device,) = memory["device"] or [0]
-    return Tiers(ram, device, tuple(lower), tuple(opened))
+    return Tiers(ram, device, tuple(lower), tuple(opened), at_close)
 
 
 def open_tier(spec: TierSpec) -> Tier:
@@ -155,10 +158,10 @@ def open_tier(spec: TierSpec) -> Tier:
         ImportError: if it needs a package that is not installed.
         ValueError: for memory, which the store keeps itself, or an address that its tier does not take.
     """
-    if spec.kind == "disk":
+    if spec.kind in ("disk", HANDOVER):
         from kvboost_hf.cache.tiers.disk import DiskTier
 
-        return DiskTier(spec.location, spec.max_bytes or DEFAULT_DISK_BYTES)
+        return DiskTier(spec.location, spec.max_bytes or DEFAULT_DISK_BYTES, name=spec.kind)
     if spec.kind == "valkey":
         from kvboost_hf.cache.tiers.valkey import ValkeyTier
 
