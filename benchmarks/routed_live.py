@@ -28,8 +28,7 @@ from reuse import Result, measured_on, provenance
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.engine.settings import EngineSettings
-from kvboost_hf.server import routing
-from kvboost_hf.server.ray_app import build
+from kvboost_hf.server import ray_app
 from kvboost_hf.server.settings import ServerSettings
 
 _PLACES = ("Oslo", "Lima", "Rome", "Cairo", "Delhi", "Paris", "Quito", "Seoul")
@@ -38,9 +37,18 @@ _TRIES = 240  # of a request, half a second apart: Ray takes half a minute to st
 _PHASES = ("steady", "a replica is killed", "all fronts are killed")
 
 
-def deafen() -> None:
-    """In each process of the arm `text`: fronts do not learn what replicas hold."""
-    routing.PrefixRouter.learn = lambda self, round: None  # type: ignore[method-assign]
+class Front:
+    """The front of the arm `text`: it does not learn what replicas hold."""
+
+    def __init__(self, *given: Any) -> None:
+        from kvboost_hf.server import ray_app, routing
+
+        routing.PrefixRouter.learn = lambda self, round: None  # type: ignore[method-assign]
+        self._front = ray_app.Front(*given)
+
+    async def __call__(self, request: Any) -> Any:
+        """As the other one."""
+        return await self._front(request)
 
 
 def document(number: int) -> str:
@@ -122,17 +130,16 @@ def kill(kind: str, count: int | None = None) -> None:
 def arm(name: str, replicas: int, fronts: int, requests: int, ram: str, documents: int, port: int) -> Result:
     """All phases with one way of routing."""
     variables = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"}
-    hook: dict[str, Any] = {"worker_process_setup_hook": deafen} if name == "text" else {}
-    ray.init(
-        num_cpus=replicas, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables} | hook
-    )
+    ray.init(num_cpus=replicas, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
+    heard = ray_app.Front
     try:
         serve.start(proxy_location="Disabled")
-        kept, settings = (
-            EngineSettings(chunk_size=16, tiers=[f"ram:{ram}"]),
-            ServerSettings(model_name="reader", port=port),
-        )
-        serve.run(build(load_embedded, settings, kept, replicas=replicas, fronts=fronts), route_prefix=None)
+        kept = EngineSettings(chunk_size=16, tiers=[f"ram:{ram}"])
+        settings = ServerSettings(model_name="reader", port=port)
+        if name == "text":
+            ray_app.Front = Front  # type: ignore[assignment, misc]
+        application = ray_app.build(load_embedded, settings, kept, replicas=replicas, fronts=fronts)
+        serve.run(application, route_prefix=None)
         clients = [Sessions(f"http://127.0.0.1:{port}", documents, seed) for seed in range(2 * replicas)]
         phase(clients, requests)  # fills the stores
         ends: list[Callable[[], None]] = [lambda: None, lambda: kill("Replica", 1), lambda: kill("Front")]
@@ -143,6 +150,7 @@ def arm(name: str, replicas: int, fronts: int, requests: int, ram: str, document
             print(name, told, json.dumps(rows[told]), file=sys.stderr, flush=True)
         return {"routing": name, "phases": rows}
     finally:
+        ray_app.Front = heard  # type: ignore[misc]
         serve.shutdown()
         ray.shutdown()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ReusePolicy, attach, detach
+from kvboost_hf import ChunkReuseCache, ReusePolicy, TreeDecoding, attach, detach
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 from tests.internals.cache import REPAIRS, blend_reason, costs, idle, idle_of, repair_later, scatter
 from tests.parity.test_blend import (
@@ -149,6 +149,24 @@ def test_riding_beside_what_else_happens_to_a_cache(way: str, columns: int, no_i
     second = torch.cat([said[:1], random_ids(20, seed=9)], dim=1)
     assert_same(generate(model, as_inputs(second), cache), generate(model, as_inputs(second)))
     assert cache.report.moved_tokens == 0
+    assert not cache.store.check_integrity().wrong
+
+
+@pytest.mark.parametrize(("rows", "progressive", "repaired"), [(1, True, 276), (2, True, 276), (1, 64, 0)])
+@torch.no_grad()
+def test_with_trees_nothing_rides(rows: int, progressive: Any, repaired: int, no_idle_repair: None) -> None:
+    """They fill the room themselves; what `True` has computed before a token is computed before the first tree."""
+    model = prepared()
+    cache = ChunkReuseCache(model, store_with_documents(model), riding(progressive))
+    asked = [prompt([2, 0, 3, 1]), prompt([1, 3, 0, 2])][:rows]
+    trees = TreeDecoding(make_model("llama", seed=3))
+    inputs = {"input_ids": torch.cat(asked), "attention_mask": torch.ones(rows, asked[0].shape[1], dtype=torch.long)}
+    found = generate(model, inputs, cache, custom_generate=trees, max_new_tokens=12, min_new_tokens=12)
+    assert cache.report.repaired_tokens == rows * repaired
+    plain = model(found.sequences).logits
+    off = [float((step - plain[:, 296 + at]).abs().max()) for at, step in enumerate(found.logits)]
+    assert off[0] > 1e-3
+    assert (max(off[1:]) < 1e-4) == bool(repaired)
     assert not cache.store.check_integrity().wrong
 
 

@@ -1,5 +1,6 @@
 """The repair that rides along with the steps of a batch: rows become exact while they are decoded."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +26,9 @@ def reader() -> tuple[PreTrainedModel, Any]:
 
 
 @pytest.fixture(autouse=True)
-def no_idle_repair(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle.Idle, "begin", lambda *given: None)
+def no_idle_repair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "repaired_when_idle" not in request.fixturenames:
+        monkeypatch.setattr(idle.Idle, "begin", lambda *given: None)
 
 
 ORDERS = ([0, 1, 2, 3], [2, 0, 3, 1], [3, 1, 0, 2], [1, 3, 2, 0], [1, 0, 3, 2])
@@ -171,6 +173,37 @@ def test_what_does_not_ride_is_left_to_idle_moments(reason: str) -> None:
         told = submitted(engine, asked)
         assert all(one.end.moved_tokens > 100 for one in told)
         assert min(one.end.repaired_tokens for one in told) == 0  # the first one may begin alone
+        assert not engine.store.check_integrity().wrong
+
+
+@pytest.fixture
+def repaired_when_idle() -> None:
+    """In place of `no_idle_repair`."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_jobs_that_come_and_go(reader: tuple[PreTrainedModel, Any], seed: int, repaired_when_idle: None) -> None:
+    """With moved K/V and without, cancelled or not, while idle repairs begin and end: exact answers are plain ones."""
+    chance = random.Random(seed)
+    asked = prompts(5)
+    with engine_of(*reader, policy=riding(chance.choice([7, 40, 300])), max_batch_size=4) as engine:
+        ask(engine, asked[0], 1)
+        jobs = []
+        for _ in range(16):
+            ids = [*chance.choice(asked)[: chance.choice([297, 250])], chance.randrange(2, 200)]
+            new, told = chance.randrange(1, 12), Told()
+            options = SamplingOptions(max_tokens=new, min_tokens=new, logprobs=0)
+            exact = chance.random() < 0.4
+            ticket = engine.submit(Job(ids=ids, options=options, reuse="exact" if exact else None), told)
+            jobs.append((ids, exact, told))
+            if chance.random() < 0.2:
+                ticket.cancel()
+            if chance.random() < 0.3:
+                assert told.end.error is None
+        for ids, exact, told in jobs:
+            assert told.end.error is None
+            if exact and told.end.ids:
+                assert max(off(reader, ids, told)) < 1e-4
         assert not engine.store.check_integrity().wrong
 
 
