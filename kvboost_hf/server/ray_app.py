@@ -82,8 +82,8 @@ class PrefixRequestRouter(RequestRouter):
 
 
 def _routed(pending_request: PendingRequest | None) -> _Routed | None:
-    first = pending_request.args[0] if pending_request is not None and pending_request.args else None
-    return first if isinstance(first, _Routed) else None
+    """The first argument of a request. Ray copies the router's class with its globals: `isinstance` would say no."""
+    return pending_request.args[0] if pending_request is not None and pending_request.args else None
 
 
 class Replica:

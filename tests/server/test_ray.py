@@ -122,6 +122,21 @@ def test_replicas_publish_what_they_hold(at: str) -> None:
         assert [(set(each.keys), set(each.tiers)) for each in gone] == [(set(keys), {0})]
 
 
+def test_each_text_is_at_one_replica_and_not_all_at_the_same(at: str) -> None:
+    """What routing by load alone would not do."""
+    handle = serve.get_deployment_handle("Replica", "default")
+    prompts = [f"Text {number}: " + "Anna lives in Lima. She has a boat. " * 12 for number in range(12)]
+    firsts = {prompt_keys(json.dumps({"prompt": prompt}).encode(), "key")[0] for prompt in prompts}
+    with httpx.Client(base_url=at, headers=KEY, timeout=60) as http:
+        for prompt in 2 * prompts:
+            assert http.post("/v1/completions", json={"model": "reader", "prompt": prompt, "max_tokens": 1}).is_success
+    one, other = (firsts & set(each.keys) for each in handle.broadcast("news", {}).results(timeout_s=30))
+    assert not one & other
+    assert one | other == firsts
+    assert one
+    assert other
+
+
 def test_bodies_with_a_wrong_key_keep_nobody_waiting(at: str) -> None:
     """Thirty of 15 MB: `/health` is answered in time, and each is refused before its body is read."""
     body, statuses = b"{" + b" " * (15 * 2**20), list[int]()
