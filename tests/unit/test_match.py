@@ -19,6 +19,7 @@ from tests.internals.cache import (
     Segment,
     Tokens,
     find_moved,
+    text_of,
     window_hashes,
 )
 
@@ -29,6 +30,14 @@ class FakeChunk:
     start: int = 0
     parent: bytes = b"root"
     key: bytes = b"key"
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def text(self) -> bytes:
+        return text_of(self.tokens)
 
 
 Index = ContentIndex[FakeChunk]
@@ -272,7 +281,7 @@ def test_a_collision_cannot_match() -> None:
 
         known_windows = known_heads
 
-        def whole(self, tokens: Tokens) -> FakeChunk:
+        def whole(self, text: bytes) -> FakeChunk:
             return wrong
 
         leading = whole
@@ -280,7 +289,7 @@ def test_a_collision_cannot_match() -> None:
         def inside(self, window: Tokens) -> list[tuple[FakeChunk, int]]:
             return [(wrong, 16)]
 
-        def behind(self, parent: bytes, tokens: Tokens) -> FakeChunk:
+        def behind(self, parent: bytes, text: bytes) -> FakeChunk:
             return wrong
 
         def under(self, key: bytes) -> FakeChunk:
@@ -314,4 +323,5 @@ def test_the_index_forgets_what_is_removed(steps: list[tuple[bool, int]]) -> Non
     for i in held:
         index.remove(pool[i])
     assert len(index) == 0
-    assert not any((index._heads, index._inside, index._variants, index._behind, index._by_key))
+    assert not any((index._heads, index._inside, index._slots, index._behind, index._by_key))
+    assert not any(index._variants)

@@ -218,7 +218,7 @@ class LowerMemory:
             except DamagedBlobError as error:
                 results.append(error)
                 continue
-            nbytes = held.nbytes + stored.tokens.nbytes
+            nbytes = held.nbytes + found.entry.tokens.nbytes
             results.append(replace(stored, loaded=held, nbytes=nbytes))  # type: ignore[arg-type]
         for tier, blobs in times.items():
             tier.took(*blobs)
@@ -337,7 +337,7 @@ def unloaded(found: Found) -> Stored:
         return StoredStates(entry.key, entry.root, entry.parent, entry.tokens, None, 0, found)
     place = (entry.key, entry.root, entry.parent, entry.start, entry.tokens)
     content_only, tier = entry.kind is Kind.CONTENT, found.tier.tier.name
-    return StoredChunk(*place, None, 0, content_only=content_only, found=found, tier=tier)
+    return StoredChunk(*place, None, 0, len(entry.tokens), content_only=content_only, found=found, tier=tier)
 
 
 class TieredView:
@@ -366,7 +366,7 @@ class TieredView:
         below = self._found.get(key)
         if not isinstance(below, StoredChunk) or below.content_only:
             return None
-        return below if np.array_equal(below.tokens, tokens) else None
+        return below if np.array_equal(below.ids, tokens) else None
 
     def siblings(self, parent: bytes, head: Tokens) -> Iterable[Chunk]:
         near = self._memory.siblings(parent, head)
