@@ -1066,7 +1066,7 @@ def test_a_kill_meanwhile_is_made_up_for(many: Path, opened: Open, monkeypatch: 
             if len(seen) == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        DiskTier._add = add  # type: ignore[method-assign, assignment]
+        DiskTier._add = add  # type: ignore[assignment]
         tier = DiskTier(folder, 2**20)
         assert tier._settling is not None
         tier._settling.join()

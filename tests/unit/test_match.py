@@ -286,7 +286,7 @@ def test_a_collision_cannot_match() -> None:
 
         leading = whole
 
-        def inside(self, window: Tokens) -> list[tuple[FakeChunk, int]]:
+        def inside(self, window: bytes) -> list[tuple[FakeChunk, int]]:
             return [(wrong, 16)]
 
         def behind(self, parent: bytes, text: bytes) -> FakeChunk:
@@ -304,7 +304,7 @@ def test_hashes_of_codes() -> None:
     codes = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 400)
     index = index_of(FakeChunk(codes[100:200]))
     assert [(s.start, s.stop) for s in moved(codes, index)] == [(100, 200)]
-    assert window_hashes(codes)[0] != window_hashes(codes[::-1])[0]
+    assert window_hashes(text_of(codes))[0] != window_hashes(text_of(codes[::-1]))[0]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))

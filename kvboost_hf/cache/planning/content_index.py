@@ -67,7 +67,7 @@ class ContentIndex(Generic[C]):
             self.max_tokens = max(self.max_tokens, chunk.length)
             slot = self._slots.get(text)
             if slot is None:
-                slot = self._new_text(text, window_hashes(chunk.tokens))
+                slot = self._new_text(text, window_hashes(text))
             held, place = self._variants[slot], hash((chunk.parent, text[: HEAD_TOKENS * CODE_BYTES]))
             self._variants[slot] = sorted([*_several(held), chunk], key=_start) if held is not None else chunk
             if (others := self._behind.setdefault(place, chunk)) is not chunk:
@@ -82,7 +82,7 @@ class ContentIndex(Generic[C]):
             left = [each for each in _several(self._variants[slot]) if each is not chunk]
             self._variants[slot] = left if len(left) > 1 else left[0] if left else None
             if not left:
-                self._drop_text(text, slot, window_hashes(chunk.tokens))
+                self._drop_text(text, slot, window_hashes(text))
             place = hash((chunk.parent, text[: HEAD_TOKENS * CODE_BYTES]))
             others = [each for each in _several(self._behind[place]) if each is not chunk]
             if others:
@@ -167,8 +167,8 @@ class ContentIndex(Generic[C]):
                     best = chunk
         return best
 
-    def inside(self, window: Tokens) -> list[tuple[C, int]]:
-        """Some chunks that have `window` inside them, and where; a collision may bring others."""
+    def inside(self, window: bytes) -> list[tuple[C, int]]:
+        """Some chunks that have a window, the `text_of` it, inside them, and where; a collision may bring others."""
         with self._lock:
             found, first = self._inside.places(window_hashes(window), _MAX_INSIDE), self._first_inside
             return [(self._last(slot), (place - first[slot] + 1) * MIN_MOVED_TOKENS) for slot, place in found]
@@ -277,17 +277,16 @@ class WindowTable:
         self._older: array[int] = array("i")
         self._newer: array[int] = array("i")
         self._free: dict[int, array[int]] = {}  # first places of runs, by length
-        self._make(_FEWEST_ROWS)
+        self._views = self._make(_FEWEST_ROWS)
 
     def __len__(self) -> int:
         return self._rows
 
-    def _make(self, size: int) -> None:
+    def _make(self, size: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
         """Have a table of so many rows, none of them taken."""
         self._hashes, self._places = array("Q", bytes(8 * size)), array("i", [_NONE]) * size
         self._rows = self._used = 0  # that are taken, and that were
-        # Swapped at once: a long prompt is looked up without the lock.
-        self._views = np.frombuffer(self._hashes, np.uint64), np.frombuffer(self._places, np.int32)
+        return np.frombuffer(self._hashes, np.uint64), np.frombuffer(self._places, np.int32)
 
     def _grow(self, count: int) -> None:
         """Have a larger table, with room for `count` more; or one of the same size, without those that are gone."""
@@ -300,12 +299,13 @@ class WindowTable:
         numbers = np.arange(len(rows))
         rows = np.maximum.accumulate(rows - numbers) + numbers  # each behind the one before, or where it belongs
         fitting = rows < size
-        self._make(size)
-        self._views[0][rows[fitting]], self._views[1][rows[fitting]] = hashes[fitting], places[fitting]
+        views = self._make(size)
+        views[0][rows[fitting]], views[1][rows[fitting]] = hashes[fitting], places[fitting]
         self._rows = self._used = int(fitting.sum())
         late = zip(hashes[~fitting].tolist(), places[~fitting].tolist(), strict=True)
         for hashed, place in late:  # from the end of the table to its beginning
             self._take(0, hashed, place)
+        self._views = views  # at once: a long prompt is looked up without the lock
 
     def _take(self, row: int, hashed: int, place: int) -> None:
         """Have a hash lead to a place, from the first free row on."""

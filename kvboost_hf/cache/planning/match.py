@@ -61,8 +61,8 @@ class MovedIndex(Protocol):
         """A chunk that shares most leading tokens with a `text_of` them; of equal ones the one with most `start`."""
         ...
 
-    def inside(self, window: Tokens) -> "Sequence[tuple[Chunk, int]]":
-        """Some chunks that have `window` inside them, and where; a collision may bring others."""
+    def inside(self, window: bytes) -> "Sequence[tuple[Chunk, int]]":
+        """Some chunks that have a window, the `text_of` it, inside them, and where; a collision may bring others."""
         ...
 
     def behind(self, parent: bytes, text: bytes) -> "Chunk | None":
@@ -74,10 +74,11 @@ class MovedIndex(Protocol):
         ...
 
 
-def window_hashes(tokens: Tokens) -> NDArray[np.uint64]:
-    """The hashes of the windows of a chunk that `find_moved` looks for: one every `MIN_MOVED_TOKENS` tokens."""
-    n = len(tokens) - len(tokens) % MIN_MOVED_TOKENS
-    windows = tokens[:n].astype(np.uint64).reshape(-1, MIN_MOVED_TOKENS)
+def window_hashes(text: bytes) -> NDArray[np.uint64]:
+    """The hashes of the windows of a text that `find_moved` looks for: one every `MIN_MOVED_TOKENS` tokens."""
+    codes = np.frombuffer(text, dtype=np.int32)
+    n = len(codes) - len(codes) % MIN_MOVED_TOKENS
+    windows = codes[:n].astype(np.uint64).reshape(-1, MIN_MOVED_TOKENS)
     hashes: NDArray[np.uint64] = (windows * _HEAD_POWERS).sum(axis=1)
     return hashes
 
@@ -106,7 +107,8 @@ def find_moved(
     """
     if stop - start < MIN_MOVED_TOKENS:
         return ()
-    hashes, text = _rolling_hashes(tokens[start:stop]), text_of(tokens)
+    text = text_of(tokens)
+    hashes = _rolling_hashes(np.frombuffer(text, dtype=np.int32)[start:stop])
     places = [start + place for place in index.known_heads(hashes)]
     if len(places) * MIN_MOVED_TOKENS > stop - start:  # more than can all serve: a text that repeats itself
         places = _leftmost(tokens, text, places, stop, index)
@@ -170,7 +172,7 @@ class _Gaps:
 
     def _longest(self, place: int, start: int, stop: int) -> Segment | None:
         """The longest part of a chunk that serves `place` within row tokens [start, stop)."""
-        window = self._tokens[place : place + MIN_MOVED_TOKENS]
+        window = self._text[place * CODE_BYTES : (place + MIN_MOVED_TOKENS) * CODE_BYTES]
         end = min(place + self._index.max_tokens, stop)
         rest = self._tokens[place:end]
         found = self._index.leading(self._text[place * CODE_BYTES : end * CODE_BYTES])
@@ -222,7 +224,7 @@ def _joined(segments: list[Segment], start: int, behind: bytes | None) -> Iterat
         border, shift = segment.stop, segment.shift
 
 
-def _rolling_hashes(tokens: Tokens) -> NDArray[np.uint64]:
+def _rolling_hashes(tokens: NDArray[np.int32]) -> NDArray[np.uint64]:
     """The hash of every `MIN_MOVED_TOKENS` tokens in a row."""
     n = len(tokens)
     sums = np.zeros(n + 1, dtype=np.uint64)
