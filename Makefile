@@ -56,7 +56,8 @@ tests/agents/node_modules: tests/agents/package.json
 
 clients: .venv-clients/installed
 	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest -q -n $(JOBS) --dist loadfile \
-		tests/server/test_clients.py tests/server/test_ray.py
+		tests/server/test_clients.py tests/server/test_kuberay.py \
+		tests/server/test_ray.py tests/server/test_ray_scaling.py tests/server/test_ray_faults.py
 
 test: $(VENV)/installed server browser npm
 	PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not nightly"

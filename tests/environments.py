@@ -21,9 +21,16 @@ class Environment:
 
 
 ENVIRONMENTS = {
-    # The extras `clients-openai2`, which needs openai<3, and `ray`: clients of the server, and servers that hold ours.
+    # The extras `clients-openai2`, which needs openai<3, and `ray`: clients of the server, and servers that hold ours;
+    # and the schemas of Kubernetes.
     "clients": Environment(
-        ("instructor==1.17.0", "llama-index-llms-openai-like==0.8.1", "openai==2.54.0", "ray[serve]==2.60.0")
+        (
+            "instructor==1.17.0",
+            "kubernetes-validate==1.37.0",
+            "llama-index-llms-openai-like==0.8.1",
+            "openai==2.54.0",
+            "ray[serve]==2.60.0",
+        )
     ),
     # Libraries that call generate().
     "libraries": Environment(

@@ -34,6 +34,7 @@ from kvboost_hf.cache.forward.loans import (
     reading_reason,
     root_of,
     stored_tokens,
+    take_repaired,
 )
 from kvboost_hf.cache.forward.moved import movable_spans
 from kvboost_hf.cache.forward.repair_later import PIECE, may_repair, repair_more, repair_while_idle
@@ -71,7 +72,7 @@ from kvboost_hf.compat import (
     running_config,
     unwrapped,
 )
-from kvboost_hf.config import ReusePolicy
+from kvboost_hf.config import Progressive, ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 
 _UNUSED = "the model has made no use of the cache"
@@ -726,7 +727,7 @@ class ChunkReuseCache(DynamicCache):
         self._settle_last()
         ledger = self._live.ledger
         if ledger is not None and ledger.blended is not None and not self._live.in_forward:
-            self._parts.idle.begin(self._parts)
+            self._parts.begin_idle()
 
     def store_all(self, *, pinned: bool = False) -> list[Put]:
         """Offer everything that the cache holds to the store, unfinished chunks included."""
@@ -806,6 +807,7 @@ class ChunkReuseCache(DynamicCache):
 
         What it appends is gone with `give_back`, or with whatever is done to the cache next.
         """
+        self._repair_at_once()
         self._begin_loan()
         return lend_layers(self._parts)
 
@@ -814,15 +816,19 @@ class ChunkReuseCache(DynamicCache):
         self._live.hand_out(False)
         self._recover()
 
-    def read(self) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Of each layer, keys and values [1, num_kv_heads, tokens, head_dim] of the only row's tokens that it holds.
+    def read(self, layers: Sequence[int] | None = None) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Of some layers, keys and values [1, num_kv_heads, tokens, head_dim] of the only row's tokens that they hold.
 
         They are views where they can be, and not to be kept. None for a layer that has none.
+
+        Args:
+            layers: Their numbers; None for all.
         """
+        self._repair_at_once()
         self._settle()
         self.catch_up()
         self._form.leave(self._settle)
-        return read_layers(self._live)
+        return read_layers(self._live, layers)
 
     @property
     def reading_reason(self) -> str | None:
@@ -876,6 +882,35 @@ class ChunkReuseCache(DynamicCache):
         self._forward, self._live.in_forward = None, False  # only now: an interrupt before this undoes it
         if self._live.ledger is not None:
             self._writer.confirm(self._live.ledger)
+
+    @property
+    def rides_from(self) -> tuple[int, Progressive] | None:
+        """The first column that a repair computes again along with later tokens, and how; None where nothing rides."""
+        ledger = self._live.ledger
+        if ledger is None or ledger.blended is None or ledger.progressive is True or not may_repair(self._live):
+            return None
+        return ledger.blended.exact_columns, ledger.progressive
+
+    def take_repaired(self, start: int, kv: Sequence[tuple[torch.Tensor, torch.Tensor] | None], computed: int) -> None:
+        """Take exact K/V of the first tainted columns, computed by forwards over what was read of the layers.
+
+        Args:
+            start: The first of them, as `rides_from` has said.
+            kv: For each layer, their keys and values [1, num_kv_heads, columns, head_dim]; None where it has none.
+            computed: How many of them were computed a second time, and are to be counted.
+        """
+        self._begin_loan()
+        take_repaired(self._parts, start, kv, computed)
+        self._forward, self._live.in_forward = None, False  # only now: an interrupt before this undoes it
+        if self._live.ledger is not None:
+            self._writer.confirm(self._live.ledger)
+
+    def _repair_at_once(self) -> None:
+        """Before forwards that are not told to the cache: do what `progressive=True` does before a token."""
+        self._settle()
+        ledger = self._live.ledger
+        if ledger is not None and ledger.blended is not None and ledger.progressive is True:
+            self.repair()
 
     def _begin_loan(self) -> None:
         self._settle()

@@ -22,9 +22,9 @@ _COMMANDS = {  # the file that runs each, and what it is for
     "demo": ("measure", "plain generate() beside generate() with a ChunkReuseCache"),
     "bench": ("measure", "measure ways of serving the same prompts, and others' ways beside them"),
     "doctor": ("doctor", "say what of this machine and a model works, and what to do"),
-    "check": ("doctor", "say whether a model can reuse K/V, and why not"),
+    "check": ("check", "say whether a model can reuse K/V, and why not"),
     "verify": ("measure", "measure what reuse does to the answers, on your own prompts"),
-    "fits": ("doctor", "say what of a model stays on a device, and how fast the rest can come"),
+    "fits": ("check", "say what of a model stays on a device, and how fast the rest can come"),
     "warm": ("warm", "compute K/V of files ahead of the first request, and keep it"),
     "serve": ("serving", "answer requests as the APIs of OpenAI, Anthropic and Ollama do"),
     "inspect": ("inspect", "show what is stored: tokens, text, bytes, hits, tier"),
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             apply_config(options, parser)
             options = parser.parse_args(given)
         options.given = given
-        if hasattr(options, "device"):
+        if hasattr(options, "device") and named != "doctor":  # which prints what it finds before torch is there
             from kvboost_hf.cli.loading import set_device
 
             set_device(options)

@@ -1,4 +1,7 @@
-"""`kvboost-hf inspect` lists what tiers hold, and `kvboost-hf prune` removes unused files of streamed layers."""
+"""`kvboost-hf inspect` lists what tiers hold, and `kvboost-hf prune` removes unused files of streamed layers.
+
+Without a tokenizer `inspect` needs no torch, which takes a second or more to import.
+"""
 
 import argparse
 import json
@@ -10,18 +13,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.planning.chunks import text_ids
-from kvboost_hf.cache.store.settings import open_tier, open_tiers, parse_tier
+from kvboost_hf.cache.tiers.addresses import open_tier, open_tiers, parse_tier, require_lasting
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
 from kvboost_hf.cli.arguments import needs_extra, next_steps
-from kvboost_hf.cli.loading import require_lasting
-from kvboost_hf.engine.load import naming
-from kvboost_hf.offload.prune import LayerFile, former_files, prune_layers
 from kvboost_hf.outputs import STANDARD_OUTPUT, Progress, say, write, written
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from kvboost_hf.offload.prune import LayerFile
 
 _SHOWN_CHARACTERS = 200
 DecodeText = Callable[[list[int]], str]
@@ -65,9 +66,13 @@ def run_inspect(options: argparse.Namespace) -> int:
 def _tokenizer(name: str | None) -> Any:
     if name is None:
         return None
+    from transformers import AutoTokenizer
+
+    from kvboost_hf.assets import load_embedded
+    from kvboost_hf.engine.load import naming
+
     if name == "embedded":
         return load_embedded()[1]
-    from transformers import AutoTokenizer
 
     with naming(name):
         return AutoTokenizer.from_pretrained(name)
@@ -78,7 +83,7 @@ def _as_it_is(address: str) -> str | Tier:
     spec = parse_tier(address)
     if spec.kind in ("ram", "device"):
         return address
-    if spec.kind != "disk":
+    if spec.kind not in ("disk", "handover"):
         return open_tier(replace(spec, max_bytes=None))
     folder = Path(spec.location).expanduser()
     if not os.path.isdir(folder):
@@ -174,6 +179,8 @@ def as_json(lines: Sequence[Line]) -> list[dict[str, Any]]:
 
 def run_prune(options: argparse.Namespace) -> int:
     """Print what is in the folder, by model, and what was removed."""
+    from kvboost_hf.offload.prune import former_files, prune_layers
+
     found = prune_layers(options.folder, dry_run=options.dry_run)
     by_model = sorted(found, key=_told)
     lines = [f"{state:<8} {model}: {_total(list(files))}" for (state, model), files in groupby(by_model, _told)]
@@ -188,11 +195,11 @@ def run_prune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _told(each: LayerFile) -> tuple[str, str]:
+def _told(each: "LayerFile") -> tuple[str, str]:
     return "in use" if each.in_use else "unused", ", ".join(each.models) or "a model that was in memory"
 
 
-def _total(files: Sequence[LayerFile]) -> str:
+def _total(files: Sequence["LayerFile"]) -> str:
     nbytes = sum(each.nbytes for each in files)
     size = f"{nbytes / 10**9:.1f} GB" if nbytes >= 10**9 else f"{nbytes / 10**6:.1f} MB"
     return f"{len(files)} file{'s' * (len(files) != 1)} ({size})"

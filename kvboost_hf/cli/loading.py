@@ -1,25 +1,17 @@
-"""The model, the device and the tiers that a command names."""
+"""The model and the device that a command names."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
-from kvboost_hf.cache.store.settings import parse_tier
 from kvboost_hf.compat import available_device
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.engine.load import load
 from kvboost_hf.offload.checkpoint import without_bars
 from kvboost_hf.outputs import Progress
-
-
-def require_lasting(addresses: Sequence[str]) -> None:
-    """Raise ValueError unless one of these tiers outlives the process."""
-    if all(parse_tier(address).kind in ("ram", "device") for address in addresses):
-        raise ValueError(f"`--tiers` must have one that outlives a process, got {list(addresses)}. Pass disk:FOLDER.")
 
 
 def default_device() -> str:

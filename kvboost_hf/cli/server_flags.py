@@ -13,12 +13,12 @@ from kvboost_hf.config import (
     StreamingConfig,
     parse_size,
 )
+from kvboost_hf.fields import add_flags
 from kvboost_hf.old_names import TABLE, refuse
-from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.settings import ACCESS, LOAD, ServerSettings
 
 REFUSED = "server flags"  # the section of the table of migration
-_SERVER, _POLICY = ServerSettings(model_name="any"), ReusePolicy()
-_TREES, _STREAMING = DraftTreeConfig(), StreamingConfig()
+_POLICY, _TREES, _STREAMING = ReusePolicy(), DraftTreeConfig(), StreamingConfig()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -133,11 +133,8 @@ def add_streaming(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("who may ask, and where")
-    group.add_argument(
-        "--host", default=_SERVER.host, help="address to listen at (default: %(default)s, this machine alone)"
-    )
-    group.add_argument("--port", default=_SERVER.port, type=int, help="port to listen at (default: %(default)s)")
+    group = parser.add_argument_group(ACCESS)
+    add_flags(group, ServerSettings, ACCESS)
     add_api_keys(group)
     group.set_defaults(operator_key=[], ssl_keyfile_password=None)  # of no flag: see `add_secrets`
     group.add_argument(
@@ -147,39 +144,7 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         help="open /v1/stats and /metrics to the keys in this file and to KVBOOST_HF_OPERATOR_KEY of the environment "
         "alone",
     )
-    group.add_argument(
-        "--allowed-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="let clients call the server by this name, besides localhost and its address; repeatable, * for any "
-        "(default: any with API keys, no other without)",
-    )
-    group.add_argument(
-        "--strip-head",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="leave lines that match this regular expression as a whole out of system prompts, such as a date; "
-        "repeatable",
-    )
     _add_tls(group)
-    group.add_argument(
-        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="let pages of this origin ask; repeatable"
-    )
-    group.add_argument("--model-name", help="what clients call the model (default: its name, or that of its folder)")
-    group.add_argument(
-        "--model-alias",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="another name of it, in which * stands for any characters",
-    )
-    group.add_argument(
-        "--strict-requests",
-        action="store_true",
-        help="refuse unknown fields (default: ignore and name them)",
-    )
     levels = ("debug", "info", "warning", "error")
     group.add_argument("--log-level", default="info", choices=levels, help="least level to log (default: info)")
     group.add_argument(
@@ -187,11 +152,6 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="send traces by OpenTelemetry to the OTEL_EXPORTER_OTLP_ENDPOINT of the environment; needs the extra "
         "`otel` (default: if that is set)",
-    )
-    group.add_argument(
-        "--embeddings",
-        action="store_true",
-        help="answer /v1/embeddings by the mean of the last hidden states: poor ones, for lack of training",
     )
 
 
@@ -213,41 +173,14 @@ def _add_tls(group: argparse._ActionsContainer) -> None:
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how much at once")
-    connections = (
-        "connections open at once, three quarters of them from one address (default: as many as the process may open "
-        "files, less a fifth, and at most 4096)"
-    )
-    live = "tokens of all running requests together, at most (default: what fits in memory)"
-    unasked = "tokens of an answer, at most, where a request gives no length (default: what the context has room for)"
-    shown = "(default: %(default)s)"
-    for flag, kind, default, metavar, text in (
-        ("max-batch-size", int, _SERVER.max_batch_size, None, f"requests that run at once {shown}"),
-        ("max-connections", int, None, None, connections),
-        ("max-queue-size", int, _SERVER.max_queue_size, None, f"requests that wait; others get status 429 {shown}"),
-        ("batch-window-ms", float, _SERVER.batch_window_ms, None, f"wait so long for others to share a batch {shown}"),
-        (
-            "prefill-chunk-size",
-            int,
-            _SERVER.prefill_chunk_size,
-            "TOKENS",
-            f"tokens of a prompt in one forward {shown}",
-        ),
-        ("max-model-len", int, None, "TOKENS", "tokens of a prompt and its answer, at most (default: the model's)"),
-        ("max-live-tokens", int, None, "TOKENS", live),
-        ("planner-safety-margin", float, _SERVER.safety_margin, "SHARE", f"share of the memory to leave free {shown}"),
-        ("max-tokens", int, None, None, unasked),
-        ("timeout-s", float, _SERVER.timeout_s, None, f"seconds until a request is given up {shown}"),
-        ("drain-s", float, _SERVER.drain_s, None, f"seconds that requests have left on shutdown {shown}"),
-    ):
-        group.add_argument(f"--{flag}", type=kind, default=default, metavar=metavar, help=text)
+    group = parser.add_argument_group(LOAD)
+    add_flags(group, ServerSettings, LOAD)
     group.add_argument(
         "--oom-planning",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="start a request only when its K/V has room in memory (default: yes)",
     )
-    group.add_argument("--auto-truncate", action="store_true", help="cut off the beginning of prompts too long")
 
 
 def _add_reuse(parser: argparse.ArgumentParser) -> None:
@@ -273,7 +206,7 @@ def _add_reuse(parser: argparse.ArgumentParser) -> None:
         default=_POLICY.progressive,
         help="go on with the repair before the second token until K/V is exact, or never (default: along with later "
         "tokens, as far as that is nearly free, and in idle moments, where moved text has a seam every 1,024 tokens "
-        "or more often); steps that several requests share, and trees of drafts, leave it to idle moments",
+        "or more often); trees of drafts, and requests that read K/V in place, leave it to idle moments",
     )
     group.add_argument(
         "--sink-tokens",

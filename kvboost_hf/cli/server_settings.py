@@ -7,6 +7,7 @@ from typing import Any
 from kvboost_hf.cache.tiers.record import read_tier_key
 from kvboost_hf.config import DraftTreeConfig, RecomputeStrategy, StreamingConfig
 from kvboost_hf.engine.settings import EngineSettings
+from kvboost_hf.fields import given
 from kvboost_hf.server.settings import ServerSettings, TlsFiles, read_keys
 
 _STREAMING = (
@@ -57,33 +58,13 @@ def server_settings(options: argparse.Namespace, name: str, positions: int | Non
     Raises:
         ValueError: A value is out of its range, or values do not go together.
     """
-    return ServerSettings(
-        model_name=options.model_name or name,
-        model_aliases=tuple(options.model_alias),
-        host=options.host,
-        port=options.port,
-        api_keys=tuple(options.api_key),
-        operator_keys=tuple(options.operator_key),
-        salt=options.salt,
-        allowed_hosts=tuple(options.allowed_host),
-        tls=_tls_files(options),
-        max_connections=options.max_connections,
-        strip_heads=tuple(options.strip_head),
-        cors_origins=tuple(options.cors_origin),
-        max_batch_size=options.max_batch_size,
-        max_queue_size=options.max_queue_size,
-        batch_window_ms=options.batch_window_ms,
-        prefill_chunk_size=options.prefill_chunk_size,
-        max_model_len=options.max_model_len or positions,
-        max_live_tokens=options.max_live_tokens,
-        safety_margin=options.planner_safety_margin if options.oom_planning else None,
-        embeddings=options.embeddings,
-        strict_requests=options.strict_requests,
-        auto_truncate=options.auto_truncate,
-        default_max_tokens=options.max_tokens,
-        timeout_s=options.timeout_s,
-        drain_s=options.drain_s,
-    )
+    told = given(ServerSettings, options)
+    told["model_name"] = told["model_name"] or name
+    told["max_model_len"] = told["max_model_len"] or positions
+    if not options.oom_planning:
+        told["safety_margin"] = None
+    told |= {"api_keys": tuple(options.api_key), "operator_keys": tuple(options.operator_key)}
+    return ServerSettings(**told, salt=options.salt, tls=_tls_files(options))
 
 
 def kept_settings(options: argparse.Namespace, **more: Any) -> EngineSettings:

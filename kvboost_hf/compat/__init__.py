@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.compat.calls import (
+    SHARED_KV,
     AssistedCall,
     GenerateCall,
     assisted_call,
@@ -16,6 +17,7 @@ from kvboost_hf.compat.calls import (
     in_prefill,
     is_in_forward,
     is_in_stock_loop,
+    is_running,
     is_under_way,
     outputs_read,
     precision_readers,
@@ -54,6 +56,7 @@ from kvboost_hf.compat.models import (
     loader_of_pair,
     mask_form,
     needs_positions,
+    reads_shared_kv,
     require_cache,
     require_generates,
     require_model,
@@ -91,6 +94,7 @@ __all__ = [
     "CACHE",
     "LAST",
     "SERVED_LAYERS",
+    "SHARED_KV",
     "STATEFUL_LAYERS",
     "AssistedCall",
     "GenerateCall",
@@ -137,6 +141,7 @@ __all__ = [
     "input_device",
     "is_in_forward",
     "is_in_stock_loop",
+    "is_running",
     "is_under_way",
     "key_rotation",
     "known_hidden_states_reason",
@@ -160,6 +165,7 @@ __all__ = [
     "probe_reason",
     "ranks_of",
     "reads_last_logits",
+    "reads_shared_kv",
     "recall",
     "remember",
     "require_cache",

@@ -22,7 +22,7 @@ from kvboost_hf.engine.load import load
 from kvboost_hf.engine.prompts import CHECK_PROMPTS, Prompt, PromptEncoder, group_by_prefix
 from kvboost_hf.engine.results import GenerationMode, GenerationResult, WarmResult, warm
 from kvboost_hf.engine.runner import CallRunner, Watch, call_options
-from kvboost_hf.engine.settings import SETTINGS, checked_settings, choice, settings_in_order
+from kvboost_hf.engine.settings import SETTINGS, checked_settings, choice, settings_in_order, unknown_setting
 from kvboost_hf.offload.build import streaming_stats
 from kvboost_hf.offload.stream import StreamingStats
 from kvboost_hf.old_names import refuse
@@ -137,6 +137,7 @@ class KVBoost:
 
         Raises:
             ValueError: As `KVBoost` does, and for two names or a damaged file of the model.
+            TypeError: Neither `EngineSettings` nor the model has an option.
             OSError: There is no such model.
 
         Example:
@@ -157,7 +158,12 @@ class KVBoost:
             )
         settings = {key: options.pop(key) for key in SETTINGS & options.keys()}
         checked_settings(settings, policy)  # refuses now, not when the model is there
-        model, tokenizer = load(given[0] if given else DEFAULT_MODEL, streaming_config, device, options)
+        try:
+            model, tokenizer = load(given[0] if given else DEFAULT_MODEL, streaming_config, device, options)
+        except TypeError as error:  # transformers hands what it does not know to the model
+            if (unknown := next((key for key in options if f"keyword argument '{key}'" in str(error)), None)) is None:
+                raise
+            raise unknown_setting(unknown) from error
         return cls(model, tokenizer, strict=strict, assistant=assistant, policy=policy, **settings)
 
     # Answers

@@ -75,6 +75,11 @@ def load(
         ValueError: there is no such model or device, a file of the checkpoint is missing or damaged, or a package for
             it is not installed.
     """
+    if not isinstance(name, str | PathLike):
+        raise ValueError(
+            f"`model` must be a name on the hub or a folder, got {type(name).__name__}. A model that is there already "
+            "goes to KVBoost(model, tokenizer)."
+        )
     if str(name).startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
         raise ValueError(f"`model` must be a name on the hub or a folder, got {str(name)!r}, which is no folder here.")
     where = default_device() if device is None else available_device(device)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvboost_hf.cache.codecs import config_of, live_config
 from kvboost_hf.cache.planning.chunks import LEAST_CHUNK_SIZE, Chunker, ContentChunker, FixedChunker
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.store.settings import DEFAULT_DISK_BYTES, parse_tier
+from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, parse_tier
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.compat import bytes_per_token
 from kvboost_hf.config import (
@@ -234,6 +234,13 @@ def settings_in_order(given: Sequence[Any], named: Mapping[str, Any]) -> dict[st
     return found
 
 
+def unknown_setting(name: str) -> TypeError:
+    """The error for a setting that there is not, with one of a like name."""
+    close = get_close_matches(name, SETTINGS, n=1)
+    remedy = f"Did you mean `{close[0]}`?" if close else f"There are {', '.join(sorted(SETTINGS))}."
+    return TypeError(f"KVBoost has no setting `{name}`. {remedy}")
+
+
 def checked_settings(
     given: Mapping[str, Any], policy: ReusePolicy | None, store: ChunkStore | None = None
 ) -> EngineSettings:
@@ -258,9 +265,7 @@ def checked_settings(
                 f"Pass what is meant to {kind.__name__}, or leave out the `{name}`."
             )
     if unknown := sorted(given.keys() - SETTINGS):
-        close = get_close_matches(unknown[0], SETTINGS, n=1)
-        remedy = f"Did you mean `{close[0]}`?" if close else f"There are {', '.join(sorted(SETTINGS))}."
-        raise TypeError(f"KVBoost has no setting `{unknown[0]}`. {remedy}")
+        raise unknown_setting(unknown[0])
     settings = EngineSettings(**given)
     if policy is not None and policy.mode == "blend" and settings.live_quant is not None:
         raise ValueError(

@@ -8,6 +8,7 @@ transformers' own functions, which rename, merge and cast tensors, and moves its
 import copy
 import logging
 from dataclasses import asdict
+from os import PathLike
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ METHOD = "kvboost_stream"
 
 
 def load_streamed(
-    name: str,
+    name: str | PathLike[str],
     streaming: StreamingConfig | None = None,
     *,
     device: torch.device | str | None = None,
@@ -60,6 +61,11 @@ def load_streamed(
         >>> from kvboost_hf.assets import EMBEDDED_MODEL_DIR
         >>> model = load_streamed(EMBEDDED_MODEL_DIR, StreamingConfig(keep_first_k=1, keep_last_k=1))
     """
+    if not isinstance(name, str | PathLike):
+        raise ValueError(
+            f"`name` must be a name on the hub or a folder, got {type(name).__name__}. A model that is there already "
+            "goes to stream_layers(model)."
+        )
     if "gguf_file" in kwargs or str(name).endswith(".gguf"):
         raise ValueError(
             f"{kwargs.get('gguf_file', name)} is a GGUF file, which transformers turns into plain weights in host "
@@ -100,7 +106,7 @@ class LayerStreamingQuantizationConfig(QuantizationConfigMixin):
 
 
 def with_streaming(
-    name_or_config: str | PreTrainedConfig, streaming: StreamingConfig, **kwargs: Any
+    name_or_config: str | PathLike[str] | PreTrainedConfig, streaming: StreamingConfig, **kwargs: Any
 ) -> PreTrainedConfig:
     """A copy of a model's configuration with which `from_pretrained()` streams its layers.
 

@@ -1,6 +1,7 @@
 """`front_app`: the app in front of several replicas of the server, which takes requests as one server does.
 
 client ──▶ connections ──▶ keys, hosts, sizes, deadlines ──▶ `Forwarding` ──▶ one replica, or all of them
+                                          replicas ──▶ news of what they hold ──▶ `PrefixRouter`, which ranks them
 
 It has the limits of a server of its own: keys are checked before bodies are read, bodies have a deadline and a share
 of memory, and what takes time runs in threads, in which clients take turns. What concerns all replicas is asked of
@@ -9,10 +10,11 @@ all: sessions, figures and statistics.
 
 import asyncio
 import json
+import logging
 import re
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,10 +26,14 @@ from kvboost_hf.server.app import add_middleware
 from kvboost_hf.server.http.errors import ApiError, add_handlers
 from kvboost_hf.server.http.turns import Turns, in_thread
 from kvboost_hf.server.prompt_keys import prompt_keys
+from kvboost_hf.server.routing import News, Place, PrefixRouter
 from kvboost_hf.server.settings import ServerSettings
+
+_log = logging.getLogger("kvboost_hf.server")
 
 _SESSIONS = "/v1/kv/sessions"
 _OF_ALL = (_SESSIONS, "/v1/stats", "/metrics")
+_NEWS_EVERY_S = 0.25  # of what replicas hold
 _TRIES = 2  # of a request whose replica ends before it has answered anything
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (.+)")  # of Prometheus's text format
@@ -74,19 +80,46 @@ class Replicas(Protocol):
         """
         ...
 
+    async def news(self, places: Mapping[str, Place]) -> list[News]:
+        """What the replicas hold anew since these places; those that do not answer soon are left out."""
+        ...
 
-def front_app(replicas: Replicas, settings: ServerSettings) -> FastAPI:
+
+def front_app(replicas: Replicas, settings: ServerSettings, router: PrefixRouter) -> FastAPI:
     """Make the app in front of replicas.
 
     Args:
         replicas: They answer.
         settings: The settings of each of them, which hold for what the front takes, too.
+        router: The one that `replicas` choose by, which learns what they hold as long as the app runs.
     """
-    app = FastAPI(title="kvboost_hf", docs_url=None, redoc_url=None, openapi_url=None)
-    app.router.default = app.state.forwarding = Forwarding(replicas, settings)
+    forwarding = Forwarding(replicas, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        following = asyncio.create_task(_follow(replicas, router))
+        yield
+        following.cancel()
+
+    app = FastAPI(title="kvboost_hf", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.router.default = app.state.forwarding = forwarding
     add_handlers(app, [])
     add_middleware(app, settings, _OF_ALL, None)
     return app
+
+
+async def _follow(replicas: Replicas, router: PrefixRouter) -> None:
+    """Have a router learn what replicas hold, for ever."""
+    fails = False
+    while True:
+        try:
+            router.learn(await replicas.news(router.places))
+            fails = False
+        except Exception:  # requests go on by what is known
+            if not fails:
+                _log.exception("The front does not hear what replicas hold; it tries on.")
+            fails = True
+        await asyncio.sleep(_NEWS_EVERY_S)
 
 
 class Forwarding:

@@ -164,6 +164,7 @@ class Job:
         skip_special_tokens: Leave special tokens out of the text. Some models mark calls of tools with them.
         prediction: Token ids of a text that the answer may have parts of, which then come with fewer forwards.
         limited_by: What `SamplingOptions.max_tokens` comes from.
+        text_keys: Keys of the pieces of the request's text, by which the front of a cluster knows the prompt.
     """
 
     ids: Sequence[int]
@@ -182,6 +183,7 @@ class Job:
     skip_special_tokens: bool = True
     prediction: Sequence[int] = ()
     limited_by: LimitedBy = "request"
+    text_keys: Sequence[bytes] = ()
 
     @property
     def longest(self) -> int:

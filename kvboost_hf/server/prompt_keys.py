@@ -3,11 +3,9 @@
 import json
 import re
 
-import numpy as np
+from kvboost_hf.cache.planning.chunks import digest, root_key
 
-from kvboost_hf.cache.planning.chunks import FixedChunker, prefix_key, root_key
-
-_CUTS = FixedChunker(256)  # characters
+_PIECE = 256  # characters
 _CHANGING = re.compile(r'x-anthropic-billing-header:[^"\\]*')  # no part of prompts
 # In the order in which prompts have them.
 _FIELDS = ("tools", "instructions", "system", "context", "messages", "prompt", "input", "texts")
@@ -30,14 +28,11 @@ def prompt_keys(body: bytes, authorization: str = "") -> list[bytes]:
         return []
     if not isinstance(asked, dict):
         return []
-    text = _CHANGING.sub("", json.dumps([asked[name] for name in _FIELDS if asked.get(name) is not None]))
-    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+    text = _CHANGING.sub("", json.dumps([asked[name] for name in _FIELDS if asked.get(name) is not None])).encode()
     owner = repr((authorization, asked.get("cache_salt"))).encode()
     key = root_key(b"text", owner)
     session = asked.get("prompt_cache_key")
     keys: list[bytes] = [] if session is None else [root_key(b"session", owner + repr(session).encode())]
-    start = 0
-    while (cut := _CUTS.next_cut(tokens, start)) is not None:
-        keys.append(key := prefix_key(key, tokens[start:cut]))
-        start = cut
+    for stop in range(_PIECE, len(text) + 1, _PIECE):
+        keys.append(key := digest(key, text[stop - _PIECE : stop]))
     return keys

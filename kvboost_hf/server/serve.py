@@ -18,10 +18,12 @@ from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import input_device
 from kvboost_hf.config import DraftTreeConfig
 from kvboost_hf.engine.settings import EngineSettings
+from kvboost_hf.fields import shared
 from kvboost_hf.server.apis.context import RouteContext, as_templates_have_them
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.chats.template import Rendering
 from kvboost_hf.server.chats.tool_formats import ToolSupport
+from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.model_runner import live_token_bytes, tokens_that_fit
 from kvboost_hf.server.engine.neighbours import MemoryPlans
 from kvboost_hf.server.engine.worker import ModelEngine
@@ -96,7 +98,7 @@ def serve(
         if tracer_provider is not None:
             tracer_provider.shutdown()
         engine.close()
-        engine.store.close()
+        engine.close_store()
         MemoryPlans().release()
 
 
@@ -137,22 +139,19 @@ def _engine(
     draft_trees: DraftTreeConfig | None,
 ) -> ModelEngine:
     store = kept.store(model, tokenizer)
+    limits = shared(EngineLimits, settings)
+    limits["max_live_tokens"] = _live_tokens(model, draft, store, settings)
+    limits["max_client_share"] = _CLIENT_SHARE if len(settings.api_keys) > 1 else 1.0
     return ModelEngine(
         model,
         tokenizer,
         store=store,
         policy=kept.policy(),
         live_quant=kept.live_config,
-        max_batch_size=settings.max_batch_size,
-        max_queue_size=settings.max_queue_size,
-        prefill_chunk_size=settings.prefill_chunk_size,
-        batch_window_ms=settings.batch_window_ms,
-        max_model_len=settings.max_model_len,
-        max_live_tokens=_live_tokens(model, draft, store, settings),
-        max_client_share=_CLIENT_SHARE if len(settings.api_keys) > 1 else 1.0,
         draft=draft,
         draft_trees=draft_trees,
         clients=[b"", *(key.encode() for key in (*settings.api_keys, *settings.operator_keys))],
+        **limits,
     )
 
 

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from kvboost_hf.fields import check_bounds, setting
+
+ACCESS, LOAD = "who may ask, and where", "how much at once"  # groups of flags
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
@@ -62,8 +66,8 @@ class ServerSettings:
     Args:
         model_name: What `/v1/models` and answers call the model; requests must name it.
         model_aliases: Other names that requests may give the model; `*` in one stands for any characters.
-        host: Address to listen at.
-        port: And its port; 0 for any free one.
+        host: Address to listen at; 127.0.0.1 serves this machine alone.
+        port: Port to listen at; 0 for any free one.
         api_keys: Any of these opens all routes; without one they are open to everybody who reaches the address.
         operator_keys: Any of these opens all routes, too, and they alone `/v1/stats` and `/metrics`. Without one these
             figures are for whoever has the only API key, and closed where there are several.
@@ -72,15 +76,15 @@ class ServerSettings:
             all. Empty takes all where there are API keys, and no other where there are none.
         tls: Certificate and key for HTTPS; None for plain HTTP.
         cors_origins: Web pages from these origins may call the server; `"*"` for all.
-        max_batch_size: Requests that run at the same time.
-        max_queue_size: Requests that wait; those beyond are refused with status 429.
-        batch_window_ms: Milliseconds that a request waits for others to share its batch.
-        prefill_chunk_size: Prompts are computed by so many tokens at a time, between which others go on.
-        max_model_len: Tokens of a prompt and its answer together; None for what the model has positions for.
-        max_live_tokens: Tokens of all requests under way together, at their longest; None for what has room in memory.
-        safety_margin: Share of the memory that is left free then; None plans nothing.
-        embeddings: Answer `/v1/embeddings`, for which a causal language model is a poor choice.
-        auto_truncate: Leave out the beginning of prompts that are too long, in place of refusing them.
+        max_batch_size: Requests that run at once.
+        max_queue_size: Requests that wait; others get status 429.
+        batch_window_ms: Milliseconds that a request waits for others to share its batch with.
+        prefill_chunk_size: Tokens of a prompt in one forward; between two, other requests go on.
+        max_model_len: Tokens of a prompt and its answer, at most; None for what the model has positions for.
+        max_live_tokens: Tokens of all running requests together, at most; None for what has room in memory.
+        safety_margin: Share of the memory to leave free; None is no plan.
+        embeddings: Answer `/v1/embeddings` by the mean of the last hidden states: poor ones, for lack of training.
+        auto_truncate: Cut off the beginning of prompts that are too long, in place of refusing them.
         default_max_tokens: Tokens of an answer, at most, where the request gives no length; None for as many as the
             context has room for.
         timeout_s: Seconds from the arrival of a request until it is given up.
@@ -91,48 +95,52 @@ class ServerSettings:
         header_timeout_s: Seconds for a request's header to come, from the beginning of a connection or from the end of
             the last answer; then it is dropped.
         write_timeout_s: A connection is dropped whose client reads nothing of an answer for so many seconds.
-        max_connections: Open at once; three quarters of them from one address. None for what the process has
-            descriptors for, up to 4096.
+        max_connections: Connections open at once; three quarters of them from one address. None for what the process
+            has descriptors for, up to 4096.
         max_choices: The largest `n` of a request, times its number of prompts.
-        strip_heads: Regular expressions of Python; lines that one of them matches as a whole are left out of system
-            prompts.
+        strip_heads: Regular expressions: lines that one of them matches as a whole, such as a date, are left out of
+            system prompts.
         strict_requests: Refuse requests with unknown fields, in place of ignoring these.
 
     Raises:
         ValueError: for counts or times that are none, an empty name or an empty key.
     """
 
-    model_name: str
-    model_aliases: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 8000
+    model_name: str = setting(
+        group=ACCESS, metavar="NAME", help="what clients call the model (default: its name, or that of its folder)"
+    )
+    model_aliases: tuple[str, ...] = setting((), group=ACCESS, flag="model-alias", metavar="NAME")
+    host: str = setting("127.0.0.1", group=ACCESS)
+    port: int = setting(8000, group=ACCESS, least=0, most=2**16 - 1)
     api_keys: tuple[str, ...] = ()
     operator_keys: tuple[str, ...] = ()
     salt: str = ""
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = setting((), group=ACCESS, flag="allowed-host", metavar="NAME")
     tls: TlsFiles | None = None
-    cors_origins: tuple[str, ...] = ()
-    max_batch_size: int = 8
-    max_queue_size: int = 64
-    batch_window_ms: float = 0.0
-    prefill_chunk_size: int = 256
-    max_model_len: int | None = None
-    max_live_tokens: int | None = None
-    safety_margin: float | None = 0.15
-    embeddings: bool = False
-    auto_truncate: bool = False
-    default_max_tokens: int | None = None
-    timeout_s: float = 600.0
-    drain_s: float = 30.0
-    ping_s: float = 15.0
-    max_body_bytes: int = 16 * 2**20
-    body_timeout_s: float = 60.0
-    header_timeout_s: float = 10.0
-    write_timeout_s: float = 60.0
-    max_connections: int | None = None
-    max_choices: int = 16
-    strip_heads: tuple[str, ...] = ()
-    strict_requests: bool = False
+    cors_origins: tuple[str, ...] = setting((), group=ACCESS, flag="cors-origin", metavar="ORIGIN")
+    max_batch_size: int = setting(8, group=LOAD, above=0)
+    max_queue_size: int = setting(64, group=LOAD, above=0)
+    batch_window_ms: float = setting(0.0, group=LOAD, least=0)
+    prefill_chunk_size: int = setting(256, group=LOAD, metavar="TOKENS", above=0)
+    max_model_len: int | None = setting(None, group=LOAD, metavar="TOKENS", least=2)
+    max_live_tokens: int | None = setting(None, group=LOAD, metavar="TOKENS", least=2)
+    safety_margin: float | None = setting(
+        0.15, group=LOAD, flag="planner-safety-margin", metavar="SHARE", least=0, below=1
+    )
+    embeddings: bool = setting(False, group=ACCESS)
+    auto_truncate: bool = setting(False, group=LOAD)
+    default_max_tokens: int | None = setting(None, group=LOAD, flag="max-tokens", above=0)
+    timeout_s: float = setting(600.0, group=LOAD, above=0)
+    drain_s: float = setting(30.0, group=LOAD, least=0)
+    ping_s: float = setting(15.0, group=LOAD, above=0)
+    max_body_bytes: int = setting(16 * 2**20, group=LOAD, above=0)
+    body_timeout_s: float = setting(60.0, group=LOAD, above=0)
+    header_timeout_s: float = setting(10.0, group=LOAD, above=0)
+    write_timeout_s: float = setting(60.0, group=LOAD, above=0)
+    max_connections: int | None = setting(None, group=LOAD, least=2)
+    max_choices: int = setting(16, group=LOAD, above=0)
+    strip_heads: tuple[str, ...] = setting((), group=ACCESS, flag="strip-head", metavar="PATTERN")
+    strict_requests: bool = setting(False, group=ACCESS)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -157,42 +165,7 @@ class ServerSettings:
                     f"`strip_heads` must be regular expressions, got {pattern!r}: {error}. Escape what is no pattern "
                     "with a backslash."
                 ) from error
-        if not 0 <= self.port < 2**16:
-            raise ValueError(f"`port` must be from 0 to 65535, got {self.port}.")
-        for name in (
-            "max_batch_size",
-            "max_queue_size",
-            "prefill_chunk_size",
-            "timeout_s",
-            "ping_s",
-            "max_body_bytes",
-            "body_timeout_s",
-            "header_timeout_s",
-            "write_timeout_s",
-            "max_choices",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
-        if self.default_max_tokens is not None and self.default_max_tokens < 1:
-            raise ValueError(
-                f"`default_max_tokens` must be positive, got {self.default_max_tokens}. Pass None for as many as the "
-                "context has room for."
-            )
-        for name in ("batch_window_ms", "drain_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` must be 0 or more, got {getattr(self, name)}.")
-        if self.max_connections is not None and self.max_connections < 2:
-            raise ValueError(
-                f"`max_connections` must be 2 or more, got {self.max_connections}. Pass None for the most."
-            )
-        if self.max_live_tokens is not None and self.max_live_tokens < 2:
-            raise ValueError(f"`max_live_tokens` must be 2 or more, got {self.max_live_tokens}. Pass None to plan it.")
-        if self.safety_margin is not None and not 0 <= self.safety_margin < 1:
-            raise ValueError(f"`safety_margin` must be from 0 to less than 1, got {self.safety_margin}.")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(
-                f"`max_model_len` must be 2 or more, got {self.max_model_len}. Pass None for the model's."
-            )
+        check_bounds(self)
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

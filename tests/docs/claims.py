@@ -51,7 +51,7 @@ MEASURED = re.compile(rf"(?<![\w.-]){NUMBER}(?:{'|'.join(UNITS)}|{SECONDS}|(?P<p
 SCRIPT = re.compile(
     r"\bpython\s+(?P<script>benchmarks/\w+\.py)|\bpython\s+-m\s+(?P<module>(?:kvboost_hf|recipes|benchmarks)\.[\w.]+)"
 )
-TARGET = re.compile(r"\bmake\s+((?:bench|demo|gpu|soak)[\w-]*)")
+TARGET = re.compile(r"\bmake\s+((?:bench|demo|gpu|libraries|soak)[\w-]*)")
 OURS = re.compile(r"\bkvboost-hf\s+(bench|demo|verify)\b")
 COMMIT = re.compile(r"\bcommit\s+`?(?P<commit>[0-9a-f]{7,40})\b")
 HARDWARE = re.compile(r"\b(?:EPYC|Xeon|RTX|[AHLT]\d{1,3}|Apple M\d|(?:\d+|one|two)(?: CPU)? (?:thread|core)s?)\b")

@@ -10,6 +10,7 @@ from kvboost_hf.cache.forward import (
     admission,
     fill,
     flow,
+    idle,
     loading,
     moved,
     prompt_plan,
@@ -20,9 +21,9 @@ from kvboost_hf.cache.forward import (
 )
 from kvboost_hf.cache.forward.admission import blend_reason
 from kvboost_hf.cache.forward.ahead import StemReader
+from kvboost_hf.cache.forward.idle import Idle
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
-from kvboost_hf.cache.forward.running import Idle
 from kvboost_hf.cache.identity import fingerprint, foreign
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, ModelWalk, model_name
 from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache, only_looks
@@ -104,9 +105,10 @@ from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
 from kvboost_hf.cache.store.history import ComputePace, History
 from kvboost_hf.cache.store.indexes import StoredText
 from kvboost_hf.cache.store.memory import DeviceMemory
-from kvboost_hf.cache.store.settings import DEFAULT_DISK_BYTES, TierSpec, chunk_bytes, open_tier, parse_tier
+from kvboost_hf.cache.store.settings import chunk_bytes
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import below, record
+from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, TierSpec, open_tier, parse_tier
 from kvboost_hf.cache.tiers.base import Entry, Guard, Kind, MadeWith, NoticeBoard, Tier, secrets_in, without_secrets
 from kvboost_hf.cache.tiers.below import MeasuredTier
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier

@@ -18,14 +18,17 @@ from kvboost_hf.server.chats.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL
 from kvboost_hf.server.chats.tools import Parsed, ToolCallStream, joined
 from kvboost_hf.server.chats.values import ValueReader, arguments_of, json_of
 from kvboost_hf.server.cluster import Answer, ReplicaLostError, front_app, lacking, merged_figures, needed
+from kvboost_hf.server.cluster_args import ClusterArgs
 from kvboost_hf.server.engine import model_runner as memory
 from kvboost_hf.server.engine import task, worker
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns, embed
+from kvboost_hf.server.engine.holdings import Holdings
 from kvboost_hf.server.engine.intake import WaitingLine
 from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit
 from kvboost_hf.server.engine.neighbours import MemoryPlans
 from kvboost_hf.server.engine.worker import ModelEngine
+from kvboost_hf.server.fair_share import FairCache, FairShare, FairTurns, may_hold
 from kvboost_hf.server.generation.batch import BatchKV, _BatchLayer
 from kvboost_hf.server.generation.prefix_tree import PrefixTree
 from kvboost_hf.server.generation.sampling import Sampler, choose_rows
@@ -72,7 +75,7 @@ from kvboost_hf.server.protocol import (
 )
 from kvboost_hf.server.requests.chat import ChatRequest
 from kvboost_hf.server.requests.texts import CompletionRequest, WarmRequest
-from kvboost_hf.server.routing import PrefixRouter
+from kvboost_hf.server.routing import BELOW, GONE, MEMORY, News, Place, PrefixRouter
 from kvboost_hf.server.serve import _warm, start_engine
 from kvboost_hf.server.settings import ServerSettings, TlsFiles, prompt_salt, read_keys
 from kvboost_hf.server.startup import Chosen, Startup, TextLines

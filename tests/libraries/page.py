@@ -16,7 +16,7 @@ Tokens that went through SmolLM2-135M-Instruct (float32, greedy, 12 new tokens f
 more for each model, to find out whether it gives the same logits for a prompt in two parts. All answers are token by
 token those of the plain run, unless a row says **other answers**.
 
-`make libraries` measures this: transformers {transformers}, torch {torch}, commit {commit}.
+`make libraries` measures this: one core of a CPU, transformers {transformers}, torch {torch}, commit {commit}.
 
 | Path | Plain | Ideal | Ours | What is not reused, and why |
 |---|--:|--:|--:|---|

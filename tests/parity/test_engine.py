@@ -24,6 +24,7 @@ from kvboost_hf import (
     TreeDecoding,
     attach,
     detach,
+    load_streamed,
 )
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded, load_embedded_draft
 from kvboost_hf.config import Repair
@@ -652,8 +653,17 @@ def test_settings_that_do_not_work_say_what_does(
 
 
 def test_unknown_settings_are_refused(embedded: tuple[PreTrainedModel, Any]) -> None:
-    with pytest.raises(TypeError, match="chunk_sise"):
+    with pytest.raises(TypeError, match=r"no setting `chunk_sise`\. Did you mean `chunk_size`\?"):
         KVBoost(*embedded, chunk_sise=64)
+    with pytest.raises(TypeError, match=r"no setting `chunk_sise`\. Did you mean `chunk_size`\?"):
+        KVBoost.from_pretrained(EMBEDDED_MODEL_DIR, device="cpu", chunk_sise=64)
+
+
+def test_a_model_in_place_of_its_name(embedded: tuple[PreTrainedModel, Any]) -> None:
+    with pytest.raises(ValueError, match=r"got LlamaForCausalLM\. .* KVBoost\(model, tokenizer\)"):
+        KVBoost.from_pretrained(embedded[0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"got LlamaForCausalLM\. .* stream_layers\(model\)"):
+        load_streamed(embedded[0])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ReusePolicy, attach, detach
+from kvboost_hf import ChunkReuseCache, ReusePolicy, TreeDecoding, attach, detach
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
-from tests.internals.cache import REPAIRS, blend_reason, costs, idle_of, repair_later, running, scatter
+from tests.internals.cache import REPAIRS, blend_reason, costs, idle, idle_of, repair_later, scatter
 from tests.parity.test_blend import (
     MOVABLE,
     OutOfLuck,
@@ -46,7 +46,7 @@ def wait_until_idle_work_is_done(cache: ChunkReuseCache) -> None:
 
 @pytest.fixture
 def no_idle_repair(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running.Idle, "begin", lambda self, parts: None)
+    monkeypatch.setattr(idle.Idle, "begin", lambda *given: None)
 
 
 # Riding
@@ -149,6 +149,24 @@ def test_riding_beside_what_else_happens_to_a_cache(way: str, columns: int, no_i
     second = torch.cat([said[:1], random_ids(20, seed=9)], dim=1)
     assert_same(generate(model, as_inputs(second), cache), generate(model, as_inputs(second)))
     assert cache.report.moved_tokens == 0
+    assert not cache.store.check_integrity().wrong
+
+
+@pytest.mark.parametrize(("rows", "progressive", "repaired"), [(1, True, 276), (2, True, 276), (1, 64, 0)])
+@torch.no_grad()
+def test_with_trees_nothing_rides(rows: int, progressive: Any, repaired: int, no_idle_repair: None) -> None:
+    """They fill the room themselves; what `True` has computed before a token is computed before the first tree."""
+    model = prepared()
+    cache = ChunkReuseCache(model, store_with_documents(model), riding(progressive))
+    asked = [prompt([2, 0, 3, 1]), prompt([1, 3, 0, 2])][:rows]
+    trees = TreeDecoding(make_model("llama", seed=3))
+    inputs = {"input_ids": torch.cat(asked), "attention_mask": torch.ones(rows, asked[0].shape[1], dtype=torch.long)}
+    found = generate(model, inputs, cache, custom_generate=trees, max_new_tokens=12, min_new_tokens=12)
+    assert cache.report.repaired_tokens == rows * repaired
+    plain = model(found.sequences).logits
+    off = [float((step - plain[:, 296 + at]).abs().max()) for at, step in enumerate(found.logits)]
+    assert off[0] > 1e-3
+    assert (max(off[1:]) < 1e-4) == bool(repaired)
     assert not cache.store.check_integrity().wrong
 
 
@@ -277,12 +295,95 @@ def test_whoever_comes_ends_it_within_a_layer(monkeypatch: pytest.MonkeyPatch, c
         cache.reorder_cache(torch.LongTensor([0]))
     if comes != "call":
         wait_until_idle_work_is_done(cache)
-        assert cache.report.repaired_tokens in (20, 0)  # 0 of a copy, or after a reset
+        again = comes in ("other cache", "plain")  # it goes on when those have ended
+        assert cache.report.repaired_tokens in ((278,) if again else (20, 0))  # 0 of a copy, or after a reset
     found = generate(model, as_inputs(second), cache, max_new_tokens=40, min_new_tokens=40)
     plain = model(found.sequences).logits[0]
     assert float((found.logits[-1][0] - plain[-2]).abs().max()) < 1e-4
     wait_until_idle_work_is_done(cache)
     assert not store.check_integrity().wrong
+
+
+def left_to_repair(store: Any, model: PreTrainedModel, order: list[int]) -> ChunkReuseCache:
+    """A cache whose call has ended before all was repaired."""
+    cache = ChunkReuseCache(model, store, riding(10))
+    generate(model, as_inputs(prompt(order)), cache, max_new_tokens=3, min_new_tokens=3)
+    return cache
+
+
+def test_caches_that_come_meanwhile_get_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest of them; one that is used again has none, and one that nobody refers to any more has."""
+    monkeypatch.setattr(idle, "_MOST_WAITING", 3)
+    first, second = prepared(), make_model("llama", seed=1)
+    store, other = store_with_documents(first), store_with_documents(second)
+    halted = Halted(monkeypatch)
+    worked_on = left_to_repair(store, first, [2, 0, 3, 1])
+    assert halted.reached.wait(30)
+    orders = [[3, 2, 0, 1], [1, 0, 3, 2], [0, 2, 1, 3], [3, 0, 2, 1], [1, 3, 2, 0]]
+    waiting = [left_to_repair(other, second, order) for order in orders]
+    assert [idle_of(cache).wait(0) for cache in (worked_on, *waiting)] == [False, True, True, False, False, False]
+    left, used = waiting[0], waiting[3]
+    used.crop(-1)
+    last = waiting.pop().report
+    assert last.repaired_tokens == 20
+    halted.go_on.set()
+    for cache in (worked_on, waiting[2]):
+        wait_until_idle_work_is_done(cache)
+        assert cache.report.repaired_tokens == 278
+    seen = ChunkReuseCache(second, other)
+    until(lambda: seen.stored_tokens(prompt(orders[4])) >= 288, "nothing was repaired")
+    assert (left.report.repaired_tokens, used.report.repaired_tokens) == (20, 20)
+    assert not store.check_integrity().wrong
+    assert not other.check_integrity().wrong
+
+
+def test_no_more_kv_waits_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = prepared(), make_model("llama", seed=1)
+    store, other = store_with_documents(first), store_with_documents(second)
+    halted = Halted(monkeypatch)
+    worked_on = left_to_repair(store, first, [2, 0, 3, 1])
+    assert halted.reached.wait(30)
+    waiting = [left_to_repair(other, second, [3, 2, 0, 1])]
+    other.max_bytes = 4 * int(1.5 * waiting[0].nbytes)
+    waiting.append(left_to_repair(other, second, [1, 0, 3, 2]))
+    assert [idle_of(cache).wait(0) for cache in waiting] == [True, False]
+    halted.go_on.set()
+    wait_until_idle_work_is_done(waiting[1])
+    wait_until_idle_work_is_done(worked_on)
+    assert [cache.report.repaired_tokens for cache in (worked_on, *waiting)] == [278, 20, 278]
+
+
+def test_a_call_of_another_cache_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is tried between its tokens; the pauses in between take no lock."""
+    model = prepared()
+    store = store_with_documents(model)
+    tries: list[float] = []
+    real = repair_later._compute_again
+
+    def compute(*given: Any) -> Any:
+        tries.append(time.monotonic())
+        return real(*given)
+
+    halted = Halted(monkeypatch)
+    cache = left_to_repair(store, model, [2, 0, 3, 1])
+    assert halted.reached.wait(30)
+    monkeypatch.setattr(repair_later, "_compute_again", compute)
+    halted.go_on.set()
+    took: list[float] = []
+
+    class Slow:
+        def put(self, value: torch.Tensor) -> None:
+            took.append(time.monotonic())
+            time.sleep(0.05)
+
+        def end(self) -> None:
+            took.append(time.monotonic())
+
+    model.generate(**as_inputs(random_ids(20)), max_new_tokens=8, min_new_tokens=8, streamer=Slow())
+    wait_until_idle_work_is_done(cache)
+    assert cache.report.repaired_tokens == 278
+    assert tries
+    assert not [at for at in tries if took[1] < at < took[-1]]
 
 
 @pytest.mark.parametrize("change", ["training", "hook", "weights", "attention"])
@@ -393,7 +494,10 @@ def test_whoever_comes_finds_the_device_done(monkeypatch: pytest.MonkeyPatch) ->
     model = prepared()
     cache = ChunkReuseCache(model, store_with_documents(model), riding(10))
     monkeypatch.setattr(repair_later, "link", Link())
+    halted = Halted(monkeypatch)
     generate(model, as_inputs(prompt([2, 0, 3, 1])), cache, max_new_tokens=2)
+    assert halted.reached.wait(30)
+    threading.Timer(0.2, halted.go_on.set).start()
     cache.repair()
     assert waited == [False]
 

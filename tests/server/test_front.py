@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,9 @@ from kvboost_hf.assets import load_embedded
 from tests.internals.server import (
     Answer,
     FrontServer,
+    News,
+    Place,
+    PrefixRouter,
     QueueFullError,
     ReplicaLostError,
     front_app,
@@ -24,8 +27,9 @@ from tests.internals.server import (
     merged_figures,
     needed,
 )
+from tests.server import test_attacks_tenants as tenants_suite
 from tests.server import test_attacks_wire as suite
-from tests.server.conftest import SETTINGS
+from tests.server.conftest import SETTINGS, Serve, listening
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_sessions import BOOK, engine_of
 from tests.server.wire import WAIT_S, Wire, in_a_thread, post, until
@@ -43,6 +47,13 @@ test_where_all_are_busy_the_new_one_is_refused = suite.test_where_all_are_busy_t
 test_who_asks_first_is_told_at_once = suite.test_who_asks_first_is_told_at_once
 test_who_does_not_read_is_dropped = suite.test_who_does_not_read_is_dropped
 test_nonsense_has_a_line_in_the_log_and_no_more = suite.test_nonsense_has_a_line_in_the_log_and_no_more
+# Those on other clients.
+tenants = tenants_suite.tenants
+test_many_requests_keep_no_other_waiting = tenants_suite.test_many_requests_of_one_do_not_keep_another_waiting
+test_one_does_not_take_all_places_to_wait = tenants_suite.test_one_does_not_take_all_places_to_wait
+test_one_does_not_take_all_memory = tenants_suite.test_one_does_not_take_all_memory
+test_what_another_key_has_sent_is_cold = tenants_suite.test_what_another_key_has_sent_is_cold
+test_what_is_given_up_tells_nothing = tenants_suite.test_what_is_given_up_tells_nothing_but_how_much_others_store
 
 
 class Local:
@@ -90,6 +101,9 @@ class Local:
             found.append(Answer(name, messages[0]["status"], messages[0]["headers"], content))
         return found
 
+    async def news(self, places: Mapping[str, Place]) -> list[News]:
+        return []
+
 
 @contextmanager
 def fronted(replicas: Any, tokenizer: Any = None, **changes: Any) -> Iterator[Wire]:
@@ -97,9 +111,22 @@ def fronted(replicas: Any, tokenizer: Any = None, **changes: Any) -> Iterator[Wi
     settings = replace(SETTINGS, **({"port": 0, "drain_s": 1.0} | changes))
     if not isinstance(replicas, Local):
         replicas = Local({"one": make_app(replicas, tokenizer, settings)})
-    app = front_app(replicas, settings)
+    app = front_app(replicas, settings, PrefixRouter())
     with in_a_thread(FrontServer(app, app.state.forwarding, settings)) as wire:
         yield wire
+
+
+@pytest.fixture
+def serve(tokenizer: Any) -> Iterator[Serve]:
+    """Serves an engine behind a front, for the tests of other clients."""
+    with ExitStack() as stack:
+
+        def start(engine: Any, **changes: Any) -> Any:
+            settings = replace(SETTINGS, **changes)
+            replicas: Any = Local({"one": make_app(engine, tokenizer, settings)})
+            return stack.enter_context(listening(front_app(replicas, settings, PrefixRouter())))
+
+        yield start
 
 
 @pytest.fixture(autouse=True)

@@ -101,6 +101,81 @@ def test_who_does_not_hear_serves_what_was_dropped(
         assert cached(deaf, reader, "s0") > 60
 
 
+@pytest.mark.parametrize("skew_s", [-86_400.0, 86_400.0])
+def test_clocks_that_differ_change_no_promise(reader: Any, tiers: list[str], skew_s: float) -> None:
+    """One server is a day ahead or behind: what is pinned for an hour is so at both, and what is dropped is gone."""
+    with opened(reader, tiers) as one, opened(reader, tiers) as other:
+        one._sessions._clock = one._sessions.pins._clock = lambda: time.time() + skew_s
+        for engine in (one, other):
+            for name in NAMES[:4]:
+                cached(engine, reader, name)
+        for here, there, name in ((one, other, "s0"), (other, one, "s1")):
+            assert here.change_session(b"", name, SessionChange(keep=HOUR))
+            for engine in (here, there):
+                cached(engine, reader, "s2")  # its thread lets go of pins that have ended
+                (found,) = engine.sessions(b"", name)
+                now = time.time() + (skew_s if engine is one else 0.0)
+                assert found.pinned
+                assert 3500 < found.pinned_until - now <= 3600
+            assert here.change_session(b"", name, SessionChange(keep=False))
+            assert not there.sessions(b"", name)[0].pinned
+            assert here.drop_session(b"", name, b"?")
+            assert cached(there, reader, name) == 0
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_what_was_dropped_is_not_handed_over(
+    reader: Any, tmp_path: Path, hears: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One server ends while sessions are dropped at another, which knows them; the third is started later."""
+    tiers = [f"handover:{tmp_path / 'tier'}:1GB"]
+    with opened(reader, tiers) as one:
+        with opened(reader, tiers) as ending:
+            for engine in (one, ending):
+                for name in NAMES[:4]:
+                    cached(engine, reader, name)
+            hear, calls = ending._sessions.hear, 0
+
+            def hear_later(tasks: Any) -> None:
+                nonlocal calls
+                calls += 1
+                if calls == 2:  # what is to be handed over is listed, and none of it is written
+                    assert one.drop_session(b"", "s1", b"?")
+                if hears:
+                    hear(tasks)
+
+            assert one.drop_session(b"", "s0", b"?")
+            ending.close()
+            monkeypatch.setattr(ending._sessions, "hear", hear_later)
+            if not hears:
+                monkeypatch.setattr(ending.store, "hear", lambda take: [])
+            ending.close_store()
+            assert calls >= 3
+        with opened(reader, tiers) as later:
+            found = [cached(later, reader, name) for name in NAMES[:4]]
+    assert min(found[2:]) > 60
+    assert (max(found[:2]) == 0) == hears
+
+
+def test_others_hear_of_a_drop_before_the_tiers_are_listed(
+    reader: Any, tiers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that whoever writes to a tier after that has heard of it when it ends."""
+    with opened(reader, tiers) as one, opened(reader, tiers) as other:
+        cached(one, reader, "s0")
+        cached(other, reader, "s0")
+        heard: list[str] = []
+        remove: Any = one.store.remove
+
+        def watched(*given: Any) -> Any:
+            heard.extend(notice["kind"] for notice in other.store.hear(take=True))
+            return remove(*given)
+
+        monkeypatch.setattr(one.store, "remove", watched)
+        assert one.drop_session(b"", "s0", b"?")
+        assert "drop" in heard
+
+
 def test_a_server_that_is_idle_lets_go_within_seconds(reader: Any, tiers: list[str]) -> None:
     with opened(reader, tiers) as one, opened(reader, tiers) as idle:
         cached(one, reader, "s0")

@@ -3,9 +3,12 @@
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from kvboost_hf import ChunkReuseCache, ChunkStore
+from kvboost_hf.assets import load_embedded
 from tests.internals.cli import command_line
 from tests.internals.engine import EngineSettings
 
@@ -55,6 +58,37 @@ except SystemExit:
 assert not {{"torch", "transformers", "numpy"}} & sys.modules.keys()
 """
     assert "kvboost" in run(code)
+
+
+def test_what_is_stored_is_shown_without_torch(tmp_path: Path) -> None:
+    model, tokenizer = load_embedded()
+    with ChunkStore(model, tiers=[f"disk:{tmp_path}:1GB"], chunk_size=16) as store:
+        inputs = tokenizer("Anna lives in Oslo. She plays the piano. " * 4, return_tensors="pt")
+        model.generate(**inputs, cache=ChunkReuseCache(model, store), max_new_tokens=1)
+        store.flush()
+    code = f"""
+import sys
+from kvboost_hf.cli import main
+assert main(["inspect", "--tiers", "disk:{tmp_path}"]) == 0
+assert main(["inspect", "--tiers", "disk:{tmp_path}", "--json", "-"]) == 0
+assert not {{"torch", "transformers"}} & sys.modules.keys()
+"""
+    told = run(code)
+    assert "2 stored" in told or "3 stored" in told, told
+
+
+def test_doctor_says_what_is_installed_before_it_imports_torch() -> None:
+    code = """
+import sys
+from kvboost_hf.cli import main
+sys.modules["torch"] = None
+try:
+    main(["doctor"])
+except ImportError:
+    pass
+"""
+    told = [line.split() for line in run(code).splitlines()]
+    assert {"Python", "torch", "transformers", "extra"} <= {words[1] for words in told if words[0] in ("ok", "--")}
 
 
 def test_commands_that_are_tried_are_all() -> None:

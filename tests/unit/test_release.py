@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import kvboost_hf
 
@@ -67,3 +68,11 @@ def test_the_version_is_said_once() -> None:
     told = [path for path in (ROOT / name for name in files) if path.exists()]
     assert not [path.name for path in told if f'version = "{kvboost_hf.__version__}"' in path.read_text("utf-8")]
     assert "\nversion:" not in (ROOT / "CITATION.cff").read_text("utf-8")
+
+
+def test_the_tested_set_fits_builds_of_torch_for_gpus() -> None:
+    """Such a build brings packages of its own, which the tested set does not ask for in another release."""
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    tested = [Requirement(line.partition("#")[0]) for line in lines if not line.startswith("#")]
+    (triton,) = (one for one in tested if one.name == "triton")
+    assert triton.specifier.contains("3.7.1")  # which torch 2.13.0 asks for

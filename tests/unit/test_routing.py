@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.internals.server import PrefixRouter
+from tests.internals.server import BELOW, GONE, MEMORY, News, PrefixRouter
 
 _NAMES = [f"replica-{number}" for number in range(8)]
 _KEYS = [str(number).encode() for number in range(400)]
@@ -83,6 +83,77 @@ def test_what_continues_a_chunk_is_forgotten_first() -> None:
     router.routed([b"a", b"ab", b"abc"], other)
     assert router.rank([b"a"], loads)[0] == other
     assert router.rank([b"abc"], loads) == PrefixRouter().rank([b"abc"], loads)
+
+
+def _tell(router: PrefixRouter, name: str, keys: list[bytes], tier: int = MEMORY) -> None:
+    """All that a replica holds."""
+    router.learn([News(name, "process", None, len(keys), keys, bytes([tier] * len(keys)))])
+
+
+_PROMPT = [b"abcdefgh"[: n + 1] for n in range(8)]
+
+
+def test_the_longest_prefix_that_is_held_decides() -> None:
+    router, loads = PrefixRouter(), dict.fromkeys(_NAMES, 0)
+    _tell(router, "replica-1", _PROMPT[:2])
+    _tell(router, "replica-5", _PROMPT[:5])
+    _tell(router, "replica-7", _PROMPT[:7], BELOW)
+    assert router.rank(_PROMPT, loads)[:3] == ["replica-5", "replica-7", "replica-1"]
+    assert router.hits(_PROMPT, loads) == {"replica-1": 2, "replica-5": 5, "replica-7": 3.5}
+    router.learn([News("replica-5", "process", 5, 8, _PROMPT[2:5], bytes([GONE, BELOW, BELOW]))])
+    assert router.hits(_PROMPT, loads)["replica-5"] == 2 + 0.5 * 3  # what is held is told from the first piece on
+    assert router.rank([b"session", *_PROMPT], loads)[0] in ("replica-5", "replica-7")
+    assert router.hits([], loads) == {}
+
+
+def test_of_several_holders_the_least_loaded_is_chosen() -> None:
+    router = PrefixRouter(2.0)
+    for name in ("a", "b", "c"):
+        _tell(router, name, _PROMPT[:4])
+    _tell(router, "d", _PROMPT[:6])
+    loads = {"a": 2, "b": 1, "c": 2, "d": 2, "e": 0}
+    assert router.rank(_PROMPT, loads)[:2] == ["d", "b"]
+    loads["d"] = 9  # as much as it may have
+    assert router.rank(_PROMPT, loads)[0] == "b"
+    assert router.rank(_PROMPT, loads)[-1] == "d"
+
+
+def test_a_guess_counts_until_its_replica_says_otherwise() -> None:
+    router, loads = PrefixRouter(), dict.fromkeys(_NAMES, 0)
+    _tell(router, "replica-2", _PROMPT[:3])
+    router.routed(_PROMPT[:5], "replica-4")
+    assert router.rank(_PROMPT, loads)[:2] == ["replica-4", "replica-2"]
+    router.learn([News("replica-4", "process", None, 5, _PROMPT[:2], bytes([MEMORY] * 2))])
+    assert router.hits(_PROMPT, loads)["replica-4"] == 5  # it may be under way
+    events = [*_PROMPT[2:5], *_PROMPT[2:5]]
+    router.learn([News("replica-4", "process", 5, 11, events, bytes([MEMORY] * 3 + [GONE] * 3))])
+    assert router.hits(_PROMPT, loads) == {"replica-2": 3, "replica-4": 2}
+
+
+def test_what_goes_is_no_more_ranked_and_what_comes_is() -> None:
+    router = PrefixRouter()
+    _tell(router, "old", _PROMPT)
+    assert router.rank(_PROMPT, {"new": 0, "other": 0})[0] in ("new", "other")
+    assert router.hits(_PROMPT, {"new": 0, "other": 0}) == {}
+    for _ in range(240):
+        router.learn([])  # nobody answers: the front is cut off, and what it knows may be true
+        _tell(router, "new", [])
+    assert router.held("old")
+    _tell(router, "new", [])
+    assert not router.held("old")
+    assert set(router.places) == {"new"}
+
+
+def test_a_replica_that_claims_too_much_is_bounded() -> None:
+    router = PrefixRouter(max_keys=3)
+    _tell(router, "liar", _PROMPT)
+    assert list(router.held("liar")) == _PROMPT[:3]
+    router.learn([News("liar", "process", 8, 11, [_PROMPT[0], b"x", b"y"], bytes([GONE, MEMORY, MEMORY]))])
+    assert len(router.held("liar")) == 3
+    router.learn([News("liar", "process", 11, 19, [b"z"], b"")])  # numbers that do not fit
+    assert router.places["liar"].events == -1
+    _tell(router, "liar", _PROMPT[:1])
+    assert router.places["liar"].events == 1
 
 
 def test_nonsense_is_refused() -> None:

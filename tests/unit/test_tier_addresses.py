@@ -29,6 +29,8 @@ from tests.internals.cache import (
         (r"disk:C:\kv", "disk", r"C:\kv", DEFAULT_DISK_BYTES),
         ("disk:C:/kv", "disk", "C:/kv", DEFAULT_DISK_BYTES),
         ("disk:/a:b/c:7B", "disk", "/a:b/c", 7),
+        ("handover:/cache", "handover", "/cache", DEFAULT_DISK_BYTES),
+        ("handover:~/kv:50GB", "handover", "~/kv", 50 * 10**9),
         ("redis://host:6379/0", "valkey", "redis://host:6379/0", None),
         ("rediss://u:p@host", "valkey", "rediss://u:p@host", None),
         ("valkey://host", "valkey", "valkey://host", None),

@@ -13,6 +13,7 @@ import torch
 
 from kvboost_hf.cache.forward.running import CacheParts, Forward, least_of_prompt
 from kvboost_hf.cache.layers.base import LayerState, kv_layers
+from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.planning.chunks import whole_pieces
@@ -59,10 +60,11 @@ def lend_layers(parts: CacheParts) -> list[Any]:
     return [layer.lend() for layer in kv_layers(parts.live.layers)]
 
 
-def read_layers(live: LiveKV) -> list[LayerPair | None]:
-    """Of each layer, K/V of the only row's tokens that it holds; None for a layer that has none."""
-    length = live.held
-    found = [layer.columns(0, layer.first, length) for layer in kv_layers(live.layers)]
+def read_layers(live: LiveKV, layers: Sequence[int] | None = None) -> list[LayerPair | None]:
+    """Of some layers, or all, K/V of the only row's tokens that it holds; None for a layer that has none."""
+    length, held = live.held, kv_layers(live.layers)
+    chosen = held if layers is None else [held[at] for at in layers]
+    found = [layer.columns(0, layer.first, length) for layer in chosen]
     return [None if not piece else (piece[0][None], piece[1][None]) for piece in found]
 
 
@@ -107,6 +109,24 @@ def extend_layers(
     ):
         live.ledger = None
     live.appended(input_ids, position_ids, None, stop)
+
+
+def take_repaired(parts: CacheParts, start: int, kv: Sequence[LayerPair | None], computed: int) -> None:
+    """Take exact K/V of tainted columns: see `ChunkReuseCache.take_repaired`."""
+    live, ledger = parts.live, parts.live.ledger
+    if ledger is None or ledger.blended is None or ledger.blended.tainted_from(0) != start:
+        return
+    stop = start
+    for layer, pair in zip(kv_layers(live.layers), kv, strict=True):
+        if pair is not None:
+            assert isinstance(layer, GrowingLayer)
+            stop = start + pair[0].shape[2]
+            layer.scatter(torch.arange(start, stop, device=pair[0].device)[None], *pair)
+            live.rewritten(1)
+    live.tally.repaired += computed
+    columns = np.zeros((1, ledger.log.length), dtype=bool)
+    columns[0, start:stop] = True
+    live.repaired(columns)
 
 
 def root_of(parts: CacheParts, tokens: int) -> bytes | None:

@@ -28,7 +28,7 @@ from kvboost_hf.cache.planning.chunks import is_text
 from kvboost_hf.cache.planning.moved import Mask, choose_columns
 from kvboost_hf.cache.prompt.forward_call import ForwardInputs, Kwargs
 from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import PrivateCache, input_device, run_model
+from kvboost_hf.compat import PrivateCache, input_device, is_running, run_model
 from kvboost_hf.device_link import link
 
 PIECE = 512  # columns at once where nobody waits
@@ -188,27 +188,32 @@ class RidingStep(Forward):
         super().abandon()
 
 
-def repair_while_idle(parts: CacheParts, stop: threading.Event) -> None:
-    """Compute tainted columns again until none is left, `stop` is set, or somebody else runs the model.
+def repair_while_idle(parts: CacheParts, stop: threading.Event) -> bool:
+    """Compute tainted columns again until none is left, `stop` is set, or another call runs the model.
 
     A piece counts only if the model was the same before and after it.
+
+    Returns:
+        Whether columns are left, because of another call.
     """
-    ledger = parts.live.ledger
-    if ledger is None or ledger.progressive is True or parts.live.in_forward:
-        return
+    live, ledger = parts.live, parts.live.ledger
+    if ledger is None or ledger.progressive is True or live.in_forward:
+        return False
+    broken_off = False
     try:
-        with torch.inference_mode(_made_in_inference_mode(parts.live.layers)):
-            while not stop.is_set() and may_repair(parts.live) and _is_as_it_was(parts):
-                _repair_piece(parts, stop)
+        with torch.inference_mode(_made_in_inference_mode(live.layers)):
+            while not (stop.is_set() or broken_off) and may_repair(live) and _is_as_it_was(parts):
+                broken_off = not _repair_piece(parts, stop)
     finally:
-        _wait_for_devices(parts.live.layers)
+        _wait_for_devices(live.layers)
+    return broken_off
 
 
-def _repair_piece(parts: CacheParts, stop: threading.Event) -> None:
+def _repair_piece(parts: CacheParts, stop: threading.Event) -> bool:
+    """Compute the next columns again; returns whether that is done, and not left to another call of the model."""
     live, model = parts.live, parts.binding.model()
-    if model is None:
-        stop.set()
-        return
+    if model is None or is_running(model):
+        return model is None
     done = None
     try:
         done = _compute_again(live, model, _IDLE_PIECE, stop)
@@ -219,11 +224,12 @@ def _repair_piece(parts: CacheParts, stop: threading.Event) -> None:
             live.note_change()  # layers may hold K/V of what the model was meanwhile
             done = None
     if done is None:
-        return
+        return False
     _note_repaired(live, *done)
     if live.ledger is not None and live.ledger.blended is None:
         parts.writer.confirm(live.ledger)
         parts.writer.offer_tails()  # nobody may use the cache again
+    return True
 
 
 def _is_as_it_was(parts: CacheParts) -> bool:

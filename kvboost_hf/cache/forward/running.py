@@ -5,15 +5,14 @@ with; `record` and `settle` follow when the model has returned; `abandon` follow
 """
 
 import contextlib
-import logging
 import os
 import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf import forks
+from kvboost_hf.cache.forward.idle import Idle
 from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.live.binding import Binding, StoreWriter
 from kvboost_hf.cache.live.decoding_form import DecodingForm
@@ -40,91 +40,11 @@ from kvboost_hf.compat import (
 )
 from kvboost_hf.errors import CacheInUseError, StoreClosedError
 
-_log = logging.getLogger("kvboost_hf")
 _MOMENT_S = 0.05  # in which a thread takes a token and goes on
 _CONSTANT = (bool, int, float, str, type(None))  # types of arguments that are the same if they are the same object
 _OF_EACH_STEP = ("input_ids", "position_ids", "cache_position", "attention_mask")
-_idle_work = forks.lock()
-_NEVER = threading.Event()
-_NEVER.set()
+_SHARE_OF_STORE = 4  # part of its bytes, that K/V may take that waits to be repaired
 _ALIKE = 16  # columns in which two prompts agree that may share more
-
-
-class _Stop(threading.Event):
-    """Is set at the end of the interpreter, too, which waits for the thread."""
-
-    def is_set(self) -> bool:
-        return super().is_set() or not threading.main_thread().is_alive()
-
-
-class _IdleThread:
-    """A thread that is started when there is something to do; a forked process starts another one."""
-
-    def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
-        self._pid = 0
-
-    def submit(self, work: Callable[..., None], *given: Any) -> None:
-        """Have it done.
-
-        Raises:
-            RuntimeError: at the end of the interpreter.
-        """
-        if self._executor is None or self._pid != os.getpid():
-            self._executor, self._pid = ThreadPoolExecutor(1, "kvboost_hf-idle"), os.getpid()
-        self._executor.submit(work, *given)
-
-
-_idle_thread = _IdleThread()
-
-
-class Idle:
-    """Work on what a cache holds between two calls, in a thread that all caches share.
-
-    One cache is worked on at a time; others are left to their next turn.
-
-    Attributes:
-        busy: It has begun, and nobody has stopped it: `stop` is to be called before anything else.
-    """
-
-    busy = False
-    _pid = 0
-    _stop = _ended = _NEVER
-
-    def begin(self, parts: "CacheParts") -> None:
-        """A call has ended."""
-        if not _idle_work.acquire(blocking=False):
-            return
-        self.busy, self._pid = True, os.getpid()
-        self._stop, self._ended = _Stop(), threading.Event()
-        try:
-            _idle_thread.submit(self._run, parts, self._stop, self._ended)
-        except RuntimeError:  # the interpreter ends
-            self._end(self._ended)
-
-    def stop(self) -> None:
-        """Somebody needs the cache: wait until its layers are left alone."""
-        self._stop.set()
-        if self._pid == os.getpid():  # a forked child has no such thread
-            self.wait()
-        self.busy = False
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the work has ended, for so many seconds at most; returns whether it has."""
-        return self._ended.wait(timeout)
-
-    def _run(self, parts: "CacheParts", stop: threading.Event, ended: threading.Event) -> None:
-        try:
-            parts.when_idle(parts, stop)
-        except Exception as error:  # of the model, as where memory runs out
-            _log.warning("What was to be computed between two calls has failed: %s", error)
-        finally:
-            self._end(ended)
-
-    @staticmethod
-    def _end(ended: threading.Event) -> None:
-        _idle_work.release()
-        ended.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +56,21 @@ class CacheParts:
         live: What it holds.
         writer: Offers that to the store.
         form: Whether its buffers grow, or are of a fixed size.
-        when_idle: Done between two calls. It returns soon once the event is set: whoever needs the cache waits.
-        idle: Does that.
+        when_idle: Done between two calls; see `Idle.begin`.
+        idle: Has it done.
     """
 
     binding: Binding
     live: LiveKV
     writer: StoreWriter
     form: DecodingForm
-    when_idle: "Callable[[CacheParts, threading.Event], None]"
+    when_idle: "Callable[[CacheParts, threading.Event], bool]"
     idle: Idle = field(default_factory=Idle)
+
+    def begin_idle(self) -> None:
+        """A call has ended, but not the repair: go on with that until somebody needs the cache."""
+        most_bytes = self.binding.store.max_bytes // _SHARE_OF_STORE
+        self.idle.begin(partial(self.when_idle, self), self.live.nbytes, most_bytes)
 
 
 @dataclass(slots=True)
@@ -326,7 +251,7 @@ class SettledLater:
                 self._lock.release()
             ledger = self._parts.live.ledger
             if ledger is not None and ledger.blended is not None:
-                self._parts.idle.begin(self._parts)
+                self._parts.begin_idle()
 
     def settle_here(self) -> None:
         """Settle it, unless another thread may still be running the call."""

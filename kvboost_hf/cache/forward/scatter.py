@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -55,6 +55,26 @@ class Narrowing:
     tensor: int = 1
 
 
+class TakesColumns(Protocol):
+    """A layer of another cache that takes new K/V over some of the columns that it holds, as `GrowingLayer` does."""
+
+    @property
+    def length(self) -> int | None:
+        """Columns held."""
+        ...
+
+    @property
+    def first(self) -> int:
+        """The first column that is still held."""
+        ...
+
+    def scatter(
+        self, columns: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write [batch, num_kv_heads, m, head_dim] over `columns` [batch, m]; returns what there is to attend to."""
+        ...
+
+
 class _Measured(Exception):
     """Ends a layer's forward when its keys and values are known."""
 
@@ -85,7 +105,7 @@ class ScatterPass:
         self,
         model: PreTrainedModel,
         cache: Cache,
-        layers: Sequence[ReuseLayer],
+        layers: Sequence[ReuseLayer | TakesColumns],
         columns: Columns,
         pads: Sequence[int],
         *,
@@ -101,7 +121,9 @@ class ScatterPass:
         self.writes = 0  # to layers
         self.current = 0  # the layer that has asked for its keys and values last
         self._layers, self._narrowing = layers, narrowing
-        self._sources = kv_sources(model, [isinstance(layer, GrowingLayer) for layer in layers])
+        self._sources = kv_sources(
+            model, [isinstance(layer, GrowingLayer) or not isinstance(layer, ReuseLayer) for layer in layers]
+        )
         self._pads = np.asarray(pads)
         self._length, self._stop = max(layer.length or 0 for layer in layers) + new, stop
         self._present, self._unmasked = present, unmasked
@@ -129,11 +151,14 @@ class ScatterPass:
             ids: [batch, m], those that the caller passed.
             first: The column of the first of them.
         """
+        return self.arguments_of(ids.gather(1, torch.from_numpy(self.columns).to(ids.device) - first))
+
+    def arguments_of(self, ids: torch.Tensor) -> dict[str, Any]:
+        """The arguments of the model, where `ids` [batch, m] are those of the chosen columns."""
         at = torch.from_numpy(self.columns).to(ids.device)
-        positions = (at - torch.from_numpy(self._pads).to(ids.device)[:, None]).clamp(min=0)
         return {
-            "input_ids": ids.gather(1, at - first),
-            "position_ids": positions,
+            "input_ids": ids,
+            "position_ids": (at - torch.from_numpy(self._pads).to(ids.device)[:, None]).clamp(min=0),
             "attention_mask": self._masks.stand_in(len(ids), ids.device),
         }
 
@@ -142,11 +167,12 @@ class ScatterPass:
     def update(self, idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put keys and values [batch, heads, m, dim] in place; returns those of all columns."""
         layer = self._layers[idx]
-        assert isinstance(layer, GrowingLayer)
+        assert isinstance(layer, GrowingLayer) or not isinstance(layer, ReuseLayer)
         self._require_wanted()
         self.current = idx
         at = self._columns_on(values.device)
         if self._measuring or self._measures(idx):
+            assert isinstance(layer, GrowingLayer)
             self._scores = self._deviation(layer, at, (keys, values))
         found = layer.scatter(at, keys, values)
         self.writes += 1

@@ -1,5 +1,6 @@
 """`ChunkStore`: K/V of chunks that outlives any one cache or call."""
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -31,11 +32,11 @@ from kvboost_hf.cache.store.settings import (
     checked_chunker,
     checked_share,
     chunk_bytes,
-    open_tiers,
     salt_bytes,
     warmer,
 )
 from kvboost_hf.cache.store.tiered import TieredRecords
+from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.compat import KeptOnModel, ranks_of, require_cache, require_one_process, rope_regime, unwrapped
@@ -63,7 +64,8 @@ class ChunkStore:
             first.
         tiers: Where chunks live, as addresses or `Tier` objects, the nearest first: `"ram:4GB"`,
             `"disk:~/.cache/kvboost_hf:50GB"`, `"redis://host:6379"`, and any fsspec URL. Host memory is always one of
-            them. What is stored is written to all of them, and outlives the process on all others.
+            them. What is stored is written to all of them, and outlives the process on all others. A folder
+            `"handover:/var/lib/kv:50GB"` is written at `close()` alone.
         tier_key: 32 bytes or more: blobs below host memory carry a seal that only whoever has this key can make, and
             what does not have it is never used. All who share a tier need the same key. None for no seals.
         codec: How K/V is kept, in all tiers: `"raw"`, `"int8"`, `"int8:4"`, `"int4"`, `"turboquant"`,
@@ -118,7 +120,7 @@ class ChunkStore:
         if self.ranks is not None:
             self._reader.column_format  # noqa: B018  # it may run the model, as all ranks do now
         # What other processes may ask for is always stored; nobody else asks for the name of the model.
-        lower = LowerTiers(opened.lower, opened.opened)
+        lower = LowerTiers(opened.lower, opened.opened, opened.at_close)
         name, pays_for = (model_name(model), None) if lower else (b"", stored_per_computed(model))
         self._records = records = TieredRecords(
             opened.ram,
@@ -156,6 +158,7 @@ class ChunkStore:
         self.put, self.put_content, self.put_states = taken.put, taken.put_content, taken.put_states
         self.settles_first, self.quarantine, self.remove = records.settles_first, records.quarantine, records.remove
         self.announce, self.hear, self.discard = records.announce, records.hear, records.discard
+        self.watch = records.watch
         memory = records.memory
         self.holds, self.is_in_memory = records.holds, memory.__contains__
         self.beginning, self.pin, self.let_go = memory.beginning, memory.pin_all, memory.let_go
@@ -457,9 +460,20 @@ class ChunkStore:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Finish writing to the lower tiers, drop what is in host memory, and refuse further use."""
+    def close(self, *, timeout_s: float = 20.0, hear: Callable[[], object] | None = None) -> None:
+        """Finish writing to the lower tiers, drop what is in host memory, and refuse further use.
+
+        What only host memory holds is handed over before: tiers that are written at close take all that they have room
+        for, others what they did not take when it was stored; what is asked for most often comes first. A process that
+        is killed meanwhile leaves what it has written, and nothing wrong.
+
+        Args:
+            timeout_s: Seconds after which nothing more is handed over.
+            hear: Called between writes; does what others who share a tier have told. None for what concerns K/V.
+        """
+        until = time.monotonic() + timeout_s
         self._records.settle()
+        self._records.hand_over(until, hear or self._records.hear)
         self._close_tiers()
         self._records.close()
 

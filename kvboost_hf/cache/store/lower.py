@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -122,6 +122,7 @@ class LowerMemory:
         reader: Reads K/V and states from their blobs.
         lock: Held wherever the known keys change.
         on_found: Called with chunks that are found under a root which `list_content` was called for.
+        watchers: Called with keys that are known to be in a lower tier, or known not to be there any more.
     """
 
     def __init__(
@@ -131,10 +132,12 @@ class LowerMemory:
         reader: BlobReader,
         lock: AbstractContextManager[object],
         on_found: Callable[[Iterable[Stored]], None],
+        watchers: Sequence[Callable[[Collection[bytes]], None]],
     ) -> None:
         self.tiers = tiers
         self.loaded = self.lost = 0  # records that were read, and that could not be read
         self.model_name, self._reader, self._lock, self._on_found = model_name, reader, lock, on_found
+        self._watchers = watchers
         self._durable_roots: dict[bytes, MadeWith] = {}  # that mean the same in every process
         self.forget_all()
 
@@ -250,26 +253,38 @@ class LowerMemory:
 
     def write(self, stored: Stored) -> bool:
         """Have a record written to the tiers that do not have it; tells whether it will be there."""
-        if stored.root not in self._durable_roots:
-            return False
-        if isinstance(stored, StoredStates) and (stored.spare or not stored.states.can_be_written):
+        if stored.root not in self._durable_roots or not self.may_write(stored):
             return False
         above = stored.found.tier if stored.found is not None else None
 
-        def make() -> tuple[Entry, list[bytes | memoryview]]:
-            assert stored.loaded is not None
-            return dump(self._entry(stored), *stored.loaded.parts())
+        def forget() -> None:
+            if above is None:
+                with self._lock:
+                    self.forget([stored.key])
 
-        written = self.tiers.write(stored.nbytes, make, above) or above is not None
+        written = self.tiers.write(stored.nbytes, lambda: self.blob_of(stored), above, forget) or above is not None
         if written:
             self.note_known([stored.key])
         return written
 
-    def note_known(self, keys: Iterable[bytes]) -> None:
+    def may_write(self, stored: Stored) -> bool:
+        """Whether a record means the same in other processes, and is one that lower tiers keep."""
+        if isinstance(stored, StoredStates) and (stored.spare or not stored.states.can_be_written):
+            return False
+        return stored.root in self._durable_roots
+
+    def blob_of(self, stored: Stored) -> tuple[Entry, list[bytes | memoryview]]:
+        """The entry and the blob of a record that is loaded."""
+        assert stored.loaded is not None
+        return dump(self._entry(stored), *stored.loaded.parts())
+
+    def note_known(self, keys: Collection[bytes]) -> None:
         """Records are in a lower tier."""
         with self._lock:
             for key in keys:
                 remember(self._known, key, None)
+            for changed in self._watchers:
+                changed(keys)
 
     def keep_evicted(self, stored: Stored) -> None:
         """Host memory has evicted a record: write it if it is not there yet, and have it found by its content."""
@@ -298,7 +313,7 @@ class LowerMemory:
         found.tier.tier.delete([stored.key])
         with self._lock:
             self.lost += 1
-            self._known.pop(stored.key, None)
+            self.forget((stored.key,))
 
     def delete(self, keys: Collection[bytes]) -> None:
         """Delete records in every tier."""
@@ -306,10 +321,12 @@ class LowerMemory:
         if self.tiers:
             self.tiers.delete(keys)
 
-    def forget(self, keys: Iterable[bytes]) -> None:
+    def forget(self, keys: Collection[bytes]) -> None:
         """Records are not in a lower tier any more."""
         for key in keys:
             self._known.pop(key, None)
+        for changed in self._watchers:
+            changed(keys)
 
     def clear(self) -> None:
         """Delete all records of the model in every tier: what other processes have stored, too."""

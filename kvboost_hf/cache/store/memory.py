@@ -59,7 +59,7 @@ class HostMemory:
         self.evictions = 0
         self.generation = 0  # how often it was cleared
         self._lock = lock
-        self._on_insert, self._on_remove, self._on_evict = on_insert, on_remove, on_evict
+        self._on_insert, self._on_remove, self._on_evict = list(on_insert), list(on_remove), on_evict
         self.clear()
 
     def clear(self) -> None:
@@ -75,6 +75,11 @@ class HostMemory:
         self._state_bytes = 0
         self._stored = self._reserved = 0  # bytes
         self.generation += 1
+
+    def watch(self, changed: Callable[[StoredChunk], None]) -> None:
+        """From now on, call `changed` with each chunk that comes in or goes."""
+        self._on_insert.append(changed)
+        self._on_remove.append(changed)
 
     # Looking up
 

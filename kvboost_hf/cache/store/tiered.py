@@ -21,6 +21,7 @@ from kvboost_hf.cache.planning.chunks import (
 )
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ChunkIndex, RowPlan
+from kvboost_hf.cache.store.handover import hand_over
 from kvboost_hf.cache.store.history import Audits, History, Payback
 from kvboost_hf.cache.store.indexes import ContentIndexes, StoredText
 from kvboost_hf.cache.store.insertion import Insertion
@@ -81,7 +82,8 @@ class TieredRecords:
         self.payback, self.history = payback, History()
         self.contents = ContentIndexes(self.lock, lambda: memory.chunks.values())
         self.text = StoredText(self.history.salt_of)
-        self.lower = LowerMemory(tiers, model_name, reader, self.lock, self.contents.add_below)
+        self._watchers: list[Callable[[Iterable[bytes] | None], None]] = []
+        self.lower = LowerMemory(tiers, model_name, reader, self.lock, self.contents.add_below, self._watchers)
         self._has_lower = bool(tiers)
         self.device = DeviceMemory(device_bytes)
         self.memory = HostMemory(
@@ -108,6 +110,17 @@ class TieredRecords:
             require_open=self.require_open,
             bring_back=self._bring_back,
         )
+
+    # Watching
+
+    def watch(self, changed: Callable[[Iterable[bytes] | None], None]) -> None:
+        """Have `changed` called with the keys of chunks that come, go or move, or with None when all have gone.
+
+        It is called with the lock held, and must not wait; `is_in_memory` and `holds` tell what has become of them.
+        """
+        with self.lock:
+            self._watchers.append(changed)
+            self.memory.watch(lambda chunk: changed((chunk.key,)))
 
     # Finding
 
@@ -434,6 +447,11 @@ class TieredRecords:
             case _:
                 self._inbox.append(notice)
 
+    def hand_over(self, until: float, hear: Callable[[], object]) -> int:
+        """Write what only host memory holds to the lower tiers, see `handover.py`; returns its bytes."""
+        self.lower.tiers.flush()
+        return hand_over(self.memory, self.lower, self.lock, until, hear) if self._has_lower and self.is_open else 0
+
     def drop(self, roots: set[bytes]) -> None:
         """Forget what host memory holds under these roots, pinned or not."""
         with self.lock:
@@ -447,6 +465,8 @@ class TieredRecords:
                 part.clear()
             self.lower.forget_all()
             self.insertion.offences.clear()
+            for changed in self._watchers:
+                changed(None)
 
     def _forget_after_fork(self) -> None:
         """In a process that was forked in the middle of a change: keep nothing of what is in memory."""

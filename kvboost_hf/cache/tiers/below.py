@@ -196,10 +196,13 @@ class LowerTiers:
     Args:
         tiers: The nearest first.
         opened: Those that are to be closed, too, by `close()`.
+        at_close: Names of those that `write` leaves out: they are written when the store is closed.
     """
 
-    def __init__(self, tiers: Sequence[Tier], opened: Sequence[Tier] = ()) -> None:
-        self._opened = opened
+    def __init__(
+        self, tiers: Sequence[Tier], opened: Sequence[Tier] = (), at_close: Collection[str] = frozenset()
+    ) -> None:
+        self._opened, self.at_close = opened, at_close
         self.tiers = [MeasuredTier(tier) for tier in tiers]
         self._lock = forks.lock()
         self._start_thread()
@@ -250,7 +253,11 @@ class LowerTiers:
     # Writing, by the thread
 
     def write(
-        self, nbytes: int, make: Callable[[], tuple[Entry, list[bytes | memoryview]]], above: Any = None
+        self,
+        nbytes: int,
+        make: Callable[[], tuple[Entry, list[bytes | memoryview]]],
+        above: Any = None,
+        on_failed: Callable[[], object] = lambda: None,
     ) -> bool:
         """Write what `make` makes to every tier, or those above one of them; tells whether it will be tried.
 
@@ -258,10 +265,12 @@ class LowerTiers:
             nbytes: About how many bytes it is.
             make: Called by the thread.
             above: The `MeasuredTier` that has it already, and from which on it is not to be written.
+            on_failed: Called by the thread if no tier has taken it.
         """
         tiers = self.tiers if above is None else self.tiers[: self.tiers.index(above)]
+        tiers = [tier for tier in tiers if tier.tier.name not in self.at_close]
         if not tiers:
-            return True
+            return above is not None
         with self._lock:
             if self._closed:
                 return False
@@ -273,8 +282,8 @@ class LowerTiers:
         def job() -> None:
             try:
                 entry, parts = make()
-                for tier in tiers:
-                    tier.tier.write(entry, parts)
+                if not any([tier.tier.write(entry, parts) for tier in tiers]):
+                    on_failed()
             finally:
                 with self._lock:
                     self._waiting -= nbytes

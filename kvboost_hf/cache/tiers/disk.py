@@ -50,6 +50,7 @@ class DiskTier:
         path: A folder; it is made if it is missing.
         max_bytes: The budget of all blobs and their rows in the index.
         read_entry: Reads what a blob is found by, for blobs that are in the folder but not in the index.
+        name: The name of the tier in reports and `stats()`.
 
     Raises:
         ValueError: for a path that can be no folder, one that cannot be read, or cannot be written to and has nothing
@@ -57,17 +58,20 @@ class DiskTier:
             any), or a budget that is no positive int.
     """
 
-    name = "disk"
-
     def __init__(
-        self, path: str | os.PathLike[str], max_bytes: int, *, read_entry: Callable[[memoryview], Entry] = read_entry
+        self,
+        path: str | os.PathLike[str],
+        max_bytes: int,
+        *,
+        read_entry: Callable[[memoryview], Entry] = read_entry,
+        name: str = "disk",
     ) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
             raise ValueError(f"`max_bytes` must be a positive int, got {max_bytes!r}.")
         if not str(path):
             raise ValueError("`path` must name a folder, got an empty text. Pass '.' for the current folder.")
         folder = Path(path).expanduser().absolute()
-        self.location, self.max_bytes = str(folder), max_bytes
+        self.name, self.location, self.max_bytes = name, str(folder), max_bytes
         read_only = not is_writable(folder)
         self._read_entry = read_entry
         self._evictions = 0

@@ -20,30 +20,32 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from logging import getLogger
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 import xxhash
 
 from kvboost_hf.cache.tiers.base import Entry, Failures, Heard, Kind, MadeWith, NoticeBoard, Tier
 
+if TYPE_CHECKING:
+    import torch  # which takes a second, and whoever only looks at blobs needs none of it
+
 _FORMAT = "kvboost_hf 1"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+_DTYPES = {  # by name in the format: the name in torch, and bytes
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {f"torch.{dtype}": name for name, (dtype, _) in _DTYPES.items()}
 _ALIGNMENT = 64
 _UNCHECKED = "0" * 32  # stands where the checksum of the header goes
 _MAX_HEADER_BYTES = 16 * 2**20  # more than a million tokens
@@ -66,7 +68,7 @@ class DamagedBlobError(ValueError):
     """A blob is not what was written."""
 
 
-def dump(entry: Entry, tensors: Mapping[str, torch.Tensor], layout: Any) -> tuple[Entry, list[bytes | memoryview]]:
+def dump(entry: Entry, tensors: Mapping[str, "torch.Tensor"], layout: Any) -> tuple[Entry, list[bytes | memoryview]]:
     """Make a blob.
 
     Args:
@@ -86,11 +88,11 @@ def dump(entry: Entry, tensors: Mapping[str, torch.Tensor], layout: Any) -> tupl
     parts: list[memoryview] = []
     at = 0
     for name, tensor in ordered:
-        if tensor.dtype not in _NAMES:
+        if str(tensor.dtype) not in _NAMES:
             raise TypeError(f"safetensors has no {tensor.dtype}.")
         parts.append(_memory(tensor))
         offsets = [at, at + tensor.nbytes]
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        header[name] = {"dtype": _NAMES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": offsets}
         sums[name] = [xxhash.xxh3_64_intdigest(_memory(part)) for part in tensor]
         at += tensor.nbytes
     metadata = {"entry": json.dumps(_entry_as_json(entry)), "layout": json.dumps(layout), "sums": json.dumps(sums)}
@@ -138,21 +140,23 @@ class Blob:
         """Of all tensors."""
         return set(self._header)
 
-    def require(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    def require(self, name: str, dtype: "torch.dtype", shape: Sequence[int]) -> "torch.Tensor":
         """A tensor that is known to have this dtype and shape; its contents are unchecked.
 
         Raises:
             DamagedBlobError: if there is none, or it is another.
         """
         spec = self._header.get(name)
-        if spec is None or _DTYPES[spec["dtype"]] != dtype or spec["shape"] != list(shape):
+        if spec is None or spec["dtype"] != _NAMES.get(str(dtype)) or spec["shape"] != list(shape):
             raise DamagedBlobError(f"A blob should have a tensor {name!r} of {dtype} {list(shape)}, got {spec}.")
         return self.tensor(name)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> "torch.Tensor":
         """A tensor, unchecked."""
+        import torch
+
         spec = self._header[name]
-        dtype, shape = _DTYPES[spec["dtype"]], spec["shape"]
+        dtype, shape = getattr(torch, _DTYPES[spec["dtype"]][0]), spec["shape"]
         start, stop = spec["data_offsets"]
         if start == stop:
             return torch.empty(shape, dtype=dtype)
@@ -225,7 +229,7 @@ def _end_of(header: dict[str, Any], sums: dict[str, list[int]]) -> int:
         raise DamagedBlobError("The checksums of a blob are not those of its tensors.")
     end = 0
     for (start, stop), name in sorted([(spec["data_offsets"], name) for name, spec in header.items()]):
-        shape, size = header[name]["shape"], _DTYPES[header[name]["dtype"]].itemsize
+        shape, size = header[name]["shape"], _DTYPES[header[name]["dtype"]][1]
         counts = [start, stop, *shape]
         if not 0 < len(shape) <= _MAX_DIMENSIONS or set(map(type, counts)) != {int}:
             raise DamagedBlobError(f"Tensor {name!r} of a blob has no shape.")
@@ -239,7 +243,9 @@ def _end_of(header: dict[str, Any], sums: dict[str, list[int]]) -> int:
     return end
 
 
-def _memory(tensor: torch.Tensor) -> memoryview:
+def _memory(tensor: "torch.Tensor") -> memoryview:
+    import torch
+
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

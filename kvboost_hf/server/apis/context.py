@@ -405,6 +405,8 @@ class RouteContext:
         """
         figures = request.scope.setdefault("figures", Counter())
         fields: dict[str, Any] = {"client": client(request), "reuse": _reuse(request)}
+        if all(job.ids is jobs[0].ids for job in jobs):  # else the keys are those of several prompts
+            fields["text_keys"] = request.scope.get("text_keys", ())
         if asked is not None:
             fields |= {"session": asked.prompt_cache_key, "priority": asked.priority or 0}
             fields |= {"reuse": asked.repair} if asked.repair is not None else {}

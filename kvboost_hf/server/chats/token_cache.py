@@ -7,13 +7,14 @@ the next one are the same whatever stands around them, if no special token takes
 import re
 import sys
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import pairwise
 from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer
+
+from kvboost_hf.server.fair_share import FairCache
 
 _ENTRY = 300  # bytes of an entry of a dict, with its keys, about
 _PROBED = 8  # special tokens
@@ -43,9 +44,8 @@ class TokenCache:
     """
 
     def __init__(self, tokenizer: Any, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
         self._lock = Lock()
-        self._kept: dict[bytes, _Kept] = {}  # by client
+        self._kept: FairCache[bytes, array[int]] = FairCache(most_of_one=max_bytes, size=_size)
         first = [token for token in getattr(tokenizer, "added_tokens_decoder", {}).items() if not token[1].normalized]
         self._cuts = {token.content: number for number, token in first if token.special}
         self._ids = frozenset(self._cuts.values())
@@ -95,9 +95,8 @@ class TokenCache:
         if len(head) + len(starts) == len(parts):  # not so if a special token stands for unknown characters, too
             stops = (*head, *starts, len(ids))
             with self._lock:
-                kept = self._kept.setdefault(owner[0], _Kept(self._max_bytes))
                 for part, (start, stop) in zip(parts, pairwise(stops), strict=True):
-                    kept.put((owner[1], part), array("q", ids[start:stop]))
+                    self._kept.put(owner[0], (owner[1], part), array("q", ids[start:stop]))
         return ids
 
     def _begins(self, part: str) -> bool:
@@ -106,8 +105,7 @@ class TokenCache:
 
     def _get(self, owner: Owner, part: str) -> "array[int] | None":
         with self._lock:
-            kept = self._kept.get(owner[0])
-            return kept.get((owner[1], part)) if kept is not None else None
+            return self._kept.get(owner[0], (owner[1], part))
 
     def _is_exact(self, tokenizer: Any) -> bool:
         for special in list(self._cuts)[:_PROBED]:
@@ -119,29 +117,7 @@ class TokenCache:
         return True
 
 
-class _Kept:
-    """Tokens of parts of one client, those used last at the end."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._free = max_bytes
-        self._parts: OrderedDict[tuple[bytes, str], array[int]] = OrderedDict()
-
-    def get(self, key: tuple[bytes, str]) -> "array[int] | None":
-        found = self._parts.get(key)
-        if found is not None:
-            self._parts.move_to_end(key)
-        return found
-
-    def put(self, key: tuple[bytes, str], ids: "array[int]") -> None:
-        if key in self._parts:  # another thread was first
-            return
-        self._parts[key] = ids
-        self._free -= _size(key, ids)
-        while self._free < 0:
-            self._free += _size(*self._parts.popitem(last=False))
-
-
-def _size(key: tuple[bytes, str], ids: "array[int]") -> int:
+def _size(key: Any, ids: "array[int]") -> int:
     return sys.getsizeof(key[1]) + sys.getsizeof(ids) + _ENTRY
 
 

@@ -4,13 +4,13 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import normalize
 from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf.compat import input_device, run_model
+from kvboost_hf.server.fair_share import FairTurns
 
 _log = logging.getLogger("kvboost_hf.server")
 
@@ -119,15 +119,15 @@ class EmbeddingTurns:
     """
 
     def __init__(self) -> None:
-        self._turns = 0
-        self._last_client: dict[bytes, int] = {}  # when it last had a turn, in turns
-        self._last_job: WeakKeyDictionary[EmbeddingJob, int] = WeakKeyDictionary()
+        self._clients: FairTurns[bytes] = FairTurns()
 
-    def next(self, jobs: Sequence[EmbeddingJob], piece: int | None) -> EmbeddingJob:
-        """Choose one of `jobs`, of which there is one at least, for a piece of so many tokens."""
+    def next(self, jobs: list[EmbeddingJob], piece: int | None) -> EmbeddingJob:
+        """Choose one of `jobs`, of which there is one at least, for a piece of so many tokens; it becomes the last."""
         begun = [job for job in jobs if not job.between]
         able = [job for job in jobs if not begun or job in begun or job.is_short(piece)]
-        chosen = min(able, key=lambda job: (self._last_client.get(job.client, 0), self._last_job.get(job, 0)))
-        self._turns += 1
-        self._last_client[chosen.client] = self._last_job[chosen] = self._turns
+        clients = self._clients.order(job.client for job in jobs)
+        chosen = next(job for client in clients for job in able if job.client == client)
+        self._clients.charge(chosen.client)
+        jobs.remove(chosen)
+        jobs.append(chosen)
         return chosen

@@ -17,6 +17,7 @@ from kvboost_hf.ngrams import common_prefix
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns
 from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.task import Task
+from kvboost_hf.server.fair_share import FairTurns
 from kvboost_hf.server.jobs import FIRST_TOKENS, FinishReason, Job
 from kvboost_hf.server.protocol import DrainingError, QueueFullError
 
@@ -265,6 +266,7 @@ class WaitingLine(Generic[Waiting]):
     def __init__(self, job: Callable[[Waiting], Job]) -> None:
         self._job = job
         self._lines: dict[bytes, _Line[Waiting]] = {}  # by client
+        self._turns: FairTurns[bytes] = FairTurns()
 
     def __len__(self) -> int:
         return sum(len(line.waiting) for line in self._lines.values())
@@ -284,11 +286,7 @@ class WaitingLine(Generic[Waiting]):
     def append(self, waiting: Waiting) -> None:
         """Add a job."""
         client = self._job(waiting).client
-        line = self._lines.setdefault(client, _Line(self._job))
-        if not line.waiting:  # what it did not ask for while it was away is not owed to it
-            others = [other.had for other in self._lines.values() if other.waiting]
-            line.had = max(line.had, min(others, default=line.had))
-        line.append(waiting)
+        self._lines.setdefault(client, _Line(self._job)).append(waiting)
 
     def put_back(self, waiting: Waiting) -> None:
         """Add a job that was taken before, in front of the others of its priority."""
@@ -296,7 +294,7 @@ class WaitingLine(Generic[Waiting]):
 
     def charge(self, client: bytes, tokens: int) -> None:
         """Note that a client whose jobs were taken has had more tokens than these had reserved."""
-        self._lines[client].had += tokens
+        self._turns.charge(client, tokens)
 
     def remove(self, waiting: Waiting) -> bool:
         """Take a job out of the line; returns whether it was in it."""
@@ -314,9 +312,9 @@ class WaitingLine(Generic[Waiting]):
             fits: Whether there is room for a job. Others may pass the first one that does not fit, but not for ever.
             is_held: Whether a job waits for another one of its client. Any number of jobs may pass it meanwhile.
         """
-        for line in sorted(self._lines.values(), key=lambda line: line.had):
-            if (taken := line.take(fits, is_held)) is not None:
-                line.had += self._job(taken).reserved
+        for client in self._turns.order(client for client, line in self._lines.items() if line.waiting):
+            if (taken := self._lines[client].take(fits, is_held)) is not None:
+                self._turns.charge(client, self._job(taken).reserved)
                 return taken
         return None
 
@@ -327,7 +325,6 @@ class _Line(Generic[Waiting]):
 
     job: Callable[[Waiting], Job]
     waiting: deque[Waiting] = field(default_factory=deque)
-    had: int = 0  # tokens
     last: tuple[bytes, Sequence[int]] = b"", ()  # salt and prompt of the job that was taken last
     passed: int = 0  # times that the first one was passed over
 

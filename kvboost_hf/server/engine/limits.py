@@ -5,6 +5,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from kvboost_hf.fields import check_bounds, setting
+from kvboost_hf.server.fair_share import may_hold
 from kvboost_hf.server.jobs import Job
 from kvboost_hf.server.protocol import TooLongError
 
@@ -38,29 +40,23 @@ class EngineLimits:
         max_model_len: Tokens of a prompt and its answer, at most; None for the number of positions of the model.
         max_live_tokens: Tokens of all running jobs; None for no limit. Of an answer, `FIRST_TOKENS` count from its
             start, and more when it gets longer. Where there is no room for more, a job is set aside until there is.
-        max_client_share: The share of `max_queue_size` and of `max_live_tokens` that one client may take alone. It
-            gets more only while what stays free is its part of what it has and what is free: so two clients with a
-            share of 3/4 take 3/7 each, and 1/7 is left for others.
+        max_client_share: The share of `max_queue_size` and of `max_live_tokens` that one client may take alone, as
+            `may_hold` has it.
 
     Raises:
         ValueError: A count is not positive, or the share is not above 0 and at most 1.
     """
 
-    max_batch_size: int = 8
-    max_queue_size: int = 64
-    prefill_chunk_size: int = 256
+    max_batch_size: int = setting(8, above=0)
+    max_queue_size: int = setting(64, above=0)
+    prefill_chunk_size: int = setting(256, above=0)
     batch_window_ms: float = 0
-    max_model_len: int | None = None
-    max_live_tokens: int | None = None
-    max_client_share: float = 1.0
+    max_model_len: int | None = setting(None, above=0)
+    max_live_tokens: int | None = setting(None, above=0)
+    max_client_share: float = setting(1.0, above=0, most=1)
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_queue_size", "prefill_chunk_size", "max_model_len", "max_live_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be positive, got {value}.")
-        if not 0 < self.max_client_share <= 1:
-            raise ValueError(f"`max_client_share` must be more than 0 and at most 1, got {self.max_client_share}.")
+        check_bounds(self)
 
     def require_fit(self, job: Job, context: int) -> None:
         """Raise for a job that can never run.
@@ -95,7 +91,7 @@ class EngineLimits:
         if self.max_live_tokens is None:
             return True
         free = self.max_live_tokens - sum(other.reserved for other in running) - job.reserved
-        return free >= 0 and (not own or self._is_share(sum(own) + job.reserved, free))
+        return may_hold(sum(own), job.reserved, free, self.max_client_share)
 
     def in_the_way(self, job: Claimed, more: int, running: Sequence[Claimed]) -> Claimed | None:
         """Which of the running jobs has to wait so that one of them may take more memory; None where there is room.
@@ -115,16 +111,11 @@ class EngineLimits:
             held[other.client] += other.reserved
         alone = sum(other.client == job.client for other in running) == 1
         free = self.max_live_tokens - held.total() - more
-        if free >= 0 and (alone or self._is_share(held[job.client] + more, free)):
+        if may_hold(0 if alone else held[job.client], more, free, self.max_client_share):
             return None
         client = held.most_common(1)[0][0] if alone else job.client
         return next((other for other in reversed(running[1:]) if other.client == client), running[-1])
 
     def has_place(self, own: int, waiting: int) -> bool:
         """Whether a client with `own` waiting jobs may queue another one beside `waiting` jobs of all clients."""
-        free = self.max_queue_size - waiting - 1
-        return free >= 0 and (not own or self._is_share(own + 1, free))
-
-    def _is_share(self, own: int, free: int) -> bool:
-        """Whether one client may have `own` while `free` stays free (the dynamic thresholds of shared buffers)."""
-        return own * (1 - self.max_client_share) <= free * self.max_client_share
+        return may_hold(own, 1, self.max_queue_size - waiting - 1, self.max_client_share)

@@ -11,9 +11,12 @@ from functools import partial
 import torch
 
 from kvboost_hf.assisted.tree import Tree
+from kvboost_hf.cache.costs import free_columns
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.task import Task
-from kvboost_hf.server.generation.batch import BatchKV
+from kvboost_hf.server.fair_share import FairTurns
+from kvboost_hf.server.generation.batch import Again, BatchKV
+from kvboost_hf.server.generation.row_repair import RowRepair
 from kvboost_hf.server.generation.speculation import (
     Add,
     DraftedText,
@@ -43,7 +46,7 @@ class Prefill:
         self.tasks: list[Task] = []
         self.pieces = 0
         self._runner = runner
-        self._last_pieces: dict[bytes, int] = {}  # by client: when it last had a piece computed, in pieces
+        self._turns: FairTurns[bytes] = FairTurns()  # to have a piece computed
 
     def add(self, tasks: Iterable[Task]) -> None:
         """Add tasks behind the others."""
@@ -54,14 +57,14 @@ class Prefill:
 
         The first task of that priority is not passed over more than `_PATIENCE` times.
         """
-        turn = min(self.tasks, key=lambda task: self._last_pieces.get(task.job.client, 0)).job.client
+        turn = self._turns.order(task.job.client for task in self.tasks)[0]
         own = [task for task in self.tasks if task.job.client == turn]
         least = min(task.job.priority for task in own)
         own = [task for task in own if task.job.priority == least]
         chosen = own[0] if own[0].passed >= _PATIENCE else min(own, key=lambda task: task.left)
         for other in own:
             other.passed = 0 if other is chosen else other.passed + 1
-        self._last_pieces[turn] = self.pieces + 1
+        self._turns.charge(turn)
         return chosen
 
     def remove(self, task: Task) -> None:
@@ -176,7 +179,7 @@ class Decoding:
     def step(self) -> torch.Tensor:
         """Compute one more token of each task; returns logits [tasks, vocab_size]."""
         if len(self._batch):
-            return self._batch.step([task.ids[-1] for task in self.tasks])
+            return self._riding(partial(self._batch.step, [task.ids[-1] for task in self.tasks]))
         return torch.cat([self._runner.step(task) for task in self.tasks])
 
     @property
@@ -192,7 +195,24 @@ class Decoding:
         """
         most = max(map(len, trees))
         rows = [[task.ids[-1], *tree.tokens] for task, tree in zip(self.tasks, trees, strict=True)]
-        return self._batch.check([row + row[-1:] * (1 + most - len(row)) for row in rows])
+        return self._riding(partial(self._batch.check, [row + row[-1:] * (1 + most - len(row)) for row in rows]))
+
+    def _riding(self, run: Callable[[Sequence[Again]], torch.Tensor]) -> torch.Tensor:
+        """Run a step of the batch, which takes some tokens along that moved chunks have left in its rows."""
+        rows, batch = self.tasks[: len(self._batch)], self._batch
+        if not any(task.repair for task in rows) or not batch.can_ride:
+            return run(())
+        rides = any(task.repair is not None and task.repair.progressive == "ride" for task in rows)
+        free = (free_columns(self._runner.model) + 1 - len(rows)) // len(rows) if rides else 0
+        again, lengths = list[Again](), [batch.length(row) for row in range(len(rows))]
+        for task, length in zip(rows, lengths, strict=True):
+            start, stop = task.repair.next(length, max(free, 0)) if task.repair is not None else (length, length)
+            again.append((start, [*task.job.ids, *task.ids][start:stop] if stop > start else []))
+        logits = run(again)
+        for task, length, (start, ids) in zip(rows, lengths, again, strict=True):
+            if task.repair is not None and ids:
+                task.repair.advance(start + len(ids), length)
+        return logits
 
     def keep(self, counts: Sequence[int], columns: int) -> None:
         """Keep the first tokens of each task, of the columns of the last `check`."""
@@ -210,6 +230,18 @@ class Decoding:
             positions = torch.arange(task.joined, task.joined + new, device=self._runner.device)[None]
             states, hidden = self._batch.read_states(place), self._batch.read_hidden(place, new)
             task.cache.extend(ids, positions, self._batch.read(place, new), states, hidden=hidden)
+        self._take_repaired(task, place)
+
+    def _take_repaired(self, task: Task, place: int) -> None:
+        """Have the task's own cache take over what steps of the batch have made exact."""
+        repair, task.repair = task.repair, None
+        if repair is None or task.cache is None or not repair.count:
+            return
+        length = self._batch.length(place)
+        columns = repair.exact(length) - repair.start
+        found = self._batch.read(place, length - repair.start)
+        kv = [pair and (pair[0][:, :, :columns], pair[1][:, :, :columns]) for pair in found]
+        task.cache.take_repaired(repair.start, kv, repair.count)
 
     def remove(self, task: Task) -> None:
         """Remove a task; in the batch the last row takes the place of its row."""
@@ -232,6 +264,7 @@ class Decoding:
         owner = task.job.salt if task.cache.policy.mode == "exact" else task
         cache, tokens = task.cache, [*task.job.ids, *task.ids[:-1]]
         self._batch.join(cache.read(), tokens, owner, cache.read_states(), cache.kept_layers)
+        task.repair = RowRepair(*rides) if (rides := cache.rides_from) is not None else None
 
     def _leave_batch(self, task: Task) -> None:
         self.sync(task)

@@ -20,6 +20,7 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.task import SessionRecord, Task, session_id
+from kvboost_hf.server.fair_share import FairCache
 from kvboost_hf.server.jobs import Job, Keep, Session, SessionChange
 
 _MOST_SESSIONS = 2048  # sessions of all clients
@@ -49,12 +50,12 @@ class SessionTable:
     ) -> None:
         self.pins = Pins(clock)
         self._runner, self._clock = runner, clock
-        self._sessions: dict[bytes, OrderedDict[str, SessionRecord]] = {}  # by client and id, the newest last
+        self._sessions: FairCache[bytes, SessionRecord] = FairCache(_MOST_SESSIONS)  # by client and id
         self._clients = {_name(client): client for client in clients}
         self._strange: OrderedDict[tuple[str, str], list[dict[str, Any]]] = OrderedDict()  # of clients not known yet
 
     def __len__(self) -> int:
-        return sum(map(len, self._sessions.values()))
+        return len(self._sessions)
 
     # What happens to tasks
 
@@ -88,22 +89,19 @@ class SessionTable:
     def _use(self, task: Task) -> SessionRecord:
         job, now = task.job, self._clock()
         session = self._record(job.client, session_id(job, self._runner.store.chunker), now)
-        self._sessions[job.client].move_to_end(session.id)
+        self._sessions.get(job.client, session.id)  # it is used
         session.last_used = now
         return session
 
     def _record(self, client: bytes, id: str, now: float) -> SessionRecord:
         self._meet(client)
-        own = self._sessions.setdefault(client, OrderedDict())
-        if id not in own:
-            self.restore(SessionRecord(id, client, now, now))
-        return own[id]
+        if (found := self._sessions.peek(client, id)) is None:
+            self.restore(found := SessionRecord(id, client, now, now))
+        return found
 
     def restore(self, session: SessionRecord) -> None:
         """Enter a session, also one that was dropped."""
-        self._sessions.setdefault(session.client, OrderedDict())[session.id] = session
-        if len(self) > _MOST_SESSIONS:
-            max(self._sessions.values(), key=len).popitem(last=False)
+        self._sessions.put(session.client, session.id, session)
 
     def _note(self, task: Task) -> None:
         cache = task.cache
@@ -219,7 +217,7 @@ class SessionTable:
         session, heads, roots = self._find(client, id), self.heads(client), frozenset(roots)
         if session is None:
             return Belongings(id, roots), heads
-        del self._sessions[client][id]
+        self._sessions.pop(client, id)
         self.pins.release(self._runner.store, client, id)
         for task in tasks:
             if task.session is session:
@@ -259,11 +257,10 @@ class SessionTable:
         )
 
     def _find(self, client: bytes, id: str) -> SessionRecord | None:
-        return self._sessions[client].get(id) if client in self._sessions else None
+        return self._sessions.peek(client, id)
 
     def _all(self) -> Iterator[SessionRecord]:
-        for own in self._sessions.values():
-            yield from own.values()
+        return iter(self._sessions)
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,7 @@ from kvboost_hf.cache.kv.records import Belongings, Heads
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens, digest
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.server.generation.row_repair import RowRepair
 from kvboost_hf.server.generation.sampling import Sampler, score
 from kvboost_hf.server.generation.speculation import DraftedText, PredictedText
 from kvboost_hf.server.generation.text import TextStream
@@ -129,6 +130,7 @@ class Task:
     predicted: PredictedText | None = None  # likewise
     text: TextStream | None = None
     joined: int = 0  # tokens that its own cache holds while it is in the batch
+    repair: RowRepair | None = None  # of the tokens that moved chunks have left, while it is in the batch
     report: ReuseReport | None = None
     started: float | None = None
     pinned: bool | None = None

@@ -16,17 +16,21 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.rounds import Taken
 from kvboost_hf.cache.kv.records import Belongings, Heads, count_bytes
+from kvboost_hf.cache.planning.plan import Border
 from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.cache.store.lower import Row
 from kvboost_hf.compat import require_cache
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.offload.build import streaming_stats
 from kvboost_hf.server.engine.embedding import EmbeddingJob
+from kvboost_hf.server.engine.holdings import Holdings
 from kvboost_hf.server.engine.intake import Intake
 from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.model_runner import ModelRunner
@@ -63,6 +67,9 @@ class ModelEngine:
         clock: Seconds since 1970, for what is kept of sessions.
         limits: The fields of `EngineLimits`, such as `max_batch_size`.
 
+    Attributes:
+        holdings: Tells the fronts of a cluster what the store holds of the texts of prompts.
+
     Raises:
         ValueError: The model cannot be served, the draft does not fit it, or a limit is out of its range.
         TypeError: There is no such limit.
@@ -93,6 +100,7 @@ class ModelEngine:
         reason = self._runner.lending_reason
         drafts = Drafts.of(model, reason, draft, draft_trees, policy) if draft is not None else None
         self._ahead = Speculation(self._runner, drafts)
+        self.holdings = Holdings.of(model, store)
         self._intake, self._sessions = Intake(self._limits), SessionTable(self._runner, clock, clients)
         self._prefill, self._decoding = Prefill(self._runner), Decoding(self._runner)
         self._counts: Counter[str] = Counter()
@@ -182,10 +190,13 @@ class ModelEngine:
             return known, *table.drop(client, id, roots, self._intake.begun)
 
         known, own, heads = self._intake.call(drop)
+        if known is not None:  # first: who hands K/V over after this has listed the tiers lets go of it
+            table.tell_dropped(client, id, own.roots)
         freed = self.store.remove(own.under(heads), lambda records: own.keys(records, heads, lost=True))
-        if known is None and not freed:
-            return None
-        table.tell_dropped(client, id, own.roots)
+        if known is None:
+            if not freed:
+                return None
+            table.tell_dropped(client, id, own.roots)
         if tiers := self.store.owing:
             if known is not None:
                 self._intake.call(lambda: table.restore(known))
@@ -226,6 +237,10 @@ class ModelEngine:
         self._intake.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
+
+    def close_store(self) -> None:
+        """Close the store, after `close`. What it hands over is nothing that others have dropped meanwhile."""
+        self.store.close(hear=lambda: self._sessions.hear(()))
 
     # The thread
 
@@ -346,6 +361,17 @@ class ModelEngine:
         )
         self._tiers.update(report.tier_tokens)
         self._sessions.begin(task)
+        self._link(task)
+
+    def _link(self, task: Task) -> None:
+        """Tell `holdings` which chunks cover the text that the front of a cluster knows the prompt by."""
+        job, cache = task.job, task.cache
+        if job.text_keys and cache is not None and cache.root is not None:
+            ids = np.asarray(job.ids, dtype=np.int64)
+            row = Row(ids, Border(0, cache.root), self.store.chunker, stateful=False)
+            # The first key names the session, where the request names one, and is of no piece.
+            pieces = job.text_keys[job.session is not None :]
+            self.holdings.link(pieces, row.borders[1:], len(ids))
 
     def _step(self) -> None:
         """Compute one more token of each answer; several of one that runs alone and has a draft or a prediction."""

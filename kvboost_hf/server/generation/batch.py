@@ -16,16 +16,19 @@ import contextlib
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
+from kvboost_hf.cache.forward.scatter import ScatterPass
 from kvboost_hf.cache.layers.base import LayerState
 from kvboost_hf.cache.layers.stateful import load_states, states_of, view_states
 from kvboost_hf.compat import PrivateCache, Shown, cache_layers, run_model
 from kvboost_hf.handles import KVHandle, PiecedKV, PieceTable
 from kvboost_hf.server.generation.prefix_tree import PrefixTree
 
+Again = tuple[int, Sequence[int]]  # the first token of a row to compute again, and the ids from there on
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, num_kv_heads, tokens, head_dim]
 _ROOM = 128  # columns to spare, at least, in a buffer that had to be made anew
 _LEAST = 64  # tokens that are worth a call of attention of their own
@@ -37,9 +40,35 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers: list[torch.Tensor] = []
-        self.rows = self.stop = 0
+        self.rows = self.stop = self._opened = 0
         self.table: PieceTable | None = None  # of what lies elsewhere, before these columns
         self.keep: torch.Tensor | None = None  # [rows, columns], beside a table
+
+    first = 0  # column that is held
+
+    @property
+    def length(self) -> int:
+        """Columns of the buffers."""
+        return self.stop
+
+    def open(self, columns: int) -> None:
+        """Make room for so many columns more; `scatter` writes to them, too."""
+        self._opened = columns
+        if self.stop + columns > self.buffers[0].shape[2]:
+            self.move(0, len(self.buffers[0]), self.stop, self.stop + columns)
+
+    def scatter(self, columns: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> KeysValues:
+        """Write [rows, num_kv_heads, m, head_dim] over `columns` [rows, m]; returns views of all, open ones included.
+
+        The last of `columns` are the open ones.
+        """
+        new = self._opened
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            again = states[:, :, :-new]
+            buffer[: self.rows].scatter_(2, columns[:, None, :-new, None].expand(again.shape), again)
+            buffer[: self.rows, :, self.stop : self.stop + new].copy_(states[:, :, -new:])  # also over the filled-up
+        keys, values = (buffer[: self.rows, :, : self.stop + new] for buffer in self.buffers)
+        return keys, values
 
     def get_seq_length(self) -> int:
         """Columns of the buffers and of the table."""
@@ -225,7 +254,7 @@ class BatchKV:
         self._lengths: list[int] = []  # of each row
         self._own: list[int] = []  # those of its tokens that are in columns
         self._kept: list[_RowHidden] = []
-        self._stop = 0
+        self._stop, self._is_full = 0, False
         self._tree: PrefixTree[list[KeysValues]] | None = PrefixTree(least) if in_place else None
 
     def __len__(self) -> int:
@@ -348,6 +377,7 @@ class BatchKV:
     def _make_layers(self, kv: Sequence[KeysValues | None], states: Sequence[LayerState | None]) -> None:
         """Empty layers, for K/V and states where a row has them."""
         self._shown = cache_layers(self._model)
+        self._is_full = all(type(layer) is DynamicLayer for layer in self._shown)
         for at, (pair, state) in enumerate(zip(kv, states, strict=True)):
             if pair is not None:
                 self._shown[at] = _BatchLayer() if state is None else _HybridLayer(len(state.tensors) // 2)
@@ -403,17 +433,20 @@ class BatchKV:
         """
         return self._kept[row].read(tokens)
 
-    def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Append a token to each row; returns the logits [rows, vocab_size] for the next ones."""
-        return self.check([[token] for token in tokens])[:, -1]
+    def step(self, tokens: Sequence[int], again: Sequence[Again] = ()) -> torch.Tensor:
+        """Append a token to each row; returns the logits [rows, vocab_size] for the next ones. See `check`."""
+        return self.check([[token] for token in tokens], again)[:, -1]
 
     @torch.no_grad()
-    def check(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+    def check(self, tokens: Sequence[Sequence[int]], again: Sequence[Again] = ()) -> torch.Tensor:
         """Append tokens to each row; returns the logits [rows, tokens, vocab_size] behind them.
 
         Args:
             tokens: For each row, as many as for the others. More than one only if `can_check`; `keep` is to follow.
+            again: For each row, tokens that it holds, and whose K/V is computed again on the way; only if `can_ride`.
         """
+        if any(ids for _, ids in again):
+            return self._ride(tokens, again)
         device, count = next(self._buffers).device, len(tokens[0])
         lengths, own = torch.tensor([self._lengths, self._own], device=device)
         keep = torch.arange(self._stop + count, device=device) >= self._stop - own[:, None]
@@ -444,14 +477,55 @@ class BatchKV:
                 if layer is not None:
                     layer.stop = self._stop
             raise
-        self._stop += count
-        self._lengths = [length + count for length in self._lengths]
-        self._own = [own + count for own in self._own]
+        self._appended(count)
         for shown in found:
             for row, held in enumerate(self._kept):
                 held.append(shown, row)
         logits: torch.Tensor = output.logits[:, -count:]
         return logits
+
+    def _appended(self, count: int) -> None:
+        self._stop += count
+        self._lengths = [length + count for length in self._lengths]
+        self._own = [own + count for own in self._own]
+
+    def _ride(self, tokens: Sequence[Sequence[int]], again: Sequence[Again]) -> torch.Tensor:
+        """Append tokens to each row, and compute others again. Rows with fewer of these compute a new token again."""
+        device, count, width = next(self._buffers).device, len(tokens[0]), max(len(ids) for _, ids in again)
+        layers = [layer for layer in self._layers if layer is not None]
+        pads = [self._stop - own for own in self._own]
+        given, columns = list[list[int]](), list[list[int]]()
+        for row, pad, (start, ids) in zip(tokens, pads, again, strict=True):
+            filled = width - len(ids)
+            given.append([*ids, *[row[0]] * filled, *row])
+            at = range(pad + start, pad + start + len(ids))
+            columns.append([*at, *[self._stop] * filled, *range(self._stop, self._stop + count)])
+        for layer in layers:
+            layer.open(count)
+        cache = PrivateCache(self._shown)
+        scatter = ScatterPass(self._model, cache, layers, np.array(columns), pads, new=count)
+        cache.take = scatter.update
+        try:
+            arguments = scatter.arguments_of(torch.tensor(given, device=device))
+            output = run_model(self._model, cache=cache, logits=count, **arguments)
+        finally:
+            scatter.close()
+            cache.take = None
+        for layer in layers:
+            layer.stop += count
+        self._appended(count)
+        logits: torch.Tensor = output.logits[:, -count:]
+        return logits
+
+    @property
+    def can_ride(self) -> bool:
+        """Whether a step may compute tokens again: all K/V is in columns, of full attention, and nothing else kept."""
+        return (
+            bool(self._lengths)
+            and self._is_full
+            and all(layer is not None and layer.table is None for layer in self._layers)
+            and not any(kept.layers for kept in self._kept)
+        )
 
     @property
     def can_check(self) -> bool:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -16,6 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvboost_hf.errors import KVBoostError
+from kvboost_hf.server.fair_share import FairCache
 from kvboost_hf.server.grammars import program
 from kvboost_hf.server.grammars.fitting import Fitted, opened
 from kvboost_hf.server.grammars.narrowing import narrowed
@@ -68,9 +68,9 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, ends
         self._lock = threading.Lock()
         # By salt and grammar, those used last at the end: a matcher at its start, or why there is none.
-        self._kept: OrderedDict[tuple[bytes, str], LLMatcher | str] = OrderedDict()
+        self._kept: FairCache[bytes, LLMatcher | str] = FairCache(_KEPT, _KEPT_OF_ONE)
         # Likewise, schemas without what they could not be compiled with, or why that is refused.
-        self._narrowed: OrderedDict[tuple[bytes, str], Sequence[Fitted] | str] = OrderedDict()
+        self._narrowed: FairCache[bytes, Sequence[Fitted] | str] = FairCache(_KEPT, _KEPT_OF_ONE)
         self._idle: list[_Process] = []
         self._places = threading.BoundedSemaphore(processes)
         self._closed = False
@@ -87,13 +87,11 @@ class Grammars:
             ValueError: the grammar is not one, asks for what cannot be enforced, or takes too much to compile.
         """
         with self._lock:
-            found = self._kept.get((salt, grammar))
-            if found is not None:
-                self._kept.move_to_end((salt, grammar))
+            found = self._kept.get(salt, grammar)
         if found is None:
             found = self._compile(grammar)
             with self._lock:
-                _keep(self._kept, salt, grammar, found)
+                self._kept.put(salt, grammar, found)
         if isinstance(found, str):
             raise ValueError(found)
         return GrammarConstraint(found.deep_copy(), self._tokens, self._vocab_size, is_json=is_json)
@@ -119,11 +117,11 @@ class Grammars:
             return grammar, schemas
         grammar += repr([(fitted.name, fitted.strict) for fitted in schemas])
         with self._lock:
-            found = self._narrowed.get((salt, grammar))
+            found = self._narrowed.get(salt, grammar)
         if found is None:
             found = self._narrow(grammar_of, schemas, salt, error)
             with self._lock:
-                _keep(self._narrowed, salt, grammar, found)
+                self._narrowed.put(salt, grammar, found)
         if isinstance(found, str):
             raise ValueError(found)
         return grammar_of([fitted.schema for fitted in found]), found
@@ -237,16 +235,6 @@ class Grammars:
     @cached_property
     def _tokens(self) -> LLTokenizer:
         return LLTokenizer(**self._settings)
-
-
-def _keep(kept: OrderedDict[tuple[bytes, str], T], salt: bytes, grammar: str, found: T) -> None:
-    """Keep something of a grammar, and forget what is too much of its salt, and in all."""
-    kept[salt, grammar] = found
-    own = [key for key in kept if key[0] == salt]
-    if len(own) > _KEPT_OF_ONE:
-        del kept[own[0]]
-    if len(kept) > _KEPT:
-        kept.popitem(last=False)
 
 
 class _Process:

@@ -18,6 +18,8 @@ from typing import Any, cast
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvboost_hf.server.fair_share import FairShare
+
 if sys.platform != "win32":
     import resource
 
@@ -27,6 +29,7 @@ TURNS = 4  # of the event loop, from when a connection is accepted until what ha
 _MOST = 4096  # connections, where more descriptors may be open
 _FILES = 128  # descriptors that are left for files and the like, at least
 _SHORT = "not accepted for lack of descriptors"
+_SHARE = 0.75  # of all connections, that one address may have alone
 _RELIEF = 16  # connections that are dropped when there are no descriptors left
 
 
@@ -44,11 +47,6 @@ class ConnectionLimits:
     most: int
     header_s: float
     write_s: float
-
-    @property
-    def most_per_address(self) -> int:
-        """Most connections from one address: three quarters of all, so that no address can keep out all others."""
-        return max(1, self.most * 3 // 4)
 
     @property
     def accepted_at_once(self) -> int:
@@ -77,8 +75,8 @@ def connections_that_fit() -> int:
 class Connections:
     """All connections of a server. Used by the thread of its event loop alone.
 
-    Where there is no room for a new one, the one that has waited for its client for the longest time is dropped, of
-    the same address if it is that which has too many. Only where all are busy is the new one refused.
+    Where there is no room for a new one, the one that has waited for its client for the longest time is dropped: of
+    the same address, if it has some. Only where all of these are busy is the new one refused.
 
     Args:
         limits: How many, and how long.
@@ -88,7 +86,7 @@ class Connections:
     def __init__(self, limits: ConnectionLimits, tls: ssl.SSLContext | None = None) -> None:
         self.limits, self.tls = limits, tls
         self._all: dict[LimitedProtocol, str] = {}  # with the address
-        self._addresses: Counter[str] = Counter()
+        self._addresses: FairShare[str] = FairShare(limits.most, _SHARE)
         self._waiting: dict[LimitedProtocol, float] = {}  # for their clients, since when; the longest first
         self._told: Counter[str] = Counter()  # what the log has yet to hear
         self._ends = False
@@ -116,14 +114,11 @@ class Connections:
         """Make room for a new connection; returns whether there is room."""
         if self._ends:
             return False
-        if self._addresses[address] >= self.limits.most_per_address and not self._make_room(address):
-            self._told["refused"] += 1
-            return False
-        if len(self._all) >= self.limits.most and not self._make_room(None):
+        if not self._addresses.has_room(address) and not self._make_room(address):
             self._told["refused"] += 1
             return False
         self._all[connection] = address
-        self._addresses[address] += 1
+        self._addresses.take(address)
         self.waits(connection)
         return True
 
@@ -142,14 +137,17 @@ class Connections:
         self._waiting.pop(connection, None)
         address = self._all.pop(connection, None)
         if address is not None:
-            self._addresses[address] -= 1
-            if not self._addresses[address]:
-                del self._addresses[address]
+            self._addresses.give_back(address)
 
-    def _make_room(self, address: str | None) -> bool:
-        """Drop what has waited for the longest time, of an address or of any; returns whether something did."""
+    def _make_room(self, address: str) -> bool:
+        """Drop what has waited for the longest time: of an address if it has some, else of any.
+
+        Returns:
+            Whether something was dropped.
+        """
+        has_own = self._addresses.held(address) > 0
         for connection in self._waiting:
-            if address is None or self._all[connection] == address:
+            if not has_own or self._all[connection] == address:
                 self._told["dropped for others"] += 1
                 self._drop(connection)
                 return True

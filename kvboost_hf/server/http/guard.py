@@ -13,7 +13,6 @@ import re
 import time
 import uuid
 import zlib
-from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import dropwhile
@@ -23,6 +22,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvboost_hf.server.fair_share import FairShare
 from kvboost_hf.server.http.errors import ApiError, is_anthropic
 from kvboost_hf.server.http.turns import in_thread
 from kvboost_hf.server.settings import ServerSettings
@@ -35,37 +35,13 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _KEY_HEADERS = ("authorization", "x-api-key")
 _PATH = 256  # characters of a path in the log
 _BODIES = 16  # of the largest size, that may be in memory at the same time
+_BODIES_OF_ONE = 0.75  # of these, that may be of one client alone
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:@/?#\s]+)(:[0-9]*)?", re.IGNORECASE)
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
 _ANY_ZLIB = 47  # for zlib: finds out by itself which of them it is
 _SHOWN = 64  # characters of a header in an error
 _PREFIXES = ("v1", "api")
 _HEARD = 8  # times the limit, so that who has sent too much reads the answer in place of a reset
-
-
-class HeldBytes:
-    """Counts the bytes of request bodies in memory, where they stay until their requests are answered.
-
-    Args:
-        most: At most so many, of which one client has three quarters at most.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._by_client: Counter[str] = Counter()
-
-    def take(self, client: str, count: int) -> bool:
-        """Hold more bytes for a client, if there is room; returns whether there is."""
-        if self._by_client.total() + count > self._most or self._by_client[client] + count > self._most * 3 // 4:
-            return False
-        self._by_client[client] += count
-        return True
-
-    def give_back(self, client: str, count: int) -> None:
-        """Hold so many bytes less for a client."""
-        self._by_client[client] -= count
-        if not self._by_client[client]:
-            del self._by_client[client]
 
 
 class RequestBody:
@@ -81,7 +57,7 @@ class RequestBody:
         send: ASGI's `send` of the server.
         max_bytes: The most bytes of the body, as it comes and as it is unpacked.
         timeout_s: Seconds for all of it.
-        held: The bytes of all bodies together.
+        held: The bytes of bodies in memory, where they stay until their requests are answered.
 
     Attributes:
         client: Whose it is.
@@ -89,7 +65,7 @@ class RequestBody:
     """
 
     def __init__(
-        self, headers: Headers, receive: Receive, send: Send, max_bytes: int, timeout_s: float, held: HeldBytes
+        self, headers: Headers, receive: Receive, send: Send, max_bytes: int, timeout_s: float, held: FairShare[str]
     ) -> None:
         self._receive, self._send = receive, send
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
@@ -244,7 +220,7 @@ class RequestGuard:
         self._app, self._settings, self._paths = app, settings, frozenset(paths)
         self._keys = [key.encode() for key in settings.api_keys]
         self._operators = [key.encode() for key in settings.operator_keys]
-        self._held = HeldBytes(_BODIES * settings.max_body_bytes)
+        self._held: FairShare[str] = FairShare(_BODIES * settings.max_body_bytes, _BODIES_OF_ONE)
         # With keys a page of somebody else's gets no further than here.
         self._hosts = Hosts(settings.allowed_hosts or (("*",) if settings.api_keys else ()))
 

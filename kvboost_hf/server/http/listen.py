@@ -48,6 +48,8 @@ class FrontServer(uvicorn.Server):
         engine: What drains when the server is to end: an engine, or what hands requests on.
         settings: The settings of the server.
         started: Called with the addresses once the server listens; None logs them.
+        others_listen: Other servers listen at the same address. Told to end, it leaves them all new connections, and
+            answers what comes by those that it has while they are busy.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class FrontServer(uvicorn.Server):
         engine: Drains,
         settings: ServerSettings,
         started: Callable[[Sequence[str]], None] | None = None,
+        *,
+        others_listen: bool = False,
     ) -> None:
         tls = settings.tls.context() if settings.tls is not None else None
         most = connections_that_fit() if settings.max_connections is None else settings.max_connections
         limits = ConnectionLimits(most=most, header_s=settings.header_timeout_s, write_s=settings.write_timeout_s)
         self.connections_of = Connections(limits, tls)
-        self._engine, self._settings = engine, settings
+        self._engine, self._settings, self._others_listen = engine, settings, others_listen
         self._started = started or _log_addresses
         super().__init__(
             uvicorn.Config(
@@ -75,7 +79,7 @@ class FrontServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=limits.accepted_at_once,
-                timeout_graceful_shutdown=_LAST_WORDS_S,
+                timeout_graceful_shutdown=max(1, round(settings.drain_s)) if others_listen else _LAST_WORDS_S,
             )
         )
 
@@ -97,7 +101,8 @@ class FrontServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._drain()
+        if not self._others_listen:
+            await self._drain()
         await self._accept_no_more()
         self.connections_of.stop()
         # The answers that are left are short, and told to end again it still sends them.

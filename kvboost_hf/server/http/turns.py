@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import anyio
 
+from kvboost_hf.server.fair_share import FairShare
 from kvboost_hf.server.protocol import QueueFullError
 
 _RETRY_S = 1.0
@@ -47,6 +48,7 @@ class Turns:
         self._places, self._max_waiting = places, max_waiting
         self._waiting: list[_Turn] = []  # in the order in which they came
         self._running: list[_Turn] = []
+        self._held: FairShare[bytes] = FairShare(places)
 
     @asynccontextmanager
     async def turn(self, client: bytes, *, long: bool = False) -> AsyncIterator[None]:
@@ -71,20 +73,22 @@ class Turns:
             await turn.started
             yield
         finally:  # also where the request was given up while it waited
-            (self._running if turn in self._running else self._waiting).remove(turn)
+            if turn in self._running:
+                self._running.remove(turn)
+                self._held.give_back(client)
+            else:
+                self._waiting.remove(turn)
             self._start_next()
 
     def _start_next(self) -> None:
         while len(self._running) < self._places and (able := [turn for turn in self._waiting if self._may(turn)]):
-            turn = min(able, key=self._held)
+            turn = min(able, key=lambda each: self._held.held(each.client))
             self._waiting.remove(turn)
             self._running.append(turn)
+            self._held.take(turn.client)
             if not turn.started.done():  # cancelled: it gives its place back at once
                 turn.started.set_result(None)
 
     def _may(self, turn: _Turn) -> bool:
         long = [each.client for each in self._running if each.long]
         return not turn.long or (len(long) < self._places - 1 and turn.client not in long)
-
-    def _held(self, turn: _Turn) -> int:
-        return sum(each.client == turn.client for each in self._running)
