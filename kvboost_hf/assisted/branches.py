@@ -36,6 +36,7 @@ from kvboost_hf.compat import (
     masks_reason,
     probe_ids,
     probe_logits,
+    reads_shared_kv,
     remember,
     run_model,
     tolerance,
@@ -67,6 +68,13 @@ class Lender(Protocol):
 
     def give_back(self) -> None:
         """Remove the columns appended since `lend`."""
+        ...
+
+    def read(self, layers: Sequence[int] | None = None) -> Sequence[Pair | None]:
+        """Keys and values of the only row that some layers hold, None for all, not to be kept.
+
+        None for a layer that has none.
+        """
         ...
 
     def extend(
@@ -108,7 +116,10 @@ class Branches:
     ) -> None:
         self.model, self._position, self._keep, self._states = model, position, keep, states
         self._lender = lender_of(cache)
+        if states is not None:
+            states.read_kv = self._lender.read
         self._held = cache.get_seq_length()
+        self._pads = int((~keep).sum()) if keep is not None else 0
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._kv: list[Pair | None] = []  # of each layer, of all tokens so far
@@ -165,9 +176,9 @@ class Branches:
             ids = torch.tensor([[self._tokens[node] for node in path]], device=self._position.device)
             hidden = {layer: found.index_select(1, at.to(found.device)) for layer, found in self._hidden.items()}
             self._lender.extend(ids, self._positions()[..., at], kv, hidden=hidden)
-            if self._states is not None:
-                self._states.append(hidden)
             self._held += len(path)
+            if self._states is not None:
+                self._states.append(hidden, self._held - self._pads)
             self._position = self._position + len(path)
             if self._keep is not None:
                 self._keep = torch.cat([self._keep, self._keep.new_ones(1, len(path))], dim=1)
@@ -337,6 +348,10 @@ class StockLender:
             if _has_kv(layer):
                 layer.crop(self._held - layer.get_seq_length())
 
+    def read(self, layers: Sequence[int] | None = None) -> list[Pair | None]:
+        chosen = self._layers if layers is None else [self._layers[at] for at in layers]
+        return [(layer.keys, layer.values) if _has_kv(layer) else None for layer in chosen]
+
     def extend(
         self,
         input_ids: torch.Tensor,
@@ -383,6 +398,8 @@ def _reason(model: PreTrainedModel) -> str | None:
     config: Any = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
+    if reads_shared_kv(model.config):
+        return "it reads K/V of its target, for which load_assistant(draft, target=model) prepares it"
     if (reason := masks_reason(model)) is not None:
         return reason
     if "position_ids" not in forward_arguments(model):

@@ -1,31 +1,28 @@
 """Drafts by EAGLE-3 heads: loads them, and has them draft chains for `generate(assistant_model=...)`, and trees."""
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import LogitsProcessorList, PreTrainedModel
-from transformers.generation.candidate_generator import CandidateGenerator
 
 from kvboost_hf.assisted.eagle import EagleHeads, KeysValues, layer_numbers
+from kvboost_hf.assisted.head_drafts import SourceCandidates
 from kvboost_hf.assisted.heads import HeadKind, prepared, require_can_read
 from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.limits import vocab_size
 from kvboost_hf.assisted.rounds import Drafter, TreeDraft
-from kvboost_hf.assisted.schedule import ConfidentLength, DraftLength
-from kvboost_hf.assisted.tree import ROOT, Growth, depths, lineage
+from kvboost_hf.assisted.schedule import DraftLength
+from kvboost_hf.assisted.tree import Growth, depths, lineage
 from kvboost_hf.compat import HiddenForm
 from kvboost_hf.config import DraftTreeConfig
 
 _OF_TARGET = {"embed_tokens.weight", "lm_head.weight"}  # which a target lends where the files have none
 _MAPS = {"d2t", "t2d"}
 _RENAMED = {r"^model\.": "", r"^layers\.0\.": "midlayer."}
-_FAR = 256  # tokens of a draft, at most
 
 
 def load_eagle(name: str, config: Any, target: PreTrainedModel, kwargs: dict[str, Any]) -> EagleHeads:
@@ -150,6 +147,8 @@ class Eagle(HeadKind):
         threshold: Chains end at a token with less probability than that.
     """
 
+    reads_whole = True
+
     def __init__(self, heads: EagleHeads, lengths: DraftLength, threshold: float) -> None:
         self._heads, self._lengths, self._threshold = heads, lengths, threshold
 
@@ -170,17 +169,11 @@ class Eagle(HeadKind):
         return TreeDraft(EagleSource(self._heads, states, order), config, growth, processors, frozenset(ends))
 
     def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
-        if not hasattr(CandidateGenerator, "requires_model_outputs"):
-            raise ValueError(
-                f"transformers {transformers.__version__} shows drafts no hidden states, which EAGLE-3 heads read; "
-                "5.24 does. Pass `custom_generate=TreeDecoding(heads)` in place of `assistant_model`."
-            )
         form = require_can_read(self._heads, target)
         states = TextStates(form.numbered(self.numbers(form)))
         order = _in_order(form.numbered, self.numbers(form))
-        source = EagleSource(self._heads, states, order)
-        asked = asking_for(target, states.layers)
-        return _Chains(source, states, asked, config, processors, self._lengths, self._threshold)
+        source = EagleSource(self._heads, states, order, asking_for(target, states.layers))
+        return SourceCandidates(source, config, processors, self._lengths, self._threshold)
 
 
 def _in_order(numbered: Any, numbers: Sequence[int]) -> list[int]:
@@ -195,17 +188,25 @@ class EagleSource:
         heads: The heads.
         states: Hidden states of the text but for its last token.
         order: The layers in `states`, in the order in which the heads read them.
+        asked: The value of `output_hidden_states` by which the target shows them.
     """
 
     branches = True
 
-    def __init__(self, heads: EagleHeads, states: TextStates, order: Sequence[int]) -> None:
+    def __init__(self, heads: EagleHeads, states: TextStates, order: Sequence[int], asked: Any = None) -> None:
         self._heads, self._states, self._order = heads, states, order
+        self.asks = {"output_hidden_states": asked}
         self._kv: KeysValues | None = None  # of the text
         self._length = 0  # tokens of the text
         self._tree: KeysValues | None = None  # of the tokens behind it
         self._parents: list[int] = []
         self._hidden: list[torch.Tensor] = []  # [1, 1, hidden_size] behind the text, and behind each of the tokens
+
+    def show(self, output: Any, length: int, pads: int, rejected: int) -> None:
+        """As `ShownSource.show`."""
+        states, first = self._states, pads if not self._states.stop else 0
+        count = length - 1 - states.stop
+        states.append({layer: output.hidden_states[layer][:, first : first + count] for layer in states.layers})
 
     def room(self, length: int, most: int) -> int:
         """`most`, where the hidden states of the text are known; else none."""
@@ -251,88 +252,3 @@ class EagleSource:
 
     def keep(self, path: Sequence[int]) -> None:
         """Nothing: the K/V of accepted tokens is computed again, from hidden states of the target."""
-
-
-class _Chains:
-    """Candidates for `generate(assistant_model=...)`, as transformers asks for them.
-
-    Args:
-        source: Continues the text of the call.
-        states: Takes its hidden states.
-        asked: The value of `output_hidden_states` that shows them.
-        config: The generation configuration of the call.
-        processors: Logits processors of the call.
-        lengths: How many tokens to draft.
-        threshold: Chains end at a token with less probability than that.
-    """
-
-    requires_model_outputs = True
-
-    def __init__(
-        self,
-        source: EagleSource,
-        states: TextStates,
-        asked: Any,
-        config: Any,
-        processors: Any,
-        lengths: DraftLength,
-        threshold: float,
-    ) -> None:
-        self._source, self._states, self._config = source, states, config
-        self._processors: Any = processors if processors is not None else LogitsProcessorList()
-        self._lengths, self._threshold = lengths, threshold
-        self.model_kwargs_overrides = {"output_hidden_states": asked}
-        self._sure: list[float] = []
-        self._began = self._ended = 0.0
-        self._rounds = 0
-
-    def get_candidates(
-        self, input_ids: torch.Tensor, model_kwargs: Any, model_outputs: Any, is_first_iteration: bool, **_: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As transformers' generators."""
-        self._sure = []
-        if is_first_iteration:
-            return input_ids, None
-        self._began = time.perf_counter()
-        mask = model_kwargs.get("attention_mask")
-        pads = int((mask[0] == 0).sum()) if mask is not None else 0
-        ids, states = input_ids[:, pads:], self._states
-        first = pads if not states.stop else 0
-        count = ids.shape[1] - 1 - states.stop
-        shown = model_outputs.hidden_states
-        states.append({layer: shown[layer][:, first : first + count] for layer in states.layers})
-        most = min(self._config.max_length - input_ids.shape[1] - 1, _FAR)
-        score = self._source.begin(ids) if most > 0 else None
-        if score is None:
-            return input_ids, None
-        confident = self._lengths if isinstance(self._lengths, ConfidentLength) else None
-        count = most if confident is not None else self._lengths.length(most)
-        found, scores = input_ids, list[torch.Tensor]()
-        while True:
-            scores.append(self._processors(found, score.to(found.device)))
-            likely = scores[-1].softmax(-1)
-            token = likely.multinomial(1) if self._config.do_sample else likely.argmax(-1, keepdim=True)
-            self._sure.append(float(likely[0, token[0, 0]]))
-            found = torch.cat([found, token], dim=1)
-            enough = len(scores) >= count or self._sure[-1] < self._threshold
-            if enough or (confident is not None and not confident.goes_on(self._sure)):
-                break
-            score = self._source.forward([int(token)], [len(scores) - 2 if len(scores) > 1 else ROOT])
-        self._ended = time.perf_counter()
-        return found, torch.stack(scores, dim=1)
-
-    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """As transformers' generators."""
-        if not self._sure:
-            return
-        accepted, now = int(num_matches), time.perf_counter()
-        if isinstance(self._lengths, ConfidentLength):
-            self._lengths.compare(self._sure, accepted)
-        self._lengths.learn(
-            drafted=len(self._sure),
-            accepted=accepted,
-            draft_s=self._ended - self._began,
-            target_s=now - self._ended,
-            first=not self._rounds,
-        )
-        self._rounds += 1

@@ -6,16 +6,22 @@ forward. Here they get the same from whoever runs rounds: `TreeDecoding`, and th
 
 import time
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import transformers
+from transformers import LogitsProcessorList
+from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.limits import Pauses, before_end
-from kvboost_hf.assisted.rounds import SpeculationStats
+from kvboost_hf.assisted.rounds import DraftSource, SpeculationStats
+from kvboost_hf.assisted.schedule import ConfidentLength, DraftLength
 from kvboost_hf.assisted.tree import ROOT, Growth, Tree
 from kvboost_hf.compat import LAST
+
+_FAR = 256  # tokens of a draft, at most
 
 
 class HeadDraft:
@@ -115,3 +121,112 @@ class CountedCandidates:
         self._inner.update_candidate_strategy(input_ids, scores, num_matches)
         accepted, (draft_s, ended) = int(num_matches), self._seconds
         self._stats.add_round(self._drafted, accepted, accepted + 1, (draft_s, time.perf_counter() - ended, 0.0))
+
+
+class ShownSource(DraftSource, Protocol):
+    """A source that reads what forwards of the target return.
+
+    Attributes:
+        asks: The arguments by which a forward of the target shows what is read.
+    """
+
+    asks: dict[str, Any]
+
+    def show(self, output: Any, length: int, pads: int, rejected: int) -> None:
+        """Take note of a forward of the target.
+
+        Args:
+            output: What it has returned.
+            length: Tokens of the text, the last of which has not been computed yet.
+            pads: Columns of padding on the left.
+            rejected: Tokens at the end of the forward that are not in the text.
+        """
+        ...
+
+
+class SourceCandidates:
+    """Candidates for `generate(assistant_model=...)`, as transformers asks for them: chains, from a source.
+
+    Args:
+        source: Continues the text of the call.
+        config: The generation configuration of the call.
+        processors: Logits processors of the call.
+        lengths: How many tokens to draft.
+        threshold: Chains end at a token with less probability than that.
+
+    Raises:
+        ValueError: this version of transformers shows drafts nothing of the target.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self, source: ShownSource, config: Any, processors: Any, lengths: DraftLength, threshold: float
+    ) -> None:
+        if not hasattr(CandidateGenerator, "requires_model_outputs"):
+            raise ValueError(
+                f"transformers {transformers.__version__} shows drafts no hidden states, which these heads read; "
+                "5.24 does. Pass `custom_generate=TreeDecoding(heads)` in place of `assistant_model`."
+            )
+        self._source, self._config = source, config
+        self._processors: Any = processors if processors is not None else LogitsProcessorList()
+        self._lengths, self._threshold = lengths, threshold
+        self.model_kwargs_overrides = source.asks
+        self._sure: list[float] = []
+        self._began = self._ended = 0.0
+        self._rounds = 0
+
+    def get_candidates(
+        self,
+        input_ids: torch.Tensor,
+        model_kwargs: Any,
+        model_outputs: Any,
+        is_first_iteration: bool,
+        n_last_matches: int,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As transformers' generators."""
+        self._sure = []
+        if is_first_iteration:
+            return input_ids, None
+        self._began = time.perf_counter()
+        mask = model_kwargs.get("attention_mask")
+        pads = int((mask[0] == 0).sum()) if mask is not None else 0
+        ids = input_ids[:, pads:]
+        rejected = model_outputs.logits.shape[1] - 1 - int(n_last_matches)
+        self._source.show(model_outputs, ids.shape[1], pads, rejected)
+        most = min(self._config.max_length - input_ids.shape[1] - 1, _FAR)
+        score = self._source.begin(ids) if most > 0 else None
+        if score is None:
+            return input_ids, None
+        confident = self._lengths if isinstance(self._lengths, ConfidentLength) else None
+        count = most if confident is not None else self._lengths.length(most)
+        found, scores = input_ids, list[torch.Tensor]()
+        while True:
+            scores.append(self._processors(found, score.to(found.device)))
+            likely = scores[-1].softmax(-1)
+            token = likely.multinomial(1) if self._config.do_sample else likely.argmax(-1, keepdim=True)
+            self._sure.append(float(likely[0, token[0, 0]]))
+            found = torch.cat([found, token], dim=1)
+            enough = len(scores) >= count or self._sure[-1] < self._threshold
+            if enough or (confident is not None and not confident.goes_on(self._sure)):
+                break
+            score = self._source.forward([int(token)], [len(scores) - 2 if len(scores) > 1 else ROOT])
+        self._ended = time.perf_counter()
+        return found, torch.stack(scores, dim=1)
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """As transformers' generators."""
+        if not self._sure:
+            return
+        accepted, now = int(num_matches), time.perf_counter()
+        if isinstance(self._lengths, ConfidentLength):
+            self._lengths.compare(self._sure, accepted)
+        self._lengths.learn(
+            drafted=len(self._sure),
+            accepted=accepted,
+            draft_s=self._ended - self._began,
+            target_s=now - self._ended,
+            first=not self._rounds,
+        )
+        self._rounds += 1

@@ -30,7 +30,13 @@ _BLOCKS = ("block_size", "mask_token_id", "target_layer_ids")  # in the configur
 
 
 class HeadKind(Protocol):
-    """What heads of one kind read, and how they draft."""
+    """What heads of one kind read, and how they draft.
+
+    Attributes:
+        reads_whole: Whether they read hidden states of the whole text; else those of its last token, and K/V.
+    """
+
+    reads_whole: bool
 
     def numbers(self, form: HiddenForm) -> Any:
         """The hidden states of the target that they read, as a value of `output_hidden_states`."""
@@ -95,6 +101,17 @@ class Heads(KeptOnModel):
             return form
         return form.numbered(self.kind.numbers(form))
 
+    @property
+    def keeps(self) -> tuple[int, ...] | str:
+        """Those of `reads` whose hidden states they read of the whole text, so that they have to be kept."""
+        assert self.kind is not None
+        return self.reads if self.kind.reads_whole else ()
+
+    def states(self) -> TextStates | str:
+        """What takes the hidden states of one text; or why these cannot be had."""
+        assert self.kind is not None
+        return layers if isinstance(layers := self.reads, str) else TextStates(layers, whole=self.kind.reads_whole)
+
     def drafting(
         self,
         states: TextStates,
@@ -131,6 +148,8 @@ class _OwnLayers:
     Args:
         layers: transformers' `MtpModel`.
     """
+
+    reads_whole = True
 
     def __init__(self, layers: Any) -> None:
         self._layers = layers
@@ -170,6 +189,8 @@ class _Blocks:
         draft: The drafter.
     """
 
+    reads_whole = True
+
     def __init__(self, draft: Any) -> None:
         self._draft = draft
 
@@ -202,9 +223,9 @@ def _greedy() -> GenerationConfig:
 
 
 def hidden_bytes(draft: PreTrainedModel) -> int:
-    """Bytes of the hidden states of one token that a draft reads; 0 if it reads none."""
+    """Bytes of the hidden states of one token that are kept for a draft; 0 if none are."""
     heads = Heads.known(draft)
-    layers = heads.reads if heads is not None else ()
+    layers = heads.keeps if heads is not None else ()
     if heads is None or isinstance(layers, str):
         return 0
     target = heads.target()

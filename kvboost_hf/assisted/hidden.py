@@ -1,6 +1,6 @@
 """Hidden states of a text on their way to the heads that draft from them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -16,27 +16,42 @@ def asking_for(model: PreTrainedModel, layers: Sequence[int]) -> int | bool | li
     return list(layers) if not isinstance(form, str) and form.lists else True
 
 
+ReadKV = Callable[[Sequence[int]], Sequence[tuple[torch.Tensor, torch.Tensor] | None]]
+
+
 class TextStates:
     """Collects the hidden states of a text until heads read them.
 
     Args:
         layers: The layers, by their numbers in what transformers returns, or `LAST`.
+        whole: Whether those of all tokens are read, or of the last one only.
 
     Attributes:
         layers: As passed.
-        stop: Tokens of the text whose states were appended so far.
+        whole: As passed.
+        stop: Tokens of the text up to the last one whose states were appended.
+        read_kv: Reads keys and values [1, num_kv_heads, columns, head_dim] of some layers, of all of the text but its
+            last token, as far as a layer holds them. Set by whoever runs rounds.
     """
 
-    def __init__(self, layers: Sequence[int]) -> None:
-        self.layers, self.stop = tuple(layers), 0
+    def __init__(self, layers: Sequence[int], *, whole: bool = True) -> None:
+        self.layers, self.whole, self.stop = tuple(layers), whole, 0
+        self.read_kv: ReadKV | None = None
         self._new: list[Mapping[int, torch.Tensor]] = []
 
-    def append(self, states: Mapping[int, torch.Tensor]) -> None:
-        """Append states [1, tokens, hidden_size] of each layer, of the tokens from `stop` on; or nothing."""
+    def append(self, states: Mapping[int, torch.Tensor], stop: int | None = None) -> None:
+        """Append states [1, tokens, hidden_size] of each layer, or nothing.
+
+        Args:
+            states: Of the tokens from `stop` of this on; of any later ones where the last one's are enough.
+            stop: Tokens of the text up to the last of these, where it is known.
+        """
         if not states:
             return
-        self.stop += states[self.layers[0]].shape[1]
-        self._new.append(states)
+        if self.whole or stop is None:
+            stop = self.stop + states[self.layers[0]].shape[1]
+        self.stop = stop
+        self._new = [*self._new, states] if self.whole else [states]
 
     def take(self) -> dict[int, torch.Tensor]:
         """The states [1, tokens, hidden_size] of each layer that nobody has taken; none if there are none."""

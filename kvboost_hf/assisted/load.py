@@ -18,12 +18,14 @@ from kvboost_hf.assisted.limits import fitted
 from kvboost_hf.assisted.lookup import LOOKED_UP, TextStore, lookup_assistant
 from kvboost_hf.assisted.rounds import SpeculationStats
 from kvboost_hf.assisted.schedule import Adaptive, Constant, DraftLength, Heuristic, most_tokens
+from kvboost_hf.assisted.shared_kv import prepare_shared
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
 from kvboost_hf.compat import (
     cache_argument,
     forward_arguments,
     loader_of,
     loader_of_pair,
+    reads_shared_kv,
     require_generates,
     require_one_process,
     unwrapped,
@@ -113,14 +115,16 @@ def load_assistant(
     draft = _load(name_or_model, target, kwargs)
     if is_dflash(draft.config):
         return prepare_blocks(draft, target)
+    lengths = _schedule(schedule, num_assistant_tokens or _FIRST)
     if isinstance(draft, EagleHeads):
-        return prepare_eagle(draft, target, _schedule(schedule, num_assistant_tokens or _FIRST), confidence_threshold)
+        return prepare_eagle(draft, target, lengths, confidence_threshold)
+    if reads_shared_kv(draft.config):
+        return prepare_shared(draft, target, lengths, confidence_threshold)
     require_one_process(target, "Drafts whose length is chosen")
     _require_kind(draft, target)
     other = ", or pass `tokenizer` and `assistant_tokenizer` to generate() with the draft as it is"
     draft = fitted(draft, target, or_else=other)
     _warn_of_costs(draft, target)
-    lengths = _schedule(schedule, num_assistant_tokens or _FIRST)
     config = draft.generation_config
     most = _LONGEST if schedule == "adaptive" else _FAR  # the schedule decides how many
     drafting = Drafting(draft, target, lengths, clock)

@@ -165,8 +165,10 @@ class TreeDecoding:
         if (heads := Heads.known(self.draft)) is None:
             return None
         heads.require_target(model)
-        if isinstance(layers := heads.reads, str):
-            raise ValueError(f"Heads read hidden states, and a {type(model).__name__} cannot give them: {layers}.")
+        if isinstance(states := heads.states(), str):
+            raise ValueError(f"Heads read hidden states, and a {type(model).__name__} cannot give them: {states}.")
+        if not states.whole:
+            return states
         if config.prefill_chunk_size is not None:
             raise ValueError(
                 f"`prefill_chunk_size` must be None with heads, which read hidden states of the whole prompt, got "
@@ -178,7 +180,7 @@ class TreeDecoding:
                 f"Heads read hidden states of the whole prompt, of which the cache holds {cache.get_seq_length()} "
                 "tokens. Pass a ChunkReuseCache, which keeps them, or an empty cache."
             )
-        return TextStates(layers)
+        return states
 
     def _drafting(
         self,
@@ -251,10 +253,10 @@ class TreeDecoding:
             cache.activate_past_recording()
         drafted = self._rounds.clock()
         ids = torch.cat([answer.ids, answer.ids.new_tensor([chain.tokens])], dim=1) if len(chain) else answer.ids
-        if states is not None:
+        if states is not None and states.whole:
             model_kwargs["output_hidden_states"] = asking_for(model, states.layers)
         output = generator._prefill(ids, answer.config, model_kwargs)
-        if states is not None:
+        if states is not None and states.whole:
             found, (pads,) = output.hidden_states, padding_of(answer.ids, keep)
             states.append({layer: found[layer][:, pads:] for layer in states.layers})
         taken = answer.take(chain, output.logits[0, -1 - len(chain) :])

@@ -816,16 +816,19 @@ class ChunkReuseCache(DynamicCache):
         self._live.hand_out(False)
         self._recover()
 
-    def read(self) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Of each layer, keys and values [1, num_kv_heads, tokens, head_dim] of the only row's tokens that it holds.
+    def read(self, layers: Sequence[int] | None = None) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Of some layers, keys and values [1, num_kv_heads, tokens, head_dim] of the only row's tokens that they hold.
 
         They are views where they can be, and not to be kept. None for a layer that has none.
+
+        Args:
+            layers: Their numbers; None for all.
         """
         self._repair_at_once()
         self._settle()
         self.catch_up()
         self._form.leave(self._settle)
-        return read_layers(self._live)
+        return read_layers(self._live, layers)
 
     @property
     def reading_reason(self) -> str | None:

@@ -86,8 +86,14 @@ def load_draft(options: argparse.Namespace, model: Any) -> Any:
         return found
     from transformers import AutoModelForCausalLM
 
-    draft = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype)
-    return draft.to(options.device).eval()
+    from kvboost_hf.compat import reads_shared_kv
+
+    draft = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype).to(options.device).eval()
+    if reads_shared_kv(draft.config):
+        from kvboost_hf.assisted.load import load_assistant
+
+        return load_assistant(draft, target=model)
+    return draft
 
 
 def model_name(model: str | None) -> str:

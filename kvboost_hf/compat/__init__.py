@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.compat.calls import (
+    SHARED_KV,
     AssistedCall,
     GenerateCall,
     assisted_call,
@@ -55,6 +56,7 @@ from kvboost_hf.compat.models import (
     loader_of_pair,
     mask_form,
     needs_positions,
+    reads_shared_kv,
     require_cache,
     require_generates,
     require_model,
@@ -92,6 +94,7 @@ __all__ = [
     "CACHE",
     "LAST",
     "SERVED_LAYERS",
+    "SHARED_KV",
     "STATEFUL_LAYERS",
     "AssistedCall",
     "GenerateCall",
@@ -162,6 +165,7 @@ __all__ = [
     "probe_reason",
     "ranks_of",
     "reads_last_logits",
+    "reads_shared_kv",
     "recall",
     "remember",
     "require_cache",

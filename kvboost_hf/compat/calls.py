@@ -32,6 +32,7 @@ from kvboost_hf.errors import StoreClosedError
 _log = logging.getLogger("kvboost_hf")
 MAX_DEPTH = 40  # frames to look at
 _COMPILED = ("cuda",)  # where a compiled step is known to save time
+SHARED_KV = "return_shared_kv_states"  # asks for K/V of some layers, which an assistant of Gemma 4 reads
 _MOMENT_S = 0.05  # in which a finalizer ends
 # What generate() may call to decode, and the code that runs forwards then.
 _LAST_LOGITS = (GenerationMixin._sample, GenerationMixin._beam_search)  # they read no others
@@ -248,6 +249,8 @@ def outputs_read(ids: torch.Tensor, call: FrameType | None = None) -> frozenset[
         return frozenset()  # of a prompt in pieces, only the output of the last one is used
     drafting: Any = variables.get("candidate_generator")
     read = set(drafting.model_kwargs_overrides if getattr(drafting, "requires_model_outputs", False) else ())
+    if SHARED_KV in read:  # an assistant that reads these reads the last token's hidden states, and no others
+        read.remove("output_hidden_states")
     if config.return_dict_in_generate:
         read |= {name for name in ("output_hidden_states", "output_attentions") if getattr(config, name)}
     return frozenset(read)

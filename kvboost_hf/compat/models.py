@@ -198,6 +198,11 @@ def kv_sources(model: PreTrainedModel, has_kv: Sequence[bool]) -> list[int]:
     return found
 
 
+def reads_shared_kv(config: Any) -> bool:
+    """Whether a configuration is that of a draft that reads its target's K/V, and has none (Gemma 4's assistants)."""
+    return getattr(config, "model_type", None) in ("gemma4_assistant", "gemma4_unified_assistant")
+
+
 def input_device(model: PreTrainedModel) -> torch.device:
     """The device of token ids: that of the embeddings, or the one accelerate loads them to."""
     embeddings = model.get_input_embeddings()

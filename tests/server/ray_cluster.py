@@ -71,7 +71,7 @@ def until(holds: Callable[[], Any], timeout_s: float, otherwise: str) -> Any:
     end = time.monotonic() + timeout_s
     while not (found := holds()):
         assert time.monotonic() < end, otherwise
-        time.sleep(0.2)
+        time.sleep(0.5)
     return found
 
 

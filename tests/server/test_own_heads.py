@@ -12,8 +12,8 @@ import pytest
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from kvboost_hf import ChunkStore, DraftTreeConfig, KVQuantConfig, ReusePolicy, load_assistant
-from tests import eagle
+from kvboost_hf import ChunkStore, DraftTreeConfig, KVQuantConfig, ReusePolicy, load_assistant, speculation_stats
+from tests import eagle, gemma4
 from tests.conftest import make_model, random_ids
 from tests.internals.assisted import EagleHeads, LookupAssistant
 from tests.internals.cli import add_options, load_draft
@@ -218,6 +218,36 @@ def test_trees_of_heads(kind: str, make: Make, tmp_path: Path) -> None:
     assert store.check_integrity().wrong == 0
 
 
+@pytest.mark.parametrize("how", [{}, {"live_quant": KVQuantConfig()}, {"policy": ReusePolicy(mode="blend")}])
+def test_an_assistant_that_reads_shared_kv(how: dict[str, Any], make: Make) -> None:
+    """Gemma 4's: warm as cold, with no hidden states kept, so that it drafts where none can be, and after a batch."""
+    model = gemma4.make_target()
+    heads = load_assistant(gemma4.make_assistant(model), target=model)
+    sizes = DraftTreeConfig(policy="tree", depth=4, width=3, branching=3, max_nodes=20)
+    plain, seen = make(model, **how), list[dict[str, float]]()
+    wanted, _ = run(plain, job())
+    store = ChunkStore(model, chunk_size=16)
+    for least in (0, len(PROMPT) - 16):
+        engine = make(model, draft=heads, draft_trees=sizes, store=store, **how)
+        end, counts = run(engine, job())
+        assert end.ids == wanted.ids
+        assert end.cached_tokens >= least
+        seen.append(counts)
+    assert seen[0] == seen[1]
+    assert 0 < seen[0]["accepted"] < seen[0]["drafted"]
+    assert not any(store.hidden_kinds)
+    told, asked = [Told(), Told()], [job(count=64), job(PROMPT[:40], count=12)]
+    engine.submit(asked[0], told[0])
+    while len(told[0].events) < 2:
+        time.sleep(0.001)
+    engine.submit(asked[1], told[1])
+    for listener, each in zip(told, asked, strict=True):
+        assert listener.end.ids == run(plain, each)[0].ids
+    stats = engine.stats()["speculation"]
+    assert stats["shared_tokens"] > 0
+    assert stats["accepted"] > seen[1]["accepted"]
+
+
 def test_without_a_store_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     """Somebody has closed it: nothing is known of what caches hold, and answers go on."""
     model = make_target("glm4_moe")
@@ -238,7 +268,7 @@ def test_flags_load_them(tmp_path: Path) -> None:
     def loaded(model: Any, flags: str) -> Any:
         parser = argparse.ArgumentParser()
         add_options(parser)
-        return load_draft(parser.parse_args(flags.split()), model)
+        return load_draft(parser.parse_args(flags.split(), argparse.Namespace(device="cpu")), model)
 
     target = eagle.make_target()
     folder = eagle.save_heads(tmp_path / "eagle", eagle.weights_of(target))
@@ -246,6 +276,10 @@ def test_flags_load_them(tmp_path: Path) -> None:
     llama = make_model("deep_llama")
     make_blocks(llama, [0, 1]).save_pretrained(tmp_path / "blocks")
     assert loaded(llama, f"--speculative dflash:{tmp_path / 'blocks'}").config.block_size == 4
+    gemma = gemma4.make_target()
+    gemma4.make_assistant(gemma).save_pretrained(tmp_path / "assistant")
+    prepared = loaded(gemma, f"--speculative draft:{tmp_path / 'assistant'}")
+    assert speculation_stats(prepared).rounds == 0
     own = save_with_layers("glm4_moe", tmp_path / "own")
     for flags in ("--speculative mtp", "--speculative auto"):
         assert isinstance(loaded(own, flags), MtpModel)

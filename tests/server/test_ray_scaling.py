@@ -47,13 +47,15 @@ def test_load_brings_replicas_and_its_end_takes_them_away(tmp_path: Path) -> Non
     with httpx.Client(base_url=at, headers=KEY, timeout=60) as http:
         assert len(processes()) == 1
         with Clients(at, NAMES, 9, max_tokens=24) as clients:
-            until(lambda: len(processes()) == 3, 90, "no replicas came")
-            stats = until(
-                lambda: len(found := _stats(http)) == 3 and all(each["prompt_tokens"] for each in found) and found,
-                90,
-                "the new replicas were not asked",
-            )
-            assert sum(each["cached_tokens"] for each in stats) > 0
+            until(lambda: len(processes()) == 3, 150, "no replicas came")
+            seen: list[Any] = []
+
+            def all_were_asked() -> bool:
+                seen[:] = _stats(http)
+                return len(seen) == 3 and all(each["prompt_tokens"] for each in seen)
+
+            until(all_were_asked, 150, "the new replicas were not asked")
+            assert sum(each["cached_tokens"] for each in seen) > 0
         assert clients.failed == 0, clients.statuses
         with Clients(at, NAMES, 1, pause_s=0.2) as few:  # requests go on while replicas end
             until(lambda: len(processes()) == 1, 120, "the replicas stayed")

@@ -4,13 +4,16 @@ import argparse
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from benchmarks.server_process import serving
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from tests.forged import Forged, change_all
@@ -239,3 +242,26 @@ def test_the_two_commands_have_the_same_flags_and_defaults() -> None:
     alike = {name for name in warming if name in serving} - {"run", "parser", "tiers"}
     assert {"attn_implementation", "codec", "live_quant", "salt", "api_key", "chunk_size", "disk_cache_dir"} <= alike
     assert {name: warming[name] for name in alike} == {name: serving[name] for name in alike}
+
+
+STARTED = (
+    "from tests.internals.cache import ComputePace; ComputePace.seconds_per_token = lambda self, model: 1.0; "
+    "from kvboost_hf.cli import serve; raise SystemExit(serve())"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_a_server_that_is_started_again_has_what_it_held(tmp_path: Path, handed_over: bool) -> None:
+    """As `systemctl restart` does it; any loading pays, however small the model is."""
+    tiers = ["--tiers", f"handover:{tmp_path / 'kv'}:1GB"] if handed_over else []
+    body = {"model": "reader", "prompt": "Anna lives in Oslo. She plays the piano. " * 8, "max_tokens": 1}
+    found: list[int] = []
+    for _ in range(2):
+        with serving([sys.executable, "-c", STARTED, "--chunk-size", "16", "--model-name", "reader", *tiers]) as at:
+            for _ in range(2):
+                told = httpx.post(f"http://127.0.0.1:{at.port}/v1/completions", json=body, timeout=60)
+                found.append(told.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found[0] == 0
+    assert found[1] > 60
+    assert found[2] == (found[1] if handed_over else 0)

@@ -232,6 +232,11 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
     """A prompt starts at column 0: keep what the layers hold of it, and look for the rest."""
     live = parts.live
     tally = live.tally = Tally()
+    asks = request.kwargs.get("output_hidden_states") or (
+        type(request.inputs) is ForwardInputs and request.inputs.hidden
+    )
+    if asks and parts.binding.has_new_hooks:  # those of transformers, for the model was probed for hidden states
+        request.seen = parts.binding.look()
     found = admit_prompt(parts, request)
     if (ranks := parts.binding.store.ranks) is not None:
         found = agreed(ranks, found, parts)
@@ -252,7 +257,7 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
         tally.dropped = CHANGED
     live.changed = False
     ledger = live.start_ledger(pads, found.root, found.regime)
-    candidates = inputs.logits - 1 if request.armed and not inputs.computes_all else 0
+    candidates = inputs.logits - 1 if request.armed and inputs.verifies else 0
     tally.prompt = int((columns - candidates - pads).sum())
     tally.rows = np.maximum(held - pads, 0).tolist()
     tally.live = sum(tally.rows)

@@ -24,12 +24,14 @@ from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
 from kvboost_hf.cache.prompt.token_log import computed_positions
 from kvboost_hf.compat import (
     LAST,
+    SHARED_KV,
     KeyRotation,
     attn_implementation,
     cache_argument,
     cache_in,
     checkpointing_reason,
     forward_arguments,
+    hidden_form,
     in_generate,
     key_rotation,
     needs_positions,
@@ -180,7 +182,7 @@ _OF_EACH_TOKEN = (_HIDDEN, "output_attentions", "output_router_logits")
 # Arguments that are read by what decides on reuse.
 READ = frozenset(_OF_EACH_TOKEN) | frozenset(
     "input_ids attention_mask position_ids past_key_values cache_params cache use_cache logits_to_keep labels "
-    "cache_position".split()
+    f"cache_position {SHARED_KV}".split()
 )
 # Arguments that change nothing but the form of what is returned, or the loss.
 LEAVE_KV_ALONE = frozenset("return_dict num_items_in_batch num_logits_to_keep".split())
@@ -195,6 +197,9 @@ GRADIENTS = "gradients are enabled (call it under torch.no_grad())"
 OF_MEDIA = MEDIA_ARGUMENTS | frozenset(TYPES)
 # Any other argument, if given, may change K/V. A test compares them with those of all architectures.
 _HARMLESS = READ | LEAVE_KV_ALONE | OF_GENERATE
+# Tokens to compute where K/V is returned for an assistant: behind a cold prompt, that of transformers sees one column
+# more than a window is wide. A layer returns one less, and the new ones.
+_WITH_SHARED_KV = 2
 
 
 Settings = Callable[[PreTrainedModel], dict[str, Any]]
@@ -296,7 +301,8 @@ def read_inputs(
         kept = hidden if not hidden or hidden[-1] == LAST else (*hidden, LAST)
         return ForwardInputs(ids, mask, positions, 1, False, None, logits_of_all=True, hidden=kept)
     logits = min(int(logits_kept(kwargs)), ids.shape[1])
-    return ForwardInputs(ids, mask, positions, logits, logits > 1, None, hidden=hidden)
+    least = min(max(logits, _WITH_SHARED_KV if kwargs.get(SHARED_KV) else 1), ids.shape[1])
+    return ForwardInputs(ids, mask, positions, least, logits > 1, None, hidden=hidden)
 
 
 def logits_kept(kwargs: dict[str, Any]) -> Any:
@@ -399,6 +405,8 @@ def _asks_for_each_token(
     if not wanted:
         return {}
     read = None if others_see_output(model) else outputs_read(kwargs["input_ids"])
+    if read is not None and not wanted.keys() <= read:
+        hidden_form(model)  # a model that is asked for them gets hooks of transformers, now or in the caller's forward
     return {name: each for name, each in wanted.items() if read is None or name in read}
 
 

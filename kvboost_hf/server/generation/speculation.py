@@ -81,7 +81,8 @@ class Drafts:
         if (reason := checking_reason(model, lending_reason)) is not None:
             _log.warning("No drafts: a %s cannot check them, for %s.", type(model).__name__, reason)
             return None
-        if Heads.known(draft) is not None and not policy.keep_hidden_states:
+        heads = Heads.known(draft)
+        if heads is not None and heads.keeps and not policy.keep_hidden_states:
             _log.warning(
                 "No drafts: a %s reads hidden states, and the server keeps none with mode 'blend', `live_quant`, or a "
                 "model that cannot give them.",
@@ -92,8 +93,8 @@ class Drafts:
 
     def states(self) -> TextStates | None:
         """What takes the hidden states of one answer's text; None if the draft reads none."""
-        layers = self._heads.reads if self._heads is not None else ""
-        return TextStates(layers) if not isinstance(layers, str) else None
+        states = self._heads.states() if self._heads is not None else ""
+        return states if not isinstance(states, str) else None
 
     def drafting(self, job: Job, sampler: Sampler, store: TextStore, states: TextStates | None) -> Drafter:
         """The drafts of one answer. Of the text in a store, a job sees that of its salt."""
@@ -204,7 +205,8 @@ class DraftedText:
         choosing = Choosing(self._sampler, add)
         text = torch.tensor([[*self._job.ids, *ids]], device=self._drafts.device)
         room = self._job.options.max_tokens - len(ids)
-        if (states := self._states) is not None and states.stop < text.shape[1] - 1:  # of the prompt, or of a batch
+        states = self._states
+        if states is not None and states.whole and states.stop < text.shape[1] - 1:  # of the prompt, or of a batch
             states.append(cache.read_hidden(states.layers, states.stop) or {})
         branches = branches_of(self._drafts.model, cache, text.shape[1], text.device, states)
         try:
@@ -347,13 +349,13 @@ def keeping_states(
     """The policy that keeps the hidden states that a draft reads, of all texts; as it is where that cannot be."""
     heads = Heads.known(draft)
     kept = policy.keep_hidden_states
-    if heads is None or live_quant is not None or policy.mode == "blend" or kept is True:
+    if heads is None or not heads.keeps or live_quant is not None or policy.mode == "blend" or kept is True:
         return policy
     if kept is False:
         raise ValueError(
             "`keep_hidden_states` must not be False with heads as drafts, which read hidden states. Leave it out."
         )
-    if isinstance(layers := heads.reads, str):
+    if isinstance(layers := heads.keeps, str):
         return policy
     before = () if kept is None else (kept,) if isinstance(kept, int) else kept
     return replace(policy, keep_hidden_states=tuple(dict.fromkeys((*before, *layers))))
