@@ -2,11 +2,11 @@
 
     python benchmarks/simulate.py --out benchmarks/results
 
-A trace of requests is replayed through the library's own chunk keys, eviction order, device tier and router; chunks
-have a size, and no tensors. Tenants, system prompts, documents and chats are asked for by Zipf's law, each tenant with
-a salt of his own. Requests run for a random time, so that some replicas have more to do than others. Disk and remote
-tiers give up what was not used for longest. All follows from the seed. `tests/unit/test_simulate.py` compares it with
-a store that has a model and a disk.
+A trace of requests is replayed through the library's own chunk keys, eviction order, device tier, router and holdings;
+chunks have a size, and no tensors. Tenants, system prompts, documents and chats are asked for by Zipf's law, each
+tenant with a salt of his own. Requests run for a random time, so that some replicas have more to do than others. Disk
+and remote tiers give up what was not used for longest. All follows from the seed. `tests/unit/test_simulate.py`
+compares it with a store that has a model and a disk.
 """
 
 import argparse
@@ -27,13 +27,15 @@ from reuse import Result, measured_on, provenance
 
 from kvboost_hf.cache.planning.chunks import prefix_key, root_key
 from kvboost_hf.cache.planning.eviction import EvictionOrder
+from kvboost_hf.cache.planning.plan import Border
 from kvboost_hf.cache.store.memory import DeviceMemory
-from kvboost_hf.server.routing import PrefixRouter
+from kvboost_hf.server.engine.holdings import Holdings
+from kvboost_hf.server.routing import BELOW, GONE, MEMORY, PrefixRouter
 
 CHUNK = 128  # tokens
 UNDER_WAY = 8  # requests of each replica, on average
 LOAD_FACTOR = 1.25
-ROUTINGS = ("round-robin", "least-loaded", "prefix")
+ROUTINGS = ("round-robin", "least-loaded", "prefix", "events")
 TIERS = ("device", "ram", "disk", "remote")
 
 
@@ -155,15 +157,15 @@ class _Lower:
         self.room = room
         self.held: OrderedDict[bytes, None] = OrderedDict()
 
-    def use(self, keys: list[bytes]) -> None:
-        """All chunks of a prompt are used at once, or written."""
+    def use(self, keys: list[bytes]) -> list[bytes]:
+        """All chunks of a prompt are used at once, or written; returns those that had to go."""
         if self.room == 0:
-            return
+            return []
         for key in reversed(keys):
             self.held[key] = None
             self.held.move_to_end(key)
-        while self.room is not None and len(self.held) > self.room:
-            self.held.popitem(last=False)
+        gone = max(0, len(self.held) - self.room) if self.room is not None else 0
+        return [self.held.popitem(last=False)[0] for _ in range(gone)]
 
 
 class Replica:
@@ -174,6 +176,11 @@ class Replica:
         self.order = EvictionOrder()
         self.device = DeviceMemory(room.device)
         self.lower = {"disk": _Lower(room.disk), "remote": remote}
+        self.holdings = Holdings(self.place, max_keys=2**30)
+
+    def place(self, key: bytes) -> int:
+        """Where a chunk is, as a store would tell its holdings."""
+        return MEMORY if key in self.order else BELOW if any(key in t.held for t in self.lower.values()) else GONE
 
     def serve(self, keys: list[bytes]) -> list[str]:
         """Serve a prompt and store it.
@@ -192,12 +199,18 @@ class Replica:
             if key in self.order:
                 self.order.touch(key)
             self.device.put(key, _SIZED)
-        for tier in self.lower.values():  # type: ignore[assignment]
-            tier.use(keys)  # type: ignore[attr-defined]
+        for lower in self.lower.values():  # of a server that all share, others do not hear what it gives up
+            self.holdings.changed(lower.use(keys))
         for parent, key in zip([None, *keys], keys, strict=False):
             if key not in self.order and not self.take(key, parent):
                 break
+        self.holdings.changed(keys)
         return tiers
+
+    def link(self, keys: list[bytes]) -> None:
+        """Link the text of a prompt to its chunks: here each piece of text is a chunk."""
+        borders = [Border(CHUNK * number, key) for number, key in enumerate(keys, 1)]
+        self.holdings.link(keys, borders, CHUNK * len(keys))
 
     def tier(self, key: bytes) -> str | None:
         """Where a chunk is found."""
@@ -208,8 +221,9 @@ class Replica:
     def take(self, key: bytes, parent: bytes | None) -> bool:
         """Take a chunk into host memory, if there is or can be made room for it."""
         while self.room.ram is not None and len(self.order) >= self.room.ram:
-            if self.order.victim(keep=parent) is None:
+            if (victim := self.order.victim(keep=parent)) is None:
                 return False
+            self.holdings.changed([victim])
         self.order.add(key, parent if parent in self.order else None)
         return True
 
@@ -218,7 +232,11 @@ _SIZED: Any = _Sized()
 
 
 class Routing:
-    """Who gets a request: `"round-robin"`, `"least-loaded"`, or `"prefix"`, the library's router."""
+    """Who gets a request: `"round-robin"`, `"least-loaded"`, or by the library's router.
+
+    `"prefix"` knows where prompts went, and `"events"` what replicas hold, too, of which it hears once for as many
+    requests as there are replicas: a quarter of a second, where a request takes two.
+    """
 
     def __init__(self, name: str, load_factor: float, seed: int) -> None:
         self.name, self.turn = name, 0
@@ -227,7 +245,7 @@ class Routing:
 
     def choose(self, keys: list[bytes], loads: dict[str, int]) -> str:
         """The name of a replica."""
-        if self.name == "prefix":
+        if self.name in ("prefix", "events"):
             chosen = self.router.rank(keys, loads)[0]
             self.router.routed(keys, chosen)
             return chosen
@@ -268,7 +286,12 @@ def simulate(
             loads[heapq.heappop(under_way)[1]] -= 1
         keys = [trace.keys[chunk] for chunk in request.chunks]
         most = router.router.most(loads)
+        if routing == "events" and now % replicas == 0:
+            places = router.router.places
+            router.router.learn([store.holdings.since(name, places.get(name)) for name, store in stores.items()])
         name = router.choose(keys, loads)
+        if routing == "events":
+            stores[name].link(keys)
         loads[name] += 1
         highest = max(highest, loads[name] / most)
         heapq.heappush(under_way, (now + request.time * UNDER_WAY * replicas, name))
@@ -344,7 +367,7 @@ def run(
         return row
 
     plain, disk, server = Room(ram // 8, ram), 8 * ram, 16 * ram * many // 4
-    two = ("least-loaded", "prefix")
+    three = tuple(name for name in ROUTINGS[1:] if name in routings)
     pooled = {ram * count for count in replicas} | {chunks * many for chunks in rooms}
     return {
         "requests": requests,
@@ -352,14 +375,14 @@ def run(
         "unlimited": best(trace, None),
         "best": {str(chunks): best(trace, chunks) for chunks in sorted(pooled)},
         "by_replicas": [arm(n, plain, name) for n in replicas for name in (routings if n > 1 else routings[-1:])],
-        "by_room": [arm(many, Room(chunks // 8, chunks), name) for chunks in rooms for name in two],
+        "by_room": [arm(many, Room(chunks // 8, chunks), name) for chunks in rooms for name in three],
         "by_tiers": [
             arm(many, Room(ram // 8, ram, below, beside), name)
             for below, beside in ((disk, 0), (0, server), (disk, server))
-            for name in two
+            for name in three
             if rooms
         ],
-        "by_bound": [arm(many, plain, load_factor=factor) for factor in (1.5, 2.0) if rooms],
+        "by_bound": [arm(many, plain, name, factor) for factor in (1.5, 2.0) for name in three[1:] if rooms],
     }
 
 
@@ -410,7 +433,7 @@ def draw(result: Result, path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     room = result["by_replicas"][0]["room"]["ram"]
-    for name, colour in zip(ROUTINGS, ("tab:gray", "tab:orange", "tab:blue"), strict=True):
+    for name, colour in zip(ROUTINGS, ("tab:gray", "tab:orange", "tab:blue", "tab:green"), strict=True):
         rows = [row for row in result["by_replicas"] if row["routing"] == name]
         left.plot([r["replicas"] for r in rows], [100 * r["hit"] for r in rows], "o-", color=colour, label=name)
         rows = [row for row in result["by_room"] if row["routing"] == name]

@@ -1,24 +1,23 @@
 """Drafts by EAGLE-3 heads: loads them, and has them draft chains for `generate(assistant_model=...)`, and trees."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.eagle import EagleHeads, KeysValues, layer_numbers
 from kvboost_hf.assisted.head_drafts import SourceCandidates
-from kvboost_hf.assisted.heads import HeadKind, prepared, require_can_read
+from kvboost_hf.assisted.heads import DraftedAnswer, HeadKind, prepared, require_can_read
 from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.limits import vocab_size
-from kvboost_hf.assisted.rounds import Drafter, TreeDraft
+from kvboost_hf.assisted.rounds import Drafter
 from kvboost_hf.assisted.schedule import DraftLength
-from kvboost_hf.assisted.tree import Growth, depths, lineage
+from kvboost_hf.assisted.tree import depths, lineage
 from kvboost_hf.compat import HiddenForm
-from kvboost_hf.config import DraftTreeConfig
 
 _OF_TARGET = {"embed_tokens.weight", "lm_head.weight"}  # which a target lends where the files have none
 _MAPS = {"d2t", "t2d"}
@@ -155,18 +154,9 @@ class Eagle(HeadKind):
     def numbers(self, form: HiddenForm) -> Sequence[int]:
         return layer_numbers(self._heads.config, form)
 
-    def drafting(
-        self,
-        target: Any,
-        form: HiddenForm,
-        states: TextStates,
-        growth: Growth,
-        config: DraftTreeConfig,
-        processors: LogitsProcessorList,
-        ends: Collection[int],
-    ) -> Drafter:
+    def drafting(self, target: Any, form: HiddenForm, answer: DraftedAnswer) -> Drafter:
         order = _in_order(form.numbered, self.numbers(form))
-        return TreeDraft(EagleSource(self._heads, states, order), config, growth, processors, frozenset(ends))
+        return answer.trees(EagleSource(self._heads, answer.states, order))
 
     def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
         form = require_can_read(self._heads, target)

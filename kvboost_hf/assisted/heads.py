@@ -9,6 +9,7 @@ import dis
 import sys
 import weakref
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol
 
@@ -20,13 +21,36 @@ from transformers.generation import candidate_generator
 
 from kvboost_hf.assisted.head_drafts import CountedCandidates, HeadDraft
 from kvboost_hf.assisted.hidden import TextStates
-from kvboost_hf.assisted.rounds import Drafter, SpeculationStats
+from kvboost_hf.assisted.rounds import Drafter, DraftSource, SpeculationStats, TreeDraft
 from kvboost_hf.assisted.tree import Growth
 from kvboost_hf.compat import LAST, HiddenForm, KeptOnModel, decoder_layers, hidden_form, input_device
 from kvboost_hf.config import DraftTreeConfig
 
 _MAKE = "_get_candidate_generator"  # the method of a model that makes the drafts of a generate() call
 _BLOCKS = ("block_size", "mask_token_id", "target_layer_ids")  # in the configuration of a DFlash drafter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftedAnswer:
+    """One answer that heads draft for.
+
+    Args:
+        states: Takes the hidden states of its text, of the layers that the heads read.
+        growth: Knows how often tokens were accepted.
+        config: The largest tree.
+        processors: Logits processors of the target, without state.
+        ends: Tokens that end a text.
+    """
+
+    states: TextStates
+    growth: Growth
+    config: DraftTreeConfig
+    processors: LogitsProcessorList
+    ends: Collection[int]
+
+    def trees(self, source: DraftSource) -> TreeDraft:
+        """Trees of what a source drafts."""
+        return TreeDraft(source, self.config, self.growth, self.processors, frozenset(self.ends))
 
 
 class HeadKind(Protocol):
@@ -42,17 +66,14 @@ class HeadKind(Protocol):
         """The hidden states of the target that they read, as a value of `output_hidden_states`."""
         ...
 
-    def drafting(
-        self,
-        target: Any,
-        form: HiddenForm,
-        states: TextStates,
-        growth: Growth,
-        config: DraftTreeConfig,
-        processors: LogitsProcessorList,
-        ends: Collection[int],
-    ) -> Drafter:
-        """The drafts of one answer; see `Heads.drafting`."""
+    def drafting(self, target: Any, form: HiddenForm, answer: DraftedAnswer) -> Drafter:
+        """The drafts of one answer.
+
+        Args:
+            target: The model.
+            form: The hidden states that it returns.
+            answer: The answer.
+        """
         ...
 
     def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
@@ -112,28 +133,13 @@ class Heads(KeptOnModel):
         assert self.kind is not None
         return layers if isinstance(layers := self.reads, str) else TextStates(layers, whole=self.kind.reads_whole)
 
-    def drafting(
-        self,
-        states: TextStates,
-        growth: Growth,
-        config: DraftTreeConfig,
-        processors: LogitsProcessorList,
-        ends: Collection[int],
-    ) -> Drafter:
-        """The drafts of one answer.
-
-        Args:
-            states: Takes the hidden states of its text, of the layers that the heads read.
-            growth: Knows how often tokens were accepted.
-            config: The largest tree.
-            processors: Logits processors of the target, without state.
-            ends: Tokens that end a text.
-        """
+    def drafting(self, answer: DraftedAnswer) -> Drafter:
+        """The drafts of one answer."""
         target = self.target()
         form = hidden_form(target)
         assert not isinstance(form, str), "without hidden states there are no `states`"
         assert self.kind is not None
-        return self.kind.drafting(target, form, states, growth, config, processors, ends)
+        return self.kind.drafting(target, form, answer)
 
     @classmethod
     def known(cls, draft: Any) -> "Heads | None":
@@ -157,18 +163,9 @@ class _OwnLayers:
     def numbers(self, form: HiddenForm) -> int:
         return LAST
 
-    def drafting(
-        self,
-        target: Any,
-        form: HiddenForm,
-        states: TextStates,
-        growth: Growth,
-        config: DraftTreeConfig,
-        processors: LogitsProcessorList,
-        ends: Collection[int],
-    ) -> Drafter:
-        made = self.generator(target, lambda: None, _greedy(), processors)
-        return HeadDraft(made, states, form.count, growth, ends)
+    def drafting(self, target: Any, form: HiddenForm, answer: DraftedAnswer) -> Drafter:
+        made = self.generator(target, lambda: None, _greedy(), answer.processors)
+        return HeadDraft(made, answer.states, form.count, answer.growth, answer.ends)
 
     def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
         """transformers' generator of candidates, with layers that were loaded before: it has `_FIELDS`."""
@@ -197,20 +194,11 @@ class _Blocks:
     def numbers(self, form: HiddenForm) -> list[int]:
         return [layer + 1 for layer in self._draft.config.target_layer_ids]
 
-    def drafting(
-        self,
-        target: Any,
-        form: HiddenForm,
-        states: TextStates,
-        growth: Growth,
-        config: DraftTreeConfig,
-        processors: LogitsProcessorList,
-        ends: Collection[int],
-    ) -> Drafter:
+    def drafting(self, target: Any, form: HiddenForm, answer: DraftedAnswer) -> Drafter:
         kind: Any = candidate_generator.DFlashTokenCandidateGenerator
         given = (self._draft, target.get_input_embeddings(), target.get_output_embeddings(), _greedy())
-        made = kind(*given, logits_processor=processors if len(processors) else None)
-        return HeadDraft(made, states, form.count, growth, ends)
+        made = kind(*given, logits_processor=answer.processors if len(answer.processors) else None)
+        return HeadDraft(made, answer.states, form.count, answer.growth, answer.ends)
 
     def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
         config.speculation_type = "dflash"

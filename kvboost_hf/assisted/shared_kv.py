@@ -12,21 +12,19 @@ transformers runs them as `assistant_model` as they are. Prepared here, they dra
 schedule says, sample their drafts where the target samples, and do not see K/V of tokens that were rejected.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.head_drafts import SourceCandidates
-from kvboost_hf.assisted.heads import HeadKind, prepared, require_can_read
+from kvboost_hf.assisted.heads import DraftedAnswer, HeadKind, prepared, require_can_read
 from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.limits import vocab_size
-from kvboost_hf.assisted.rounds import Drafter, TreeDraft
+from kvboost_hf.assisted.rounds import Drafter
 from kvboost_hf.assisted.schedule import DraftLength
-from kvboost_hf.assisted.tree import Growth
 from kvboost_hf.compat import LAST, SHARED_KV, HiddenForm, layer_configs
-from kvboost_hf.config import DraftTreeConfig
 
 _WINDOWED = "sliding_attention"
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values [1, num_kv_heads, columns, head_dim]
@@ -116,17 +114,8 @@ class _SharedKV(HeadKind):
     def numbers(self, form: HiddenForm) -> int:
         return LAST
 
-    def drafting(
-        self,
-        target: Any,
-        form: HiddenForm,
-        states: TextStates,
-        growth: Growth,
-        config: DraftTreeConfig,
-        processors: LogitsProcessorList,
-        ends: Collection[int],
-    ) -> Drafter:
-        return TreeDraft(SharedKVSource(self._draft, target, states), config, growth, processors, frozenset(ends))
+    def drafting(self, target: Any, form: HiddenForm, answer: DraftedAnswer) -> Drafter:
+        return answer.trees(SharedKVSource(self._draft, target, answer.states))
 
     def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
         source = SharedKVSource(self._draft, target, TextStates((LAST,), whole=False))

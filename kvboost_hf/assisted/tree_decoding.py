@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvboost_hf.assisted.branches import lender_of, recording
 from kvboost_hf.assisted.chains import continuing, drafting_reason, keeps_states
-from kvboost_hf.assisted.heads import Heads
+from kvboost_hf.assisted.heads import DraftedAnswer, Heads
 from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.limits import fitted, may_keep_state, vocab_size
 from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft
@@ -192,7 +192,10 @@ class TreeDecoding:
         """The drafts of an answer that some tokens end."""
         draft = self._draft_for(model)
         if states is not None and (heads := Heads.known(draft)) is not None:
-            return heads.drafting(states, self._rounds.growth, self.config, _without_state(processors), ends)
+            own = _without_state(processors)
+            return heads.drafting(
+                DraftedAnswer(states=states, growth=self._rounds.growth, config=self.config, processors=own, ends=ends)
+            )
         if isinstance(draft, LookupAssistant):
             return LookupDraft(draft, self._rounds.growth, ends)
         return TreeDraft(

@@ -111,8 +111,9 @@ class PrefixRouter:
     def rank(self, keys: Sequence[bytes], loads: Mapping[str, int]) -> list[str]:
         """All replicas, the best first: the one that has most of the prompt, unless it has as much as it may.
 
-        Of several that have as much of it, the least loaded is the best. Those that have as many requests as they may
-        come last, the least loaded first.
+        Of several that have as much of it, the least loaded is the best, where the one that the last such prompt went
+        to, which may have a part of the next piece, counts one request less. Those that have as many requests as they
+        may come last, the least loaded first.
 
         Args:
             keys: The keys of the prompt's pieces, in their order; where there are none, the load alone decides.
@@ -125,8 +126,8 @@ class PrefixRouter:
             raise ValueError("`loads` must name at least one replica, got none.")
         if not keys:
             return sorted(loads, key=loads.__getitem__)
-        hits, most, first = self.hits(keys, loads), self.most(loads), keys[0]
-        known = sorted(hits, key=lambda name: (-hits[name], loads[name], -_weight(first, name)))
+        (hits, last), most, first = self._look_up(keys, loads), self.most(loads), keys[0]
+        known = sorted(hits, key=lambda name: (-hits[name], loads[name] - (name == last), -_weight(first, name)))
         rest = sorted((name for name in loads if name not in hits), key=lambda name: -_weight(first, name))
         ranked = known + rest
         full = [name for name in ranked if loads[name] >= most]
@@ -144,20 +145,22 @@ class PrefixRouter:
             keys: As in `rank`.
             loads: The replicas.
         """
-        if not keys:
-            return {}
+        return self._look_up(keys, loads)[0] if keys else {}
+
+    def _look_up(self, keys: Sequence[bytes], loads: Mapping[str, int]) -> tuple[dict[str, float], str | None]:
+        """The hits of some keys, and where the last prompt with most of them went."""
         backwards, found = keys[::-1], dict[str, float]()
         first, second = keys[0], keys[:2][-1]  # the first may name a session, and is of no piece then
         with self._lock:
             for name, held in self._held.items():
                 if (second in held or first in held) and name in loads:
                     found[name] = _depth(backwards, held)
-            if self._went:
-                for at, key in enumerate(backwards):
-                    if (name := self._went.get(key, "")) in loads:
+            for at, key in enumerate(backwards if self._went else ()):
+                if (name := self._went.get(key, "")) in loads:
+                    if key not in self._held.get(name, ()):  # not told yet
                         found[name] = max(found.get(name, 0.0), len(keys) - at)
-                        break
-        return found
+                    return found, name
+        return found, None
 
     def routed(self, keys: Sequence[bytes], replica: str) -> None:
         """Remember that a prompt went to `replica`, which will have its pieces.
@@ -213,6 +216,8 @@ class PrefixRouter:
         if news.start is None:
             if other:
                 self._forget(news.replica)  # what went to another process is not held by this one
+            for key in self._held.get(news.replica, {}).keys() - set(news.keys):
+                self._leave(key, news.replica)
             self._held[news.replica] = {}
         elif place is None or other or news.start > place.events or news.stop - news.start != len(news.keys):
             self._places[news.replica] = Place(news.epoch, _UNKNOWN)  # events are missing
@@ -223,17 +228,21 @@ class PrefixRouter:
         self._places[news.replica] = Place(news.epoch, news.stop)
 
     def _enter(self, news: News, skipped: int) -> None:
-        held, went, name = self._held[news.replica], self._went, news.replica
+        held, name = self._held[news.replica], news.replica
         for key, tier in zip(news.keys[skipped:], news.tiers[skipped:], strict=True):
             if tier == GONE:
                 held.pop(key, None)
+                self._leave(key, name)
             elif len(held) < self._max_keys or key in held:
                 held[key] = tier
             elif name not in self._overfull:
                 self._overfull.add(name)
                 _log.warning("The replica %s holds more than %d pieces; the rest is not heard.", name, self._max_keys)
-            if went.get(key) == name:
-                del went[key]
+
+    def _leave(self, key: bytes, name: str) -> None:
+        """What went to a replica has gone there."""
+        if self._went.get(key) == name:
+            del self._went[key]
 
     def _forget(self, name: str) -> None:
         known = self._held.pop(name, None) is not None

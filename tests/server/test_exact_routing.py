@@ -162,7 +162,7 @@ def test_what_fronts_know_is_what_stores_serve(reader: tuple[Any, Any]) -> None:
         cluster.engines["r1"].store.quarantine([chunk])
         quarantined = exact()
         assert quarantined < evicted
-        cluster.engines["r0"].drop_session(b"", "k", prompt_salt("", None))
+        cluster.engines["r0"].drop_session(b"", "k", prompt_salt("", None, "k"))
         dropped = exact()
         assert 0 < dropped < quarantined
         cluster.engines["r1"].store.clear()
@@ -238,6 +238,23 @@ def test_a_tier_below_counts_for_less_than_memory(reader: tuple[Any, Any], tmp_p
         assert router.held("r0") == {}
 
 
+def test_what_others_delete_in_a_shared_tier_is_withdrawn(reader: tuple[Any, Any], tmp_path: Path) -> None:
+    with cluster_of(reader, 2, tiers=[f"disk:{tmp_path}:1GB"]) as cluster:
+        replicas, wire = cluster.front()
+        for loads in ({"r1": 9}, {"r0": 9}):
+            replicas.loads = loads
+            for text in TEXTS[:2]:
+                post(wire, text, prompt_cache_key=text[:10])
+        cluster.hear(replicas.router)
+        both = cluster.require_exact(replicas.router, TEXTS[:2])
+        assert cluster.engines["r0"].drop_session(b"", TEXTS[0][:10], prompt_salt("", None, TEXTS[0][:10]))
+        cluster.engines["r1"].store.hear()
+        cluster.hear(replicas.router)
+        assert cluster.require_exact(replicas.router, TEXTS[:2]) == both / 2
+        hits = replicas.router.hits(prompt_keys(body_of(TEXTS[1])), dict.fromkeys(cluster.engines, 0))
+        assert hits.keys() == {"r0", "r1"}
+
+
 def test_requests_follow_what_is_held(reader: tuple[Any, Any]) -> None:
     """To the replica with the longest prefix, away from one that has lost it, and past one that is silent."""
     with cluster_of(reader, 3) as cluster:
@@ -262,6 +279,28 @@ def test_requests_follow_what_is_held(reader: tuple[Any, Any]) -> None:
         assert replicas.asked[4:] == ["r2"]
         replicas.silent.clear()
         until(lambda: 0 < len(router.held("r2")) <= len(prompt_keys(body_of(TEXTS[0] + " When?"))), "no news")
+
+
+def test_replicas_come_and_go(reader: tuple[Any, Any]) -> None:
+    """And a session whose text is too short for a piece stays at its replica."""
+    with cluster_of(reader, 2) as cluster:
+        replicas, wire = cluster.front()
+        for loads in ({"r0": 9}, {}, {}):
+            replicas.loads = loads
+            post(wire, "Hi", prompt_cache_key="chat")
+        assert replicas.asked == ["r1"] * 3
+        post(wire, TEXTS[0], prompt_cache_key="chat")
+        assert replicas.asked[-1] == "r1"
+        del cluster.engines["r1"]
+        assert post(wire, TEXTS[0], prompt_cache_key="chat") < 20
+        cluster.engines["r2"] = cluster.engine()
+        replicas.loads = {"r0": 9}
+        assert post(wire, TEXTS[1]) < 20
+        replicas.loads = {}
+        until(lambda: replicas.router.held("r2"), "no news")
+        assert post(wire, TEXTS[0] + " Who?") > 100
+        assert post(wire, TEXTS[1] + " Who?") > 100
+        assert replicas.asked[-4:] == ["r0", "r2", "r0", "r2"]
 
 
 def test_keys_and_salts_and_odd_bodies(reader: tuple[Any, Any]) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from kvboost_hf.assets import load_embedded
 from tests.internals.engine import EngineSettings
-from tests.internals.server import ServerSettings
+from tests.internals.server import Place, ServerSettings, prompt_keys
 from tests.servers import free_port
 
 ray = pytest.importorskip("ray", reason="`make clients` runs it")
@@ -96,6 +96,30 @@ def test_what_is_deleted_no_replica_serves(at: str) -> None:
         for name in names:
             assert http.delete(f"/v1/kv/sessions/{name}").json()["deleted"]
         assert [cached(name) for name in names] == [0] * 10
+
+
+def test_replicas_publish_what_they_hold(at: str) -> None:
+    """All of it at first, and then what has changed; what is deleted is withdrawn."""
+    handle = serve.get_deployment_handle("Replica", "default")
+
+    def news(places: Any) -> dict[str, Any]:
+        return {each.replica: each for each in handle.broadcast("news", places).results(timeout_s=30)}
+
+    before = news({})
+    prompt = "Published: " + "Anna lives in Rome. She plays the violin. " * 12
+    keys = prompt_keys(json.dumps({"prompt": prompt}).encode(), "key")
+    body = {"model": "reader", "prompt": prompt, "max_tokens": 1, "prompt_cache_key": "published"}
+    with httpx.Client(base_url=at, headers=KEY, timeout=60) as http:
+        assert http.post("/v1/completions", json=body).status_code == 200
+        places = {name: Place(each.epoch, each.stop) for name, each in before.items()}
+        stored = news(places)
+        assert len(stored) == 2
+        assert [each.keys for each in stored.values() if each.keys] == [keys]
+        assert all(each.start == before[name].stop for name, each in stored.items())
+        places = {name: Place(each.epoch, each.stop) for name, each in stored.items()}
+        assert http.delete("/v1/kv/sessions/published").json()["deleted"]
+        gone = [each for each in news(places).values() if each.keys]
+        assert [(set(each.keys), set(each.tiers)) for each in gone] == [(set(keys), {0})]
 
 
 def test_bodies_with_a_wrong_key_keep_nobody_waiting(at: str) -> None:

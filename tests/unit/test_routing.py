@@ -128,6 +128,28 @@ def test_a_guess_counts_until_its_replica_says_otherwise() -> None:
     events = [*_PROMPT[2:5], *_PROMPT[2:5]]
     router.learn([News("replica-4", "process", 5, 11, events, bytes([MEMORY] * 3 + [GONE] * 3))])
     assert router.hits(_PROMPT, loads) == {"replica-2": 3, "replica-4": 2}
+    router.learn([News("replica-4", "process", 11, 12, _PROMPT[1:2], bytes([BELOW]))])
+    assert router.hits(_PROMPT, loads) == {
+        "replica-2": 3,
+        "replica-4": 1.5,
+    }
+    router.routed(_PROMPT, "replica-4")
+    router.learn([News("replica-4", "process", None, 20, _PROMPT[:1], bytes([MEMORY]))])
+    assert router.hits(_PROMPT, loads)["replica-4"] == 8  # under way
+    router.learn([News("replica-4", "other", None, 0, [], b"")])
+    assert router.hits(_PROMPT, loads) == {"replica-2": 3}  # it was lost with its process
+
+
+def test_a_session_stays_where_it_was_unless_another_has_less_to_do() -> None:
+    router, session = PrefixRouter(9.0), [b"session", *_PROMPT[:4]]
+    for name in ("a", "b", "c"):
+        _tell(router, name, _PROMPT[:4])
+    router.routed(session, "b")
+    assert router.rank(session, {"a": 1, "b": 1, "c": 1})[0] == "b"
+    assert router.rank(session, {"a": 1, "b": 2, "c": 2})[0] in ("a", "b")
+    assert router.rank(session, {"a": 1, "b": 3, "c": 2})[0] == "a"
+    _tell(router, "c", _PROMPT[:6])
+    assert router.rank([b"session", *_PROMPT], {"a": 1, "b": 1, "c": 5})[0] == "c"
 
 
 def test_what_goes_is_no_more_ranked_and_what_comes_is() -> None:

@@ -37,6 +37,8 @@ def test_prefixes_beat_turns_within_the_bound_of_loads(trace: Any) -> None:
     found = {name: simulate.simulate(trace, 16, room, name) for name in simulate.ROUTINGS}
     assert found["prefix"]["hit"] > 1.2 * found["round-robin"]["hit"]
     assert found["prefix"]["load"] <= 1 < found["round-robin"]["load"]
+    assert found["events"]["hit"] > found["prefix"]["hit"]
+    assert found["events"]["load"] <= 1
     most = 1.5  # what is bounded is under way; requests of a short trace take unequal times
     assert found["prefix"]["share"] <= most
     assert found["prefix"]["hit"] <= simulate.best(trace, 16 * 256)

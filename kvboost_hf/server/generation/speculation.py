@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.assisted.branches import Branches
 from kvboost_hf.assisted.chains import Chain, continuing, drafting_reason, keeps_states
 from kvboost_hf.assisted.columns import Account, PassTimes
-from kvboost_hf.assisted.heads import Heads
+from kvboost_hf.assisted.heads import DraftedAnswer, Heads
 from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.limits import fitted
 from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft, TextStore
@@ -100,7 +100,9 @@ class Drafts:
         """The drafts of one answer. Of the text in a store, a job sees that of its salt."""
         growth, ends = self.rounds.growth, job.ends
         if self._heads is not None and states is not None:
-            return self._heads.drafting(states, growth, self.config, sampler.warpers, ends)
+            return self._heads.drafting(
+                DraftedAnswer(states=states, growth=growth, config=self.config, processors=sampler.warpers, ends=ends)
+            )
         if isinstance(self.draft, LookupAssistant):
             return LookupDraft(self.draft.searching(store, job.salt), growth, ends)
         chains = keeps_states(self.model)
