@@ -112,7 +112,8 @@ def prime(model: PreTrainedModel, store: ChunkStore, texts: list[torch.Tensor]) 
     """Have the store see each document, behind other tokens each."""
     for seed, text in enumerate(texts):
         cache = ChunkReuseCache(model, store)
-        model.generate(prompt([text], 100 + seed)[:, :-64], cache=cache, max_new_tokens=1)
+        call: Any = model.generate
+        call(prompt([text], 100 + seed)[:, :-64], cache=cache, max_new_tokens=1)
         cache.reset()
 
 
@@ -144,7 +145,8 @@ def answer(model: PreTrainedModel, store: ChunkStore, way: str, ids: torch.Tenso
         with counted() as forwards:
             tokens = Tokens(forwards)
             lengths: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-            model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, streamer=tokens, **lengths)
+            call: Any = model.generate
+            call(ids, attention_mask=torch.ones_like(ids), cache=cache, streamer=tokens, **lengths)
         after, report = tokens.after, cache.report
         loaded, moved = report.tier_tokens.get("ram", 0), report.moved_tokens
     found: dict[str, Any] = {"loaded": loaded, "moved": moved}
@@ -183,9 +185,8 @@ def batch(model: PreTrainedModel, count: int, riding: int, floor: float) -> dict
 
     options = SamplingOptions(max_tokens=ANSWERS[1], min_tokens=ANSWERS[1])
     policy = ReusePolicy(mode="blend")
-    engine = ModelEngine(
-        model, PreTrainedTokenizerFast(tokenizer_object=_tokenizer()), policy=policy, batch_window_ms=500
-    )
+    make: Any = PreTrainedTokenizerFast
+    engine = ModelEngine(model, make(tokenizer_object=_tokenizer()), policy=policy, batch_window_ms=500)
     steps: list[tuple[int, int]] = []  # rows and tokens of each
     check = BatchKV.check
 
