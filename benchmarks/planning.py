@@ -21,7 +21,7 @@ import numpy as np
 from record import write
 from reuse import Result, measured_on, provenance
 
-from kvboost_hf.cache.planning.chunks import Chunker, ContentChunker, FixedChunker, Tokens, prefix_key
+from kvboost_hf.cache.planning.chunks import Chunker, ContentChunker, FixedChunker, Tokens, prefix_key, text_of
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.match import find_moved
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, plan_row
@@ -36,6 +36,14 @@ class FakeChunk:
     parent: bytes
     start: int
     tokens: Tokens
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def text(self) -> bytes:
+        return text_of(self.tokens)
 
 
 class FakeStore:

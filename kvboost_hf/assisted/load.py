@@ -59,6 +59,7 @@ def load_assistant(
     A DFlash drafter is prepared as other drafts are, and its calls need no `speculation_type`. Such heads, and
     multi-token-prediction layers, draft as many tokens as they have been trained for, whatever the schedule. EAGLE-3
     heads are loaded from the files of the field, and draft chains by the schedule; in `TreeDecoding` they draft trees.
+    So do the assistants of Gemma 4, which read K/V of their target.
 
     The draft's `generate` is replaced by one that decides in each round how many tokens to draft, and counts how many
     the target accepts. If the vocabularies differ in padding only, that is done to a copy with embeddings of its own.

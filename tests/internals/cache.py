@@ -74,9 +74,10 @@ from kvboost_hf.cache.planning.chunks import (
     shifted_ids,
     states_key,
     text_ids,
+    text_of,
     whole_pieces,
 )
-from kvboost_hf.cache.planning.content_index import ContentIndex, NgramIndex
+from kvboost_hf.cache.planning.content_index import ContentIndex, SortedTexts, WindowTable
 from kvboost_hf.cache.planning.eviction import EvictionOrder
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, find_moved, window_hashes
 from kvboost_hf.cache.planning.moved import REPAIRS, Measure, MovedColumns, RepairRow, Scores, choose_columns

@@ -124,7 +124,7 @@ def test_a_folder_that_is_only_read(
 ) -> None:
     fill("llama", disk, BASE)
     before = {path: path.read_bytes() for path in blobs(tmp_path)}
-    monkeypatch.setattr("kvboost_hf.cache.tiers.disk._is_writable", lambda folder: False)
+    monkeypatch.setattr("kvboost_hf.cache.tiers.disk.is_writable", lambda folder: False)
     model, store, cache = restart("llama", disk)
     assert "it is only read" in caplog.text
     assert serve(model, cache, BASE).reused_tokens == 149
@@ -141,7 +141,7 @@ def test_damage_in_a_folder_that_is_only_read(tmp_path: Path, disk: str, monkeyp
         data = bytearray(path.read_bytes())
         data[-5] ^= 1
         path.write_bytes(data)
-    monkeypatch.setattr("kvboost_hf.cache.tiers.disk._is_writable", lambda folder: False)
+    monkeypatch.setattr("kvboost_hf.cache.tiers.disk.is_writable", lambda folder: False)
     model, store, cache = restart("llama", disk)
     for policy in (ReusePolicy(), ReusePolicy(mode="blend", repair="first_k", recompute_ratio=1.0)):
         cache = ChunkReuseCache(model, store, policy)

@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.internals.cache import NgramIndex, content_index, media_ids
-from tests.internals.top import MAX_NGRAM
+from tests.internals.cache import media_ids, text_ids
+from tests.internals.top import MAX_NGRAM, NgramIndex, ngrams
 
 WORDS = [0, 1, 70_000]  # few, so that n-grams come again
 MEDIA = int(media_ids(b"a picture", 1)[0])
@@ -25,7 +25,7 @@ class Twin:
         """Continue what was added `back` times before, if it is there."""
         key, parent = b"%d" % self.added, b"%d" % (self.added - back)
         self.added += 1
-        self.index.add(key, parent, np.array(tokens))
+        self.index.add(key, parent, text_ids(np.array(tokens)))
         known = self.entries.get(parent, [])[-MAX_NGRAM:]
         self.before[key] = len(known)
         self.entries[key] = known + [token if token >= 0 else -1 for token in tokens]
@@ -77,14 +77,14 @@ class Twin:
     def check_size(self) -> None:
         """What was removed takes no more than what is there."""
         there = sum(MAX_NGRAM + 1 + len(entry) for entry in self.entries.values())
-        assert self.index._removed <= max(content_index._FEWEST_UNSORTED, self.index._end // 2)
+        assert self.index._removed <= max(ngrams._FEWEST_UNSORTED, self.index._end // 2)
         assert self.index._end - self.index._removed <= there
         assert len(self.index._places) <= there + self.index._removed
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_it_finds_what_a_search_finds(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(content_index, "_FEWEST_UNSORTED", 40)
+    monkeypatch.setattr(ngrams, "_FEWEST_UNSORTED", 40)
     rng = np.random.default_rng(seed)
     twin, seen = Twin(), Counter[str]()
     for _ in range(300):

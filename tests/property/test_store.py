@@ -317,14 +317,14 @@ def test_order_of_eviction() -> None:
 
 
 def test_uses_are_remembered_of_what_was_given_up() -> None:
-    order = EvictionOrder()
-    order.add(b"key", None, name=b"text")
+    order = EvictionOrder(lambda key: b"text" if b"key" in key else key)
+    order.add(b"key", None)
     for _ in range(5):
         order.touch(b"key")
     order.remove(b"key")
     for i in range(40):
         order.add(b"%d" % i, None)
-    order.add(b"another key", None, name=b"text")
+    order.add(b"another key", None)
     order.add(b"last", None)
     victims = [order.victim() for _ in range(30)]
     assert b"another key" not in victims

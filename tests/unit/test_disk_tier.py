@@ -25,7 +25,7 @@ import torch
 
 from tests.blobs import is_right, key_of, make_blob
 from tests.internals.cache import Entry, Kind, Tier
-from tests.internals.disk import DiskTier, charge, disk_files
+from tests.internals.disk import DiskTier, charge, disk, disk_files
 
 Open = Callable[..., DiskTier]
 fork = multiprocessing.get_context("fork")
@@ -951,3 +951,177 @@ def du(folder: Path) -> int:
         except FileNotFoundError:
             pass
     return total
+
+
+# An index that was lost, of many files: it is made anew while the tier is used
+
+
+@pytest.fixture
+def many(opened: Open, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of 40 blobs, which are many here, without an index."""
+    tier = opened()
+    for n in range(40):
+        put(tier, n, 100, root=b"even" if n % 2 == 0 else b"odd", model=b"m%d" % (n % 4))
+    tier.close()
+    (folder / "index.sqlite3").unlink()
+    monkeypatch.setattr(disk, "_MANY", 8)
+    monkeypatch.setattr(disk, "_AT_ONCE", 3)
+    return folder
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Set, it lets the threads that make an index anew begin."""
+    begin, settle = threading.Event(), DiskTier._settle
+
+    def later(tier: DiskTier) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert begin.wait(60)
+        settle(tier)
+
+    monkeypatch.setattr(DiskTier, "_settle", later)
+    yield begin
+    begin.set()
+
+
+def rows_of(folder: Path) -> list[tuple[object, ...]]:
+    with sqlite3.connect(folder / "index.sqlite3") as db:
+        rows = db.execute("SELECT key, kind, model, root, parent, head, start, tokens, nbytes, charge FROM blobs")
+        found = sorted(rows)
+    db.close()
+    return found
+
+
+def whole(tier: DiskTier, folder: Path, count: int) -> None:
+    """Wait for the thread, and look at what it has left."""
+    assert tier._settling is not None
+    tier._settling.join(60)
+    assert tier.stats()["chunks"] == count
+    with sqlite3.connect(folder / "index.sqlite3") as db:
+        assert db.execute("PRAGMA application_id").fetchone() == (0,)
+    db.close()
+
+
+def test_what_is_there_is_found_before_the_index_is_whole(many: Path, opened: Open, held_up: threading.Event) -> None:
+    tier, other = opened(), opened()
+    assert tier.stats()["chunks"] == 0
+    assert kept(tier, 7, 8, 99) == [7, 8]
+    assert kept(other, 7, 9) == [7, 9]
+    assert tier.stats()["chunks"] == 3
+    held_up.set()
+    whole(tier, many, 40)
+    assert kept(other, *range(40)) == list(range(40))
+    assert (tier.stats()["errors"], other.stats()["errors"]) == (0, 0)
+
+
+def test_it_ends_as_an_index_that_was_never_lost(many: Path, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_MANY", 10_000)
+    at_once = opened()
+    expected, order = rows_of(many), [entry.key for entry in at_once.entries()]
+    at_once.close()
+    (many / "index.sqlite3").unlink()
+    monkeypatch.setattr(disk, "_MANY", 8)
+    tier = opened()
+    whole(tier, many, 40)
+    assert rows_of(many) == expected
+    assert [entry.key for entry in tier.entries()] == order
+
+
+def test_what_is_deleted_meanwhile_does_not_come_back(many: Path, opened: Open, held_up: threading.Event) -> None:
+    tier = opened()
+    assert tier.delete([key_of(5)])
+    assert kept(tier, 5) == []
+    held_up.set()
+    tier.clear(b"m1")  # waits: it must leave out none
+    whole(tier, many, 30)
+    assert kept(tier, *range(40)) == [n for n in range(40) if n % 4 != 1]
+
+
+def test_all_of_a_root_is_listed(many: Path, opened: Open, held_up: threading.Event) -> None:
+    threading.Timer(0.2, held_up.set).start()
+    assert len(list(opened().entries(b"even"))) == 20
+
+
+def test_the_budget_holds_meanwhile(many: Path, opened: Open, held_up: threading.Event) -> None:
+    used = bytes_in(many)
+    small, large = opened(used), opened()
+    assert not put(small, 50, 100)  # nobody has counted yet
+    assert len(files_in(many)) == 40
+    held_up.set()
+    for tier in (small, large):
+        assert tier._settling is not None
+        tier._settling.join(60)
+    assert int(small.stats()["bytes"]) <= used
+    assert put(small, 50, 100)
+    assert int(small.stats()["bytes"]) <= used
+
+
+def test_a_kill_meanwhile_is_made_up_for(many: Path, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(folder: Path) -> None:
+        adding, seen = DiskTier._add, []
+
+        def add(tier: DiskTier, db: object, entries: object) -> None:
+            adding(tier, db, entries)  # type: ignore[arg-type]
+            seen.append(entries)
+            if len(seen) == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        DiskTier._add = add  # type: ignore[assignment]
+        tier = DiskTier(folder, 2**20)
+        assert tier._settling is not None
+        tier._settling.join()
+
+    child = fork.Process(target=die, args=(many,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    tier = opened()
+    assert 0 < len(rows_of(many)) <= 40
+    whole(tier, many, 40)
+    assert kept(tier, *range(40)) == list(range(40))
+
+
+def test_another_process_writes_meanwhile(many: Path, opened: Open, held_up: threading.Event) -> None:
+    tier = opened()
+
+    def write(folder: Path) -> None:
+        held_up.set()
+        other = DiskTier(folder, 2**20)
+        assert other._settling is not None
+        other._settling.join()
+        assert all([put(other, n, 100) for n in range(60, 70)])
+
+    child = fork.Process(target=write, args=(many,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert kept(tier, *range(60, 70)) == list(range(60, 70))
+    held_up.set()
+    whole(tier, many, 50)
+
+
+def test_a_damaged_file_is_removed_meanwhile(many: Path, opened: Open, held_up: threading.Event) -> None:
+    the_file(many, 3).write_bytes(b"no blob")
+    tier = opened()
+    assert kept(tier, 3, 4) == [4]
+    held_up.set()
+    whole(tier, many, 39)
+
+
+def test_opening_takes_as_many_queries_however_many_files_there_are(
+    many: Path, opened: Open, held_up: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an index that is whole; the thread that looks for what others left behind begins later."""
+    held_up.set()
+    whole(opened(), many, 40)
+    held_up.clear()
+    looked = []
+    monkeypatch.setattr(disk_files.BlobFiles, "status", lambda _, key: looked.append(key))
+    began = time.monotonic()
+    tier = opened()
+    assert not looked
+    assert time.monotonic() - began < 30
+    held_up.set()
+    assert tier._settling is not None
+    tier._settling.join(60)
+    assert not looked  # nothing had to be put right

@@ -19,6 +19,7 @@ from tests.internals.cache import (
     Segment,
     Tokens,
     find_moved,
+    text_of,
     window_hashes,
 )
 
@@ -29,6 +30,14 @@ class FakeChunk:
     start: int = 0
     parent: bytes = b"root"
     key: bytes = b"key"
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def text(self) -> bytes:
+        return text_of(self.tokens)
 
 
 Index = ContentIndex[FakeChunk]
@@ -272,15 +281,15 @@ def test_a_collision_cannot_match() -> None:
 
         known_windows = known_heads
 
-        def whole(self, tokens: Tokens) -> FakeChunk:
+        def whole(self, text: bytes) -> FakeChunk:
             return wrong
 
         leading = whole
 
-        def inside(self, window: Tokens) -> list[tuple[FakeChunk, int]]:
+        def inside(self, window: bytes) -> list[tuple[FakeChunk, int]]:
             return [(wrong, 16)]
 
-        def behind(self, parent: bytes, tokens: Tokens) -> FakeChunk:
+        def behind(self, parent: bytes, text: bytes) -> FakeChunk:
             return wrong
 
         def under(self, key: bytes) -> FakeChunk:
@@ -295,7 +304,7 @@ def test_hashes_of_codes() -> None:
     codes = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 400)
     index = index_of(FakeChunk(codes[100:200]))
     assert [(s.start, s.stop) for s in moved(codes, index)] == [(100, 200)]
-    assert window_hashes(codes)[0] != window_hashes(codes[::-1])[0]
+    assert window_hashes(text_of(codes))[0] != window_hashes(text_of(codes[::-1]))[0]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
@@ -314,4 +323,5 @@ def test_the_index_forgets_what_is_removed(steps: list[tuple[bool, int]]) -> Non
     for i in held:
         index.remove(pool[i])
     assert len(index) == 0
-    assert not any((index._heads, index._inside, index._variants, index._behind, index._by_key))
+    assert not any((index._heads, index._inside, index._slots, index._behind, index._by_key))
+    assert not any(index._variants)

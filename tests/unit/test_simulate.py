@@ -99,7 +99,7 @@ def test_host_memory_holds_what_a_store_holds() -> None:
             keys.append(parent := simulate.prefix_key(parent, tokens))
         assert len(replica.serve(keys)) == len(whole)
         hits += len(whole)
-        assert replica.order._nodes.keys() == store.inspect().chunks.keys()
+        assert dict(replica.order.parents()).keys() == store.inspect().chunks.keys()
     assert 0 < hits < len(prompts) * 8 - store.stats()["evictions"]
     assert store.stats()["evictions"] > 0
 

@@ -16,13 +16,12 @@ from tests.internals.cache import (
     Put,
     StoredText,
     Tokens,
-    content_index,
     media_ids,
     prefix_key,
     records_of,
     shifted_ids,
 )
-from tests.internals.top import most_frequent
+from tests.internals.top import most_frequent, ngrams
 
 CHUNK = 16
 
@@ -82,11 +81,11 @@ def test_of_the_equally_frequent_the_last_one_stored_counts(store: ChunkStore) -
 
 
 def test_of_what_is_everywhere_the_last_ones_are_compared(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content_index, "_FEWEST_UNSORTED", 0)
+    monkeypatch.setattr(ngrams, "_FEWEST_UNSORTED", 0)
     put(store, np.array([1, 2, 30] * 20))
     put(store, np.array([1, 2, 31] * 3))
     assert store.continuation([1, 2], 1) == [30]
-    monkeypatch.setattr(content_index, "_MOST_COMPARED", 3)
+    monkeypatch.setattr(ngrams, "_MOST_COMPARED", 3)
     assert store.continuation([1, 2], 1) == [31]
 
 
@@ -157,7 +156,7 @@ def test_it_says_what_it_takes(store: ChunkStore) -> None:
 
 
 def test_threads_may_store_and_look_up(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content_index, "_FEWEST_UNSORTED", 40)
+    monkeypatch.setattr(ngrams, "_FEWEST_UNSORTED", 40)
     store.max_bytes = 20 * CHUNK * (4 + 8)
     with ThreadPoolExecutor(4) as pool:
         storing = [pool.submit(put, store, text(1000 * i)) for i in range(100)]
@@ -219,7 +218,7 @@ def test_no_text_counts_twice(store: ChunkStore) -> None:
 
 def test_memory_for_each_token() -> None:
     """At most 20 bytes a token, in chunks of 64 tokens; and no more after as many were removed again."""
-    rng, index = np.random.default_rng(0), content_index.NgramIndex()
+    rng, index = np.random.default_rng(0), ngrams.NgramIndex()
     for number in range(2_000):
         index.add(b"%d" % number, b"%d" % (number - 1), rng.integers(0, 50_000, 64))
     assert index.nbytes < 22 * 64 * 2_000

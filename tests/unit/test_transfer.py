@@ -66,7 +66,7 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None) -> li
 
 def stored_chunk(number: int, kv: LayerKV, tokens: int) -> StoredChunk:
     ids = np.zeros((tokens, 1), dtype=np.int64)
-    return StoredChunk(number.to_bytes(2, "big"), b"", b"", 0, ids, kv, kv.nbytes)
+    return StoredChunk(number.to_bytes(2, "big"), b"", b"", 0, ids, kv, kv.nbytes, len(ids))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +350,7 @@ def placed(gpu: DoubleDevice, num_layers: int, num_pieces: int, *, style: str = 
         kv = LayerKV((block,), tuple(((0, 2 * idx), (0, 2 * idx + 1)) for idx in range(num_layers)))
         shift = 7 * number + 5
         ids, start = np.zeros(32, dtype=np.int64), columns + 3
-        chunk = StoredChunk(bytes([number]), b"", b"", start - shift, ids, kv, kv.nbytes)
+        chunk = StoredChunk(bytes([number]), b"", b"", start - shift, ids, kv, kv.nbytes, len(ids))
         pieces.append(Segment(chunk, 0, start, start + 32, moved=True))
         turned = KeyRotation((layout,)).rotate(0, exact[2], shift)
         wanted += [torch.zeros(2, 3, 16), turned]

@@ -391,7 +391,8 @@ def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> s
     remember(model, (needs_no_mask, model.dtype, attn_implementation(model)), lambda: masks == [None])
     _last_logits(model, PrivateCache([layer.native for layer in layers]), ids, positions + _SHIFT)
     kv = copy_columns(layers, 0, _MOVED.start, _MOVED.stop)
-    chunk = StoredChunk(b"", b"", b"", _MOVED.start + _SHIFT, ids[0, _MOVED].cpu().numpy(), kv, 0)
+    own = ids[0, _MOVED].cpu().numpy()
+    chunk = StoredChunk(b"", b"", b"", _MOVED.start + _SHIFT, own, kv, 0, len(own))
     moved = np.zeros(_TOKENS, dtype=bool)
     moved[_MOVED] = True
     row = RepairRow(~moved, moved, (_MOVED.start,))

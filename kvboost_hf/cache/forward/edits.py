@@ -96,8 +96,8 @@ def plan_live(parts: CacheParts, ledger: Ledger, text: Edited) -> Moved | None:
             blocks += [Block.raw(part[None].detach().clone()) for part in piece or ()]
             places.append(own if piece is not None else None)
         tokens = ledger.log.row(row)[start:stop].copy()
-        key = b"live %d %d" % (row, start)
-        return StoredChunk(key, ledger.root, b"", start, tokens, LayerKV(tuple(blocks), tuple(places)), 0, tier=LIVE)
+        key, kv = b"live %d %d" % (row, start), LayerKV(tuple(blocks), tuple(places))
+        return StoredChunk(key, ledger.root, b"", start, tokens, kv, 0, stop - start, tier=LIVE)
 
     with torch.no_grad():
         plan = plan_edit(text, parts.binding.policy.sink_tokens, chunk_of)

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any, ClassVar
 
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates
-from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.chunks import Tokens, packed, text_in, tokens_in
 from kvboost_hf.cache.tiers.below import Found
 
 
@@ -22,12 +23,16 @@ class StoredChunk:
     root: bytes
     parent: bytes  # key of the chunk that it was computed directly behind, or the root
     start: int  # row token of the first token, when it was stored
-    tokens: Tokens
+    ids: Tokens | bytes  # its tokens, as they are or `packed`
     loaded: LayerKV | None  # None while it is in a lower tier only
     nbytes: int
+    length: int  # tokens
     content_only: bool = False  # its K/V is not that of a prompt computed whole
     found: Found | None = None  # where it was found, if not in host memory
     tier: str = "ram"  # name of the tier that it was found in; `LIVE` for a copy of what a cache holds, in no store
+
+    tokens: ClassVar[Any] = property(tokens_in)
+    text: ClassVar[Any] = property(text_in)
 
     @property
     def kv(self) -> LayerKV:
@@ -36,9 +41,9 @@ class StoredChunk:
         return self.loaded
 
     def in_memory(self, kv: LayerKV | LayerStates) -> "StoredChunk":
-        """The same chunk as host memory holds it, with K/V of its own."""
+        """The same chunk as host memory holds it, with K/V and tokens of its own."""
         assert isinstance(kv, LayerKV)
-        return replace(self, loaded=kv, found=None, tier="ram")
+        return replace(self, ids=packed(self.tokens), loaded=kv, found=None, tier="ram")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

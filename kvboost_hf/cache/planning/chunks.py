@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int64]
 
 KEY_BYTES = 20
+CODE_BYTES = 4  # of a column id in `text_of`
 _ID_BITS = 32
 _MEDIA = -(2**62)  # ids of media are below this one, all others above
 # With `ReusePolicy(reproducible=True)`, columns [k * PIECE, (k + 1) * PIECE) are computed in one forward, whether or
@@ -70,6 +71,37 @@ def is_text(column_ids: Tokens) -> bool:
 def text_ids(column_ids: Tokens) -> Tokens:
     """Token ids of text columns, and -1 for media."""
     return np.where(column_ids < _MEDIA, -1, column_ids & (2**_ID_BITS - 1))
+
+
+def text_of(column_ids: Tokens) -> bytes:
+    """Column ids in `CODE_BYTES` each, to be compared and sorted: of text as they are, others hashed."""
+    codes = column_ids.astype(np.int32)
+    other = codes != column_ids
+    if other.any():
+        codes[other] = -1 - ((column_ids[other].view(np.uint64) * _FACTOR) >> np.uint64(33)).astype(np.int32)
+    return codes.tobytes()
+
+
+class _Packed(Protocol):
+    @property
+    def ids(self) -> Tokens | bytes: ...
+
+
+def tokens_in(chunk: _Packed) -> Tokens:
+    """Column ids of a chunk that may have them `packed`, [tokens], int64; not to be written to."""
+    ids = chunk.ids
+    return np.frombuffer(ids, dtype=np.int32).astype(np.int64) if isinstance(ids, bytes) else ids
+
+
+def text_in(chunk: _Packed) -> bytes:
+    """The `text_of` a chunk that may have it `packed`."""
+    return chunk.ids if isinstance(chunk.ids, bytes) else text_of(chunk.ids)
+
+
+def packed(column_ids: Tokens) -> bytes | Tokens:
+    """A copy of column ids that takes as little as it can: their `text_of`, if that tells all of them."""
+    text = text_of(column_ids)
+    return text if np.array_equal(np.frombuffer(text, dtype=np.int32), column_ids) else column_ids.copy()
 
 
 def digest(*parts: bytes, size: int = KEY_BYTES) -> bytes:

@@ -1,37 +1,39 @@
-"""Finds stored text wherever it stood: chunks for `match.find_moved`, and n-grams for `ChunkStore.continuation`."""
+"""Finds stored text wherever it stood: the chunks of one root for `match.find_moved`."""
 
+from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvboost_hf.cache.planning.chunks import Tokens, common_length, text_ids
+from kvboost_hf.cache.planning.chunks import CODE_BYTES, Tokens, common_length, text_of
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, window_hashes
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Chunk
-from kvboost_hf.ngrams import MAX_NGRAM, Continued, longest_match, most_frequent
 
 _MAX_COMPARED = 32  # chunks of equal standing among which one is chosen
 _MAX_INSIDE = 8  # texts that are known to have the same window inside, the latest ones
-_TOKEN_BYTES = np.dtype(np.int64).itemsize
+_BLOCK = 512  # texts that are sorted together
+_FEWEST_ROWS = 64  # of a table of hashes
+_NONE, _GONE = -1, -2  # no place; none any more, in the middle of a run
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
 
 C = TypeVar("C", bound=Chunk)
-
-_NO_TEXT = -1  # media, removed tokens, and the separator of entries
-_FEWEST_UNSORTED = 8_192  # tokens that are worth sorting; a look-up goes through those that are not sorted yet
-_MOST_COMPARED = 16_384  # sorted places with the same pair, the latest ones: some pairs are everywhere
 
 
 class ContentIndex(Generic[C]):
     """The chunks of one root. Implements `match.MovedIndex`.
 
-    Their tokens are kept as sorted byte strings. The chunk that shares most leading tokens with a text is next to the
-    place where the text would be inserted, however many chunks start alike. A chunk of fewer than `MIN_MOVED_TOKENS`
-    tokens is found only directly before or behind another one. Of several variants of a text, the one with most text
-    before it serves: K/V that was computed behind little text is unlike all other.
+    Their texts are sorted. The chunk that shares most leading tokens with a text is next to the place where the text
+    would be inserted, however many chunks start alike. A chunk of fewer than `MIN_MOVED_TOKENS` tokens is found only
+    directly before or behind another one. Of several variants of a text, the one with most text before it serves: K/V
+    that was computed behind little text is unlike all other.
+
+    Each text has a slot, and the windows of texts are in arrays: of a chunk of 128 tokens the index takes some 450
+    bytes beside the chunk itself.
 
     Args:
         lock: Held wherever the index is read or written; must be reentrant.
@@ -40,279 +42,362 @@ class ContentIndex(Generic[C]):
     def __init__(self, lock: AbstractContextManager[object]) -> None:
         self.max_tokens = 0
         self._lock = lock
-        self._heads: Counter[int] = Counter()
-        self._inside: dict[int, list[tuple[bytes, int]]] = {}  # by hash of a window: texts, and where they have it
-        self._texts: list[bytes] = []
-        self._variants: dict[bytes, list[C]] = {}  # by their tokens; least `start` first
-        self._behind: dict[tuple[bytes, bytes], list[C]] = {}  # by parent and first tokens
+        self._heads, self._inside = WindowTable(), WindowTable()
+        self._sorted = SortedTexts()
+        self._slots: dict[bytes, int] = {}  # by text
+        self._variants: list[list[C] | C | None] = []  # by slot; least `start` first
+        self._first_inside: array[int] = array("i")  # by slot, the place of its first window but the head
+        self._first_head: array[int] = array("i")
+        self._free: array[int] = array("i")  # slots
+        self._behind: dict[int, list[C] | C] = {}  # by hash of parent and first tokens
         self._by_key: dict[bytes, C] = {}
 
     def __len__(self) -> int:
-        return len(self._texts)
+        return len(self._sorted)
 
     def chunks(self) -> list[C]:
         """All chunks."""
         with self._lock:
-            return [chunk for variants in self._variants.values() for chunk in variants]
+            return [chunk for slot in self._slots.values() for chunk in _several(self._variants[slot])]
 
     def add(self, chunk: C) -> None:
         """Add a chunk."""
-        text, hashes = chunk.tokens.tobytes(), window_hashes(chunk.tokens)
+        text = chunk.text
         with self._lock:
-            self.max_tokens = max(self.max_tokens, len(chunk.tokens))
-            if text not in self._variants:
-                self._variants[text] = []
-                if hashes:
-                    insort(self._texts, text)
-                    self._add_windows(text, hashes)
-            self._heads.update(hashes[:1])
-            insort(self._variants[text], chunk, key=_start)
-            self._behind.setdefault(_place(chunk.parent, chunk.tokens), []).append(chunk)
+            self.max_tokens = max(self.max_tokens, chunk.length)
+            slot = self._slots.get(text)
+            if slot is None:
+                slot = self._new_text(text, window_hashes(text))
+            held, place = self._variants[slot], hash((chunk.parent, text[: HEAD_TOKENS * CODE_BYTES]))
+            self._variants[slot] = sorted([*_several(held), chunk], key=_start) if held is not None else chunk
+            if (others := self._behind.setdefault(place, chunk)) is not chunk:
+                self._behind[place] = [*_several(others), chunk]
             self._by_key[chunk.key] = chunk
 
     def remove(self, chunk: C) -> None:
         """Undo `add`."""
-        text, hashes = chunk.tokens.tobytes(), window_hashes(chunk.tokens)
+        text = chunk.text
         with self._lock:
-            for head in hashes[:1]:
-                self._heads[head] -= 1
-                if not self._heads[head]:
-                    del self._heads[head]
-            self._variants[text].remove(chunk)
-            if not self._variants[text]:
-                del self._variants[text]
-                if hashes:
-                    del self._texts[bisect_left(self._texts, text)]
-                    self._drop_windows(text, hashes)
-            place = _place(chunk.parent, chunk.tokens)
-            self._behind[place].remove(chunk)
-            if not self._behind[place]:
+            slot = self._slots[text]
+            left = [each for each in _several(self._variants[slot]) if each is not chunk]
+            self._variants[slot] = left if len(left) > 1 else left[0] if left else None
+            if not left:
+                self._drop_text(text, slot, window_hashes(text))
+            place = hash((chunk.parent, text[: HEAD_TOKENS * CODE_BYTES]))
+            others = [each for each in _several(self._behind[place]) if each is not chunk]
+            if others:
+                self._behind[place] = others if len(others) > 1 else others[0]
+            else:
                 del self._behind[place]
             if self._by_key.get(chunk.key) is chunk:
                 del self._by_key[chunk.key]
 
-    def _add_windows(self, text: bytes, hashes: list[int]) -> None:
-        for number, hashed in enumerate(hashes[1:], start=1):
-            found = self._inside.setdefault(hashed, [])
-            if not found or found[-1][0] != text:  # of a text that repeats itself, the first one
-                found.append((text, number * MIN_MOVED_TOKENS))
-                del found[:-_MAX_INSIDE]
+    def _new_text(self, text: bytes, hashes: NDArray[np.uint64]) -> int:
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = len(self._variants)
+            self._variants.append(None)
+            self._first_head.append(_NONE)
+            self._first_inside.append(_NONE)
+        self._slots[text] = slot
+        if len(hashes):
+            self._sorted.add(text)
+            self._first_head[slot] = self._heads.add(slot, hashes[:1])
+            self._first_inside[slot] = self._inside.add(slot, hashes[1:])
+        return slot
 
-    def _drop_windows(self, text: bytes, hashes: list[int]) -> None:
-        for hashed in set(hashes[1:]):
-            kept = [each for each in self._inside.get(hashed, ()) if each[0] != text]
-            if kept:
-                self._inside[hashed] = kept
-            else:
-                self._inside.pop(hashed, None)
+    def _drop_text(self, text: bytes, slot: int, hashes: NDArray[np.uint64]) -> None:
+        del self._slots[text]
+        if len(hashes):
+            self._sorted.remove(text)
+            self._heads.remove(self._first_head[slot], hashes[:1])
+            self._inside.remove(self._first_inside[slot], hashes[1:])
+        self._free.append(slot)
+
+    def _last(self, slot: int) -> C:
+        """The variant of a stored text with most text before it."""
+        held = self._variants[slot]
+        assert held is not None
+        return held[-1] if isinstance(held, list) else held
 
     def variants(self, tokens: Tokens) -> list[C]:
         """All chunks with exactly these tokens, those with the fewest tokens before them first."""
         with self._lock:
-            return list(self._variants.get(tokens.tobytes(), ()))
+            slot = self._slots.get(text_of(tokens))
+            found = _several(self._variants[slot]) if slot is not None else ()
+            return [chunk for chunk in found if np.array_equal(chunk.tokens, tokens)]
 
-    def known_heads(self, hashes: Sequence[int]) -> list[int]:
+    def known_heads(self, hashes: NDArray[np.uint64]) -> list[int]:
         """The indices in `hashes` at which the first of a stored chunk's `window_hashes` stands."""
-        known = self._heads  # a look-up is atomic: a long prompt need not hold the lock
-        return [place for place, head in enumerate(hashes) if head in known]
+        known: list[int] = np.flatnonzero(self._heads.know(hashes)).tolist()
+        return known
 
-    def known_windows(self, hashes: Sequence[int]) -> list[int]:
+    def known_windows(self, hashes: NDArray[np.uint64]) -> list[int]:
         """The indices in `hashes` at which the hash of a window of a stored chunk stands, its head included."""
-        heads, inside = self._heads, self._inside
-        return [place for place, hashed in enumerate(hashes) if hashed in inside or hashed in heads]
+        known: list[int] = np.flatnonzero(self._inside.know(hashes) | self._heads.know(hashes)).tolist()
+        return known
 
-    def whole(self, tokens: Tokens) -> C | None:
-        """The longest chunk that is a prefix of `tokens`; of equal ones the one with most `start`."""
-        text = tokens.tobytes()
+    def whole(self, text: bytes) -> C | None:
+        """The longest chunk that is a prefix of a `text_of` tokens; of equal ones the one with most `start`."""
         with self._lock:
-            while len(text) >= MIN_MOVED_TOKENS * _TOKEN_BYTES:
-                at = bisect_right(self._texts, text)
-                if at == 0:
-                    return None
-                below = self._texts[at - 1]  # it, or what starts with it, or what differs from `text` sooner
-                if text.startswith(below):
-                    return self._variants[below][-1]
-                text = text[: _shared(below, text) * _TOKEN_BYTES]
+            while len(text) >= MIN_MOVED_TOKENS * CODE_BYTES:
+                below, above = self._sorted.around(text)
+                below = above if above == text else below
+                if below and text.startswith(below):
+                    return self._last(self._slots[below])
+                text = text[: _shared(below, text) * CODE_BYTES]  # what starts with it, or differs from it sooner
         return None
 
-    def leading(self, tokens: Tokens) -> C | None:
-        """A chunk that shares most leading tokens with `tokens`; of equal ones the one with most `start`."""
-        text = tokens.tobytes()
+    def leading(self, text: bytes) -> C | None:
+        """A chunk that shares most leading tokens with a `text_of` them; of equal ones the one with most `start`."""
+        best: C | None = None
         with self._lock:
-            at = bisect_left(self._texts, text)
-            shared = max((_shared(near, text) for near in self._texts[max(at - 1, 0) : at + 1]), default=0)
-            if shared < MIN_MOVED_TOKENS:
+            below, above = self._sorted.around(text)
+            if not above.startswith(text):
+                text = text[: max(_shared(below, text), _shared(above, text)) * CODE_BYTES]
+            if len(text) < MIN_MOVED_TOKENS * CODE_BYTES:
                 return None
-            text = text[: shared * _TOKEN_BYTES]
-            first = bisect_left(self._texts, text)
-            texts = self._texts[first : first + _MAX_COMPARED]
-            alike = (self._variants[near][-1] for near in texts if near.startswith(text))
-            return max(alike, key=_start)
+            for each in self._sorted.following(text, _MAX_COMPARED):
+                if not each.startswith(text):
+                    break
+                held = self._variants[self._slots[each]]
+                chunk = held[-1] if isinstance(held, list) else held
+                if chunk is not None and (best is None or chunk.start > best.start):
+                    best = chunk
+        return best
 
-    def inside(self, window: Tokens) -> list[tuple[C, int]]:
-        """Some chunks that have `window` inside them, and where; a collision may bring others."""
+    def inside(self, window: bytes) -> list[tuple[C, int]]:
+        """Some chunks that have a window, the `text_of` it, inside them, and where; a collision may bring others."""
         with self._lock:
-            found = self._inside.get(window_hashes(window)[0], ())
-            return [(self._variants[text][-1], at) for text, at in found]
+            found, first = self._inside.places(window_hashes(window), _MAX_INSIDE), self._first_inside
+            return [(self._last(slot), (place - first[slot] + 1) * MIN_MOVED_TOKENS) for slot, place in found]
 
-    def behind(self, parent: bytes, tokens: Tokens) -> C | None:
-        """Of chunks with this `parent`, one that shares most leading tokens with `tokens`, `HEAD_TOKENS` or more.
+    def behind(self, parent: bytes, text: bytes) -> C | None:
+        """Of chunks with this `parent`, one that shares most leading tokens with a text, `HEAD_TOKENS` or more.
 
         Of several, the one without more tokens, if there is one.
         """
+        found: list[C] = []
         with self._lock:
-            same = self._variants.get(tokens.tobytes(), ())
-            whole = next((chunk for chunk in same if chunk.parent == parent), None)
-            others = self._behind.get(_place(parent, tokens), [])[-_MAX_COMPARED:]
-        if whole is not None or not others:
-            return whole
-        return max(others, key=lambda chunk: (common_length(chunk.tokens, tokens), -len(chunk.tokens)))
+            near = self._behind.get(hash((parent, text[: HEAD_TOKENS * CODE_BYTES])))
+            slot = self._slots.get(text)
+            held = self._variants[slot] if slot is not None else None
+            others = near[-_MAX_COMPARED:] if isinstance(near, list) else [near]
+            for chunk in [*others, *(held if isinstance(held, list) else [held])]:
+                if chunk is not None and chunk.parent == parent and chunk not in found:
+                    found.append(chunk)
+        if len(found) > 1:
+            return max(found, key=lambda chunk: (_shared(chunk.text, text), -chunk.length))
+        return found[0] if found else None
 
     def under(self, key: bytes) -> C | None:
         """The chunk with this key."""
         return self._by_key.get(key)
 
 
+def _several(held: list[C] | C | None) -> list[C]:
+    """Chunks as a list, of which there may be one, or none: most lists would have one entry."""
+    return held if isinstance(held, list) else [held] if held is not None else []
+
+
 def _start(chunk: Chunk) -> int:
     return chunk.start
-
-
-def _place(parent: bytes, tokens: Tokens) -> tuple[bytes, bytes]:
-    return parent, tokens[:HEAD_TOKENS].tobytes()
 
 
 def _shared(a: bytes, b: bytes) -> int:
     """How many leading tokens two texts share."""
     if a.startswith(b) or b.startswith(a):
-        return min(len(a), len(b)) // _TOKEN_BYTES
-    return common_length(np.frombuffer(a, dtype=np.int64), np.frombuffer(b, dtype=np.int64))
+        return min(len(a), len(b)) // CODE_BYTES
+    return common_length(np.frombuffer(a, dtype=np.int32), np.frombuffer(b, dtype=np.int32))
 
 
-class NgramIndex:
-    """The text of chunks, each with the last `MAX_NGRAM` tokens before it, in one array:
+class SortedTexts:
+    """Sorted byte strings, each once, in blocks: an insertion moves no more than a block."""
 
-        entry   [ tokens before | tokens | -1 ] [ tokens before | tokens | -1 ] …
+    def __init__(self) -> None:
+        self._blocks: list[list[bytes]] = [[]]
+        self._lowest = [b""]  # of each block; that of the first one is less than all
+        self._count = 0
 
-    Its places are sorted by the two tokens before them, except for the latest, which are few: the two upper levels of
-    a suffix tree of reversed text. Longer n-grams narrow them down. It takes 16 to 20 bytes a token, and as much for
-    each removed token until these outnumber the others; the nodes of a suffix tree would take several times as many.
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, text: bytes) -> None:
+        """Add a text that is not there."""
+        number = bisect_right(self._lowest, text) - 1
+        block = self._blocks[number]
+        insort(block, text)
+        self._count += 1
+        if len(block) > _BLOCK:
+            half = len(block) // 2
+            self._blocks[number : number + 1] = [block[:half], block[half:]]
+            self._lowest.insert(number + 1, block[half])
+
+    def remove(self, text: bytes) -> None:
+        """Remove a text that is there."""
+        number = bisect_right(self._lowest, text) - 1
+        block = self._blocks[number]
+        del block[bisect_left(block, text)]
+        self._count -= 1
+        if not block and number:
+            del self._blocks[number], self._lowest[number]
+
+    def around(self, text: bytes) -> tuple[bytes, bytes]:
+        """The last one before a text, and the text itself or the first one behind it; none of these is empty bytes."""
+        number = bisect_right(self._lowest, text) - 1
+        block = self._blocks[number]
+        at = bisect_left(block, text)
+        above = block[at : at + 1] or (self._blocks[number + 1][:1] if number + 1 < len(self._blocks) else [])
+        while not at and number:
+            number -= 1
+            at = len(self._blocks[number])
+        return self._blocks[number][at - 1] if at else b"", above[0] if above else b""
+
+    def following(self, text: bytes, count: int) -> list[bytes]:
+        """So many from a text on, itself included if it is there."""
+        number = bisect_right(self._lowest, text) - 1
+        at = bisect_left(self._blocks[number], text)
+        found = self._blocks[number][at : at + count]
+        while len(found) < count and (number := number + 1) < len(self._blocks):
+            found += self._blocks[number][: count - len(found)]
+        return found
+
+
+class WindowTable:
+    """Where hashes of windows stand: in which slots, and where in them. A collision may bring others.
+
+    A table with open addressing leads from a hash to the place of its newest window, and places are linked to those of
+    the same hash that are older. The places of one slot follow one another. So a window takes 12 bytes of places and
+    some 20 of the table, and all hashes of a prompt are looked up at once.
     """
 
     def __init__(self) -> None:
-        self._text = np.empty(0, dtype=np.int32)
-        self._end = 0  # of the entries
-        self._sorted_end = 0  # of those whose places are sorted
-        self._pairs = np.empty(0, dtype=np.int64)  # the two tokens before each place, sorted
-        self._places = np.empty(0, dtype=np.int32)  # of the same pair the oldest first
-        self._spans: dict[bytes, tuple[int, int]] = {}  # entries by the keys of their chunks, the oldest first
-        self._removed = 0  # tokens
-        self._latest: list[int] = []  # where the entries begin whose places are not sorted
+        self._slots: array[int] = array("i")  # by place
+        self._older: array[int] = array("i")
+        self._newer: array[int] = array("i")
+        self._free: dict[int, array[int]] = {}  # first places of runs, by length
+        self._views = self._make(_FEWEST_ROWS)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
-        return self._text.nbytes + self._pairs.nbytes + self._places.nbytes
+    def __len__(self) -> int:
+        return self._rows
 
-    def keys(self) -> list[bytes]:
-        """Keys of all chunks."""
-        return list(self._spans)
+    def _make(self, size: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+        """Have a table of so many rows, none of them taken."""
+        self._hashes, self._places = array("Q", bytes(8 * size)), array("i", [_NONE]) * size
+        self._rows = self._used = 0  # that are taken, and that were
+        return np.frombuffer(self._hashes, np.uint64), np.frombuffer(self._places, np.int32)
 
-    def add(self, key: bytes, parent: bytes, tokens: Tokens) -> None:
-        """Add the text of a chunk, which continues that of the chunk `parent` if that is present."""
-        _, before = self._spans.get(parent, (0, 0))
-        known = self._text[before - 1 - MAX_NGRAM : before - 1] if before else np.full(MAX_NGRAM, _NO_TEXT)
-        entry = np.concatenate([known, text_ids(tokens), [_NO_TEXT]])
-        start, self._end = self._end, self._end + len(entry)
-        if self._end > len(self._text):
-            self._text = np.concatenate([self._text, np.full(self._end, _NO_TEXT, dtype=np.int32)])
-        self._text[start : self._end] = entry
-        self._spans[key] = start, self._end
-        self._latest.append(start)
-        if self._end - self._sorted_end > max(_FEWEST_UNSORTED, self._sorted_end // 32):
-            self._sort()
+    def _grow(self, count: int) -> None:
+        """Have a larger table, with room for `count` more; or one of the same size, without those that are gone."""
+        taken = self._views[1] >= 0
+        hashes, places = self._views[0][taken], self._views[1][taken]
+        size = max(_FEWEST_ROWS, 2 * (len(hashes) + count))
+        rows = _rows(hashes, size)
+        order = np.argsort(rows, kind="stable")
+        hashes, places, rows = hashes[order], places[order], rows[order]
+        numbers = np.arange(len(rows))
+        rows = np.maximum.accumulate(rows - numbers) + numbers  # each behind the one before, or where it belongs
+        fitting = rows < size
+        views = self._make(size)
+        views[0][rows[fitting]], views[1][rows[fitting]] = hashes[fitting], places[fitting]
+        self._rows = self._used = int(fitting.sum())
+        late = zip(hashes[~fitting].tolist(), places[~fitting].tolist(), strict=True)
+        for hashed, place in late:  # from the end of the table to its beginning
+            self._take(0, hashed, place)
+        self._views = views  # at once: a long prompt is looked up without the lock
 
-    def remove(self, key: bytes) -> None:
-        """Undo `add`."""
-        start, stop = self._spans.pop(key)
-        self._text[start:stop] = _NO_TEXT
-        self._removed += stop - start
-        if self._removed > max(_FEWEST_UNSORTED, self._end // 2):
-            self._sort()
-            self._close_gaps()
+    def _take(self, row: int, hashed: int, place: int) -> None:
+        """Have a hash lead to a place, from the first free row on."""
+        while self._places[row] >= 0:
+            row = (row + 1) % len(self._places)
+        self._rows += 1
+        self._used += self._places[row] == _NONE
+        self._hashes[row], self._places[row] = hashed, place
 
-    def continued(self, ids: Tokens, length: int, max_ngram: int, min_ngram: int) -> Continued:
-        """At most `length` tokens that followed the longest stored n-gram that ends `ids` most often.
+    def know(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Which hashes stand somewhere."""
+        own, places = self._views
+        known, left, rows = np.zeros(len(hashes), dtype=bool), np.arange(len(hashes)), _rows(hashes, len(own))
+        while len(left):
+            found = places[rows]
+            hit = (found >= 0) & (own[rows] == hashes[left])
+            known[left[hit]] = True
+            going = ~hit & (found != _NONE)
+            left, rows = left[going], (rows[going] + 1) % len(own)
+        return known
 
-        Args:
-            ids: Token ids.
-            length: So many tokens are wanted.
-            max_ngram: The longest n-gram to compare.
-            min_ngram: The shortest that counts.
-        """
-        found, shares, first = list[int](), list[float](), 0
-        while len(found) < length:
-            places, agreeing = self._find(np.array([*ids[-max_ngram:], *found][-max_ngram:], dtype=np.int64))
-            if agreeing < min_ngram:
-                break
-            tokens, parts = most_frequent(self._text, places, length - len(found))
-            found, shares, first = found + tokens, shares + parts, first or agreeing
-            # What continues an entry has its last tokens before it.
-            min_ngram = min(max_ngram, agreeing + len(tokens))
-        return Continued(found, shares, first)
-
-    def _find(self, ids: Tokens) -> tuple[NDArray[np.int64], int]:
-        """Places behind the longest stored n-gram that ends `ids`, and its length; 0 for less than two tokens."""
-        none = np.empty(0, dtype=np.int64)
-        if len(ids) < 2:
-            return none, 0
-        pair = _pairs(ids, np.array([len(ids)]))
-        first, last = np.searchsorted(self._pairs, [pair[0], pair[0] + 1])
-        first = max(first, last - _MOST_COMPARED)
-        latest = self._sorted_end + np.flatnonzero(self._text[self._sorted_end : self._end - 1] == ids[-1]) + 1
-        places = np.concatenate([self._places[first:last], self._own(latest)])
-        places, agreeing = longest_match(self._text, places[self._text[places] >= 0], ids, len(ids))
-        return (places, agreeing) if agreeing >= 2 else (none, 0)
-
-    def _own(self, places: NDArray[np.integer]) -> NDArray[np.integer]:
-        """Those of the unsorted places that are of an entry's tokens, and not of those before them: no text twice."""
-        if not len(places):
-            return places
-        starts = np.array(self._latest)
-        found: NDArray[np.integer] = places[
-            places - starts[np.searchsorted(starts, places, side="right") - 1] >= MAX_NGRAM
-        ]
+    def places(self, hashes: NDArray[np.uint64], count: int) -> list[tuple[int, int]]:
+        """So many slots and places of a hash [1], the newest first."""
+        found: list[tuple[int, int]] = []
+        row = self._row(int(hashes[0]), int(_rows(hashes, len(self._places))[0]))
+        place = self._places[row] if row is not None else _NONE
+        while place != _NONE and len(found) < count:
+            found.append((self._slots[place], place))
+            place = self._older[place]
         return found
 
-    def _sort(self) -> None:
-        """Merge the latest places into the sorted ones, and drop removed ones."""
-        text = self._text
-        latest = self._own(np.arange(self._sorted_end + 2, self._end, dtype=np.int32))
-        latest = latest[(text[latest] >= 0) & (text[latest - 1] >= 0) & (text[latest - 2] >= 0)]
-        pairs = _pairs(text, latest)
-        order = np.argsort(pairs, kind="stable")
-        latest, pairs = latest[order], pairs[order]
-        there = text[self._places] >= 0
-        self._pairs, self._places = self._pairs[there], self._places[there]
-        at = np.searchsorted(self._pairs, pairs, side="right")
-        self._pairs, self._places = np.insert(self._pairs, at, pairs), np.insert(self._places, at, latest)
-        self._sorted_end, self._latest = self._end, []
+    def _row(self, hashed: int, row: int) -> int | None:
+        """The row of a hash, which belongs into `row` or behind it."""
+        while (place := self._places[row]) != _NONE:
+            if place != _GONE and self._hashes[row] == hashed:
+                return row
+            row = (row + 1) % len(self._places)
+        return None
 
-    def _close_gaps(self) -> None:
-        """Compact the entries; all places are sorted."""
-        spans = np.array(list(self._spans.values()), dtype=np.int64).reshape(-1, 2)
-        borders = np.zeros(self._end + 1, dtype=np.int8)
-        borders[spans[:, 0]] += 1
-        borders[spans[:, 1]] -= 1
-        kept = np.cumsum(borders, dtype=np.int8).astype(bool)
-        moved = np.concatenate([[0], np.cumsum(kept, dtype=np.int32)])  # how many are kept before each place
-        self._text = self._text[: self._end][kept[:-1]]
-        self._places = moved[self._places].astype(np.int32)
-        self._spans = dict(zip(self._spans, map(tuple, moved[spans].tolist()), strict=True))
-        self._end = self._sorted_end = len(self._text)
-        self._removed = 0
+    def add(self, slot: int, hashes: NDArray[np.uint64]) -> int:
+        """Add the windows of a slot; returns the place of the first one."""
+        count = len(hashes)
+        if not count:
+            return _NONE
+        if (self._used + count) * 10 > len(self._places) * 7:
+            self._grow(count)
+        first = self._run_of(count)
+        for place, hashed, row in self._where(first, hashes):
+            self._slots[place], self._older[place], self._newer[place] = slot, _NONE, _NONE
+            there = self._row(hashed, row)
+            if there is None:
+                self._take(row, hashed, place)
+            elif self._slots[older := self._places[there]] == slot:
+                self._slots[place] = _GONE  # of a text that repeats itself, the first one
+            else:
+                self._older[place], self._newer[older], self._places[there] = older, place, place
+        return first
+
+    def _where(self, first: int, hashes: NDArray[np.uint64]) -> Iterator[tuple[int, int, int]]:
+        """The place of each window, its hash, and the row where that belongs."""
+        rows = _rows(hashes, len(self._places)).tolist()
+        return zip(range(first, first + len(hashes)), hashes.tolist(), rows, strict=True)
+
+    def _run_of(self, count: int) -> int:
+        free = self._free.get(count)
+        if free:
+            return free.pop()
+        first = len(self._slots)
+        for links in (self._slots, self._older, self._newer):
+            links.extend([_NONE] * count)
+        return first
+
+    def remove(self, first: int, hashes: NDArray[np.uint64]) -> None:
+        """Undo `add`."""
+        for place, hashed, row in self._where(first, hashes):
+            if self._slots[place] == _GONE:
+                continue
+            older, newer = self._older[place], self._newer[place]
+            if older != _NONE:
+                self._newer[older] = newer
+            if newer != _NONE:
+                self._older[newer] = older
+            else:
+                there = self._row(hashed, row)
+                assert there is not None
+                self._places[there] = older if older != _NONE else _GONE
+                self._rows -= older == _NONE
+        if len(hashes):
+            self._free.setdefault(len(hashes), array("i")).append(first)
 
 
-def _pairs(text: NDArray[np.integer], places: NDArray[np.integer]) -> NDArray[np.int64]:
-    """The two tokens before each place as one number."""
-    pairs: NDArray[np.int64] = (text[places - 2].astype(np.int64) << 32) | text[places - 1]
-    return pairs
+def _rows(hashes: NDArray[np.uint64], size: int) -> NDArray[np.int64]:
+    """Where hashes belong in a table of so many rows."""
+    rows: NDArray[np.int64] = ((((hashes * _FACTOR) >> _HALF) * np.uint64(size)) >> _HALF).astype(np.int64)
+    return rows

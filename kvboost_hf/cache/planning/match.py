@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvboost_hf.cache.planning.chunks import Tokens, common_length
+from kvboost_hf.cache.planning.chunks import CODE_BYTES, Tokens, common_length, text_of
 from kvboost_hf.cache.planning.plan import Chunk, Segment
 
 # Fewer tokens of a chunk are never moved: recomputing tokens after the seam would leave nothing of them.
@@ -45,28 +45,28 @@ class MovedIndex(Protocol):
 
     max_tokens: int  # no chunk is longer
 
-    def known_heads(self, hashes: Sequence[int]) -> list[int]:
+    def known_heads(self, hashes: NDArray[np.uint64]) -> list[int]:
         """The indices in `hashes` at which the first of a stored chunk's `window_hashes` stands."""
         ...
 
-    def known_windows(self, hashes: Sequence[int]) -> list[int]:
+    def known_windows(self, hashes: NDArray[np.uint64]) -> list[int]:
         """The indices in `hashes` at which the hash of a window of a stored chunk stands, its head included."""
         ...
 
-    def whole(self, tokens: Tokens) -> "Chunk | None":
-        """The longest chunk that is a prefix of `tokens`; of equal ones the one with most `start`."""
+    def whole(self, text: bytes) -> "Chunk | None":
+        """The longest chunk that is a prefix of a `text_of` tokens; of equal ones the one with most `start`."""
         ...
 
-    def leading(self, tokens: Tokens) -> "Chunk | None":
-        """A chunk that shares most leading tokens with `tokens`; of equal ones the one with most `start`."""
+    def leading(self, text: bytes) -> "Chunk | None":
+        """A chunk that shares most leading tokens with a `text_of` them; of equal ones the one with most `start`."""
         ...
 
-    def inside(self, window: Tokens) -> "Sequence[tuple[Chunk, int]]":
-        """Some chunks that have `window` inside them, and where; a collision may bring others."""
+    def inside(self, window: bytes) -> "Sequence[tuple[Chunk, int]]":
+        """Some chunks that have a window, the `text_of` it, inside them, and where; a collision may bring others."""
         ...
 
-    def behind(self, parent: bytes, tokens: Tokens) -> "Chunk | None":
-        """Of chunks with this `parent`, the one that shares most leading tokens with `tokens`."""
+    def behind(self, parent: bytes, text: bytes) -> "Chunk | None":
+        """Of chunks with this `parent`, the one that shares most leading tokens with a text."""
         ...
 
     def under(self, key: bytes) -> "Chunk | None":
@@ -74,11 +74,12 @@ class MovedIndex(Protocol):
         ...
 
 
-def window_hashes(tokens: Tokens) -> list[int]:
-    """The hashes of the windows of a chunk that `find_moved` looks for: one every `MIN_MOVED_TOKENS` tokens."""
-    n = len(tokens) - len(tokens) % MIN_MOVED_TOKENS
-    windows = tokens[:n].astype(np.uint64).reshape(-1, MIN_MOVED_TOKENS)
-    hashes: list[int] = (windows * _HEAD_POWERS).sum(axis=1).tolist()
+def window_hashes(text: bytes) -> NDArray[np.uint64]:
+    """The hashes of the windows of a text that `find_moved` looks for: one every `MIN_MOVED_TOKENS` tokens."""
+    codes = np.frombuffer(text, dtype=np.int32)
+    n = len(codes) - len(codes) % MIN_MOVED_TOKENS
+    windows = codes[:n].astype(np.uint64).reshape(-1, MIN_MOVED_TOKENS)
+    hashes: NDArray[np.uint64] = (windows * _HEAD_POWERS).sum(axis=1)
     return hashes
 
 
@@ -106,12 +107,13 @@ def find_moved(
     """
     if stop - start < MIN_MOVED_TOKENS:
         return ()
-    hashes = _rolling_hashes(tokens[start:stop]).tolist()
+    text = text_of(tokens)
+    hashes = _rolling_hashes(np.frombuffer(text, dtype=np.int32)[start:stop])
     places = [start + place for place in index.known_heads(hashes)]
     if len(places) * MIN_MOVED_TOKENS > stop - start:  # more than can all serve: a text that repeats itself
-        places = _leftmost(tokens, places, stop, index)
-    covered = _chosen(tokens, _best_cover(tokens, places, stop, index), start, behind, index)
-    gaps = _Gaps(tokens, start, hashes, index)
+        places = _leftmost(tokens, text, places, stop, index)
+    covered = _chosen(tokens, text, _best_cover(tokens, text, places, stop, index), start, behind, index)
+    gaps = _Gaps(tokens, text, start, hashes, index)
     segments: list[Segment] = []
     for segment in covered:
         gaps.fill(segments, segment.start, segment)
@@ -121,18 +123,18 @@ def find_moved(
 
 
 def _chosen(
-    tokens: Tokens, cover: list[tuple[int, int]], border: int, behind: bytes | None, index: MovedIndex
+    tokens: Tokens, text: bytes, cover: list[tuple[int, int]], border: int, behind: bytes | None, index: MovedIndex
 ) -> Iterator[Segment]:
     """The chunks that serve the intervals of a cover; `behind` is the key of what ends at `border`."""
     shift = 0
     for at, end in cover:
-        wanted = tokens[at:end]
-        chunk = index.behind(behind, wanted) if behind is not None and at == border else None
+        wanted, own = tokens[at:end], text[at * CODE_BYTES : end * CODE_BYTES]
+        chunk = index.behind(behind, own) if behind is not None and at == border else None
         # Whoever stores K/V may give it any parent: the history is the same only if its length is.
         if chunk is None or at - chunk.start != shift or _agreed(chunk, wanted) < len(wanted):
-            chunk = index.whole(wanted)
-            if chunk is None or len(chunk.tokens) < len(wanted):
-                chunk = index.leading(wanted)
+            chunk = index.whole(own)
+            if chunk is None or chunk.length < len(wanted):
+                chunk = index.leading(own)
         if chunk is None or _agreed(chunk, wanted) < len(wanted):  # evicted in between
             continue
         segment = Segment(chunk, 0, at, end, moved=True)
@@ -144,8 +146,8 @@ def _chosen(
 class _Gaps:
     """Fills what a cover leaves of row tokens from `start` on, whose windows have these `hashes`."""
 
-    def __init__(self, tokens: Tokens, start: int, hashes: list[int], index: MovedIndex) -> None:
-        self._tokens, self._start, self._hashes, self._index = tokens, start, hashes, index
+    def __init__(self, tokens: Tokens, text: bytes, start: int, hashes: NDArray[np.uint64], index: MovedIndex) -> None:
+        self._tokens, self._text, self._start, self._hashes, self._index = tokens, text, start, hashes, index
 
     def fill(self, before: list[Segment], stop: int, after: Segment | None) -> None:
         """Append to the segments `before` what serves tokens up to `stop`, where `after` begins, if anything does."""
@@ -170,9 +172,10 @@ class _Gaps:
 
     def _longest(self, place: int, start: int, stop: int) -> Segment | None:
         """The longest part of a chunk that serves `place` within row tokens [start, stop)."""
-        window = self._tokens[place : place + MIN_MOVED_TOKENS]
-        rest = _window(self._tokens, place, stop, self._index)
-        found = self._index.leading(rest)
+        window = self._text[place * CODE_BYTES : (place + MIN_MOVED_TOKENS) * CODE_BYTES]
+        end = min(place + self._index.max_tokens, stop)
+        rest = self._tokens[place:end]
+        found = self._index.leading(self._text[place * CODE_BYTES : end * CODE_BYTES])
         best = Segment(found, 0, place, place + _agreed(found, rest), moved=True) if found is not None else None
         for chunk, at in self._index.inside(window):
             right = common_length(chunk.tokens[at:], rest)
@@ -187,9 +190,9 @@ class _Gaps:
         """Append the chunks that were computed directly behind the last segment; returns where they end."""
         while segments and segments[-1].stop == start < stop and segments[-1].to_end:
             last = segments[-1]
-            rest = _window(self._tokens, start, stop, self._index)
-            chunk = self._index.behind(last.chunk.key, rest)
-            n = _agreed(chunk, rest)
+            end = min(start + self._index.max_tokens, stop)
+            chunk = self._index.behind(last.chunk.key, self._text[start * CODE_BYTES : end * CODE_BYTES])
+            n = _agreed(chunk, self._tokens[start:end])
             if chunk is None or not n or start - chunk.start != last.shift:
                 break
             segments.append(Segment(chunk, 0, start, start + n, moved=True))
@@ -201,12 +204,12 @@ class _Gaps:
         found: list[Segment] = []
         while segment.offset == 0 and segment.start > start:
             chunk = self._index.under(segment.chunk.parent)
-            if chunk is None or chunk.start + len(chunk.tokens) != segment.chunk.start:
+            if chunk is None or chunk.start + chunk.length != segment.chunk.start:
                 break
             n = _common_end(chunk.tokens, self._tokens[start : segment.start])
             if not n:
                 break
-            segment = Segment(chunk, len(chunk.tokens) - n, segment.start - n, segment.start, moved=True)
+            segment = Segment(chunk, chunk.length - n, segment.start - n, segment.start, moved=True)
             found.insert(0, segment)
         return found
 
@@ -221,7 +224,7 @@ def _joined(segments: list[Segment], start: int, behind: bytes | None) -> Iterat
         border, shift = segment.stop, segment.shift
 
 
-def _rolling_hashes(tokens: Tokens) -> NDArray[np.uint64]:
+def _rolling_hashes(tokens: NDArray[np.int32]) -> NDArray[np.uint64]:
     """The hash of every `MIN_MOVED_TOKENS` tokens in a row."""
     n = len(tokens)
     sums = np.zeros(n + 1, dtype=np.uint64)
@@ -239,10 +242,6 @@ def _powers(base: int, n: int) -> NDArray[np.uint64]:
 _HEAD_POWERS = _powers(_BASE, MIN_MOVED_TOKENS)
 
 
-def _window(tokens: Tokens, at: int, stop: int, index: MovedIndex) -> Tokens:
-    return tokens[at : min(at + index.max_tokens, stop)]
-
-
 def _agreed(chunk: Chunk | None, tokens: Tokens) -> int:
     return common_length(chunk.tokens, tokens) if chunk is not None else 0
 
@@ -252,31 +251,31 @@ def _common_end(a: Tokens, b: Tokens) -> int:
     return common_length(a[::-1], b[::-1])
 
 
-def _leftmost(tokens: Tokens, places: list[int], stop: int, index: MovedIndex) -> list[int]:
+def _leftmost(tokens: Tokens, text: bytes, places: list[int], stop: int, index: MovedIndex) -> list[int]:
     """The first of `places`, and then always the next one that the one before does not cover."""
     found: list[int] = []
     free = 0
     for at in places:
         if at >= free:
-            window = _window(tokens, at, stop, index)
+            end = min(at + index.max_tokens, stop)
             found.append(at)
-            free = at + _agreed(index.leading(window), window)
+            free = at + _agreed(index.leading(text[at * CODE_BYTES : end * CODE_BYTES]), tokens[at:end])
     return found
 
 
-def _best_cover(tokens: Tokens, places: list[int], stop: int, index: MovedIndex) -> list[tuple[int, int]]:
+def _best_cover(tokens: Tokens, text: bytes, places: list[int], stop: int, index: MovedIndex) -> list[tuple[int, int]]:
     """The intervals of whole chunks and longest leading parts that cover most tokens."""
     worth = [0] * (len(places) + 1)  # of what can be served from each place on
     ends: list[int] = [0] * len(places)
     for i in reversed(range(len(places))):
-        at, window = places[i], _window(tokens, places[i], stop, index)
-        worth[i] = worth[i + 1]
-        leading = index.leading(window)
+        at, end = places[i], min(places[i] + index.max_tokens, stop)
+        worth[i], window = worth[i + 1], tokens[at:end]
+        leading = index.leading(text[at * CODE_BYTES : end * CODE_BYTES])
         part = _agreed(leading, window)
-        if leading is not None and len(leading.tokens) == part:
+        if leading is not None and leading.length == part:
             whole = part
         else:
-            whole = _agreed(index.whole(window[:part]), window)
+            whole = _agreed(index.whole(text[at * CODE_BYTES : (at + part) * CODE_BYTES]), window)
         for n, costs in ((part, _PART_COSTS), (whole, _WHOLE_COSTS)):
             gain = n - costs + worth[bisect_left(places, at + n)]
             if n >= MIN_MOVED_TOKENS and gain >= worth[i]:

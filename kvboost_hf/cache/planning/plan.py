@@ -36,6 +36,10 @@ class Chunk(Protocol):
     def start(self) -> int: ...  # row token of its first token, when it was computed
     @property
     def tokens(self) -> Tokens: ...
+    @property
+    def length(self) -> int: ...  # of these
+    @property
+    def text(self) -> bytes: ...  # `text_of` these
 
 
 class SavedState(Protocol):
@@ -88,7 +92,7 @@ class Segment:
     @property
     def to_end(self) -> bool:
         """Whether it goes on to the end of the chunk."""
-        return self.offset + self.stop - self.start == len(self.chunk.tokens)
+        return self.offset + self.stop - self.start == self.chunk.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +228,7 @@ def _nearest(tokens: Tokens, border: Border, index: ChunkIndex) -> tuple[Chunk |
     agreed = 0
     if len(rest) >= HEAD_TOKENS:
         for chunk in index.siblings(border.key, rest[:HEAD_TOKENS]):
-            if agreed < min(len(chunk.tokens), len(rest)) and chunk.tokens[agreed] == rest[agreed]:
+            if agreed < min(chunk.length, len(rest)) and chunk.tokens[agreed] == rest[agreed]:
                 shared = common_length(chunk.tokens, rest)
                 if shared > agreed:
                     best, agreed = chunk, shared

@@ -56,15 +56,13 @@ class History:
         """Remember how a prompt begins, and that a chunk is here."""
         self._evicted.pop(chunk.key, None)
         if not chunk.content_only and chunk.parent == chunk.root:
-            remember(self._first_heads, self._first_head(chunk.root, chunk.tokens), chunk.root)
+            head = prefix_key(self._salts.get(chunk.root, b""), chunk.tokens[:HEAD_TOKENS])
+            remember(self._first_heads, head, chunk.root)
 
     def known_under_other_root(self, root: bytes, tokens: Tokens) -> bool:
         """Whether a prompt with this beginning was stored, under the same salt, for the model as it was before."""
-        known = self._first_heads.get(self._first_head(root, tokens))
+        known = self._first_heads.get(prefix_key(self._salts.get(root, b""), tokens[:HEAD_TOKENS]))
         return known is not None and known != root
-
-    def _first_head(self, root: bytes, tokens: Tokens) -> bytes:
-        return prefix_key(self._salts.get(root, b""), tokens[:HEAD_TOKENS])
 
     def note_evicted(self, stored: Stored) -> None:
         """Remember that a record had to make room."""

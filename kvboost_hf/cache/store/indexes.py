@@ -1,5 +1,6 @@
 """How chunks are found by something other than their keys: by their content, and by how stored text went on."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
@@ -7,39 +8,58 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvboost_hf.cache.kv.records import Stored, StoredChunk
-from kvboost_hf.cache.planning.content_index import ContentIndex, NgramIndex
-from kvboost_hf.ngrams import Continued, check_ngrams
+from kvboost_hf.cache.planning.chunks import text_ids
+from kvboost_hf.cache.planning.content_index import ContentIndex
+from kvboost_hf.ngrams import Continued, NgramIndex, check_ngrams
 
 
 class ContentIndexes:
-    """A `ContentIndex` for each root.
+    """A `ContentIndex` for each root, made when somebody asks for it: most prompts are found by their keys alone.
 
     Args:
         lock: Reentrant; whoever changes the indexes holds it.
+        chunks: Gives the chunks of host memory.
     """
 
-    def __init__(self, lock: AbstractContextManager[object]) -> None:
-        self._lock = lock
+    def __init__(self, lock: AbstractContextManager[object], chunks: Callable[[], Iterable[StoredChunk]]) -> None:
+        self._lock, self._chunks = lock, chunks
         self.clear()
 
     def clear(self) -> None:
         """Forget all chunks."""
         self._by_root: dict[bytes, ContentIndex[StoredChunk]] = {}
+        self._counts: Counter[bytes] = Counter()  # chunks of host memory by root
         self._below: dict[bytes, StoredChunk] = {}  # by key, those in lower tiers only
 
     def of(self, root: bytes) -> ContentIndex[StoredChunk]:
         """The chunks under a root; the index follows what comes and goes."""
         with self._lock:
-            return self._by_root.setdefault(root, ContentIndex(self._lock))
+            if root not in self._by_root:
+                index = self._by_root[root] = ContentIndex(self._lock)
+                for chunk in self._chunks() if self._counts[root] else ():
+                    if chunk.root == root:
+                        index.add(chunk)
+            return self._by_root[root]
+
+    def content_only(self, chunk: StoredChunk) -> list[StoredChunk]:
+        """The chunks with the same tokens that are found by their content only."""
+        index = self._by_root.get(chunk.root)  # there is one where there are such chunks
+        return [each for each in index.variants(chunk.tokens) if each.content_only] if index is not None else []
 
     def add(self, chunk: StoredChunk) -> None:
         """Enter a chunk of host memory, in place of its record from a lower tier."""
         self.drop_below([chunk.key])
-        self.of(chunk.root).add(chunk)
+        self._counts[chunk.root] += 1
+        if (index := self._by_root.get(chunk.root)) is not None:
+            index.add(chunk)
+        elif chunk.content_only:
+            self.of(chunk.root)
 
     def remove(self, chunk: StoredChunk) -> None:
         """Take out a chunk of host memory."""
-        self.of(chunk.root).remove(chunk)
+        self._counts[chunk.root] -= 1
+        if (index := self._by_root.get(chunk.root)) is not None:
+            index.remove(chunk)
 
     def add_below(self, found: Iterable[Stored]) -> None:
         """Enter chunks that were found in lower tiers, but for those that are here; takes the lock for each."""
@@ -58,12 +78,14 @@ class ContentIndexes:
                 self.of(chunk.root).remove(chunk)
 
     def check_consistency(self, chunks: Iterable[StoredChunk]) -> None:
-        """Check that just the chunks of host memory, and those below, are indexed, each once.
+        """Check that just the chunks of host memory, and those below, are in the indexes that are made, each once.
 
         Raises:
             AssertionError: if they are not.
         """
-        expected = [*chunks, *self._below.values()]
+        here = list(chunks)
+        assert Counter(chunk.root for chunk in here) == +self._counts, "chunks must be counted by root"
+        expected = [*(chunk for chunk in here if chunk.root in self._by_root), *self._below.values()]
         indexed = [chunk for index in self._by_root.values() for chunk in index.chunks()]
         assert sorted(c.key for c in indexed) == sorted(c.key for c in expected), "indexes must hold all chunks"
         assert set(map(id, indexed)) == set(map(id, expected)), "indexes must hold the stored records"
@@ -97,7 +119,7 @@ class StoredText:
     def add(self, chunk: StoredChunk) -> None:
         """Enter the text of a chunk."""
         if self.is_used:
-            self._index(chunk.root).add(chunk.key, chunk.parent, chunk.tokens)
+            self._index(chunk.root).add(chunk.key, chunk.parent, text_ids(chunk.tokens))
 
     def remove(self, chunk: StoredChunk) -> None:
         """Take out the text of a chunk."""

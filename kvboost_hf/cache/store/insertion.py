@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates
 from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk, StoredStates
-from kvboost_hf.cache.planning.chunks import KEY_BYTES, Tokens, content_only_key, prefix_key, states_key
+from kvboost_hf.cache.planning.chunks import KEY_BYTES, Tokens, content_only_key, packed, prefix_key, states_key
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.store.history import Payback
@@ -80,7 +80,7 @@ class Insertion:
         def holder() -> bytes | None:
             return key if key in self._memory else self._memory.covering(parent, tokens) if unfinished else None
 
-        chunk = StoredChunk(key, root, parent, start, tokens, None, nbytes + tokens.nbytes)
+        chunk = StoredChunk(key, root, parent, start, tokens, None, nbytes + tokens.nbytes, len(tokens))
         return self.take(chunk, copy_kv, holder, pinned)
 
     def put_content(
@@ -124,7 +124,8 @@ class Insertion:
 
         history = parent if parent is not None else os.urandom(KEY_BYTES)
         key = content_only_key(root, history, start, tokens)
-        chunk = StoredChunk(key, root, history, start, tokens, None, nbytes + tokens.nbytes, content_only=True)
+        size, length = nbytes + tokens.nbytes, len(tokens)
+        chunk = StoredChunk(key, root, history, start, tokens, None, size, length, content_only=True)
         return self.take(chunk, copy_kv, holder, pinned)
 
     def put_states(
@@ -169,7 +170,8 @@ class Insertion:
             pinned: Never evict it.
         """
         self._require_open()
-        assert len(offered.tokens) >= HEAD_TOKENS
+        tokens = offered.tokens
+        assert len(tokens) >= HEAD_TOKENS
         with self._lock:
             if (present := self._present(holder, pinned)) is not None:
                 return present
@@ -179,9 +181,11 @@ class Insertion:
             if isinstance(reserved, Put):
                 return reserved
         try:  # without the lock: copies take their time
-            loaded = copy()
-            stored = replace(offered, tokens=offered.tokens.copy(), loaded=loaded)  # type: ignore[arg-type]
-            assert loaded.nbytes + stored.tokens.nbytes == stored.nbytes, "the promised size must be the real one"
+            loaded, above = copy(), self._memory.chunks.get(offered.parent)
+            own = {"ids": packed(tokens)} if isinstance(offered, StoredChunk) else {"tokens": tokens.copy()}
+            parent = above.key if above is not None else offered.parent  # one object for all that continue it
+            stored = replace(offered, parent=parent, loaded=loaded, **own)  # type: ignore[arg-type]
+            assert loaded.nbytes + tokens.nbytes == stored.nbytes, "the promised size must be the real one"
         except BaseException:
             reserved.release()
             raise
@@ -196,7 +200,7 @@ class Insertion:
                 for shorter in self._memory.continued_by(stored):
                     self._replace(shorter, stored)
             if not pinned and not (isinstance(stored, StoredStates) and stored.spare):
-                self._payback.note_stored(len(stored.tokens))
+                self._payback.note_stored(len(tokens))
         return Put.STORED
 
     def _present(self, holder: Callable[[], bytes | None], pinned: bool) -> Put | None:
@@ -232,8 +236,8 @@ class Insertion:
         """Enter a record into host memory, in place of content-only chunks that had no fewer tokens before them."""
         self._memory.insert(stored, reserved, pinned=pinned)
         if isinstance(stored, StoredChunk):
-            for other in self._contents.of(stored.root).variants(stored.tokens):
-                if other is not stored and other.content_only and other.start >= stored.start:
+            for other in self._contents.content_only(stored):
+                if other is not stored and other.start >= stored.start:
                     self._replace(other, stored)
 
     def _replace(self, old: StoredChunk, new: StoredChunk) -> None:

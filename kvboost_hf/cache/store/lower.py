@@ -5,6 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import islice
+from math import inf
 from typing import TypeVar
 
 import numpy as np
@@ -24,6 +26,8 @@ from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
 from kvboost_hf.compat import cache_layers, key_rotation, known_reason
 
 _LISTED_ANEW_AFTER = 10.0  # seconds after which other processes are asked for new content again
+_LISTING_S = 0.5  # seconds that it may take; where it takes longer, they are asked less often
+_LISTED_AT_ONCE = 2_000  # chunks
 
 S = TypeVar("S", bound=Stored)
 K = TypeVar("K")
@@ -143,7 +147,7 @@ class LowerMemory:
     def forget_all(self) -> None:
         """Forget what is known of the tiers, which keep what they have."""
         self._known: OrderedDict[bytes, None] = OrderedDict()  # keys of what is in a lower tier, as far as is known
-        self._listed: dict[bytes, float] = {}  # root -> when the tiers were last asked for all content under it
+        self._listed: dict[bytes, tuple[float, float]] = {}  # root -> when all under it was listed, and for how long
 
     # Looking up
 
@@ -184,14 +188,30 @@ class LowerMemory:
             yield from self.records(root)
 
     def list_content(self, root: bytes) -> None:
-        """Call `on_found` with all chunks under a root: at once the first time, and again from time to time."""
-        listed, now = self._listed.get(root), time.monotonic()
-        if root in self._durable_roots and (listed is None or now - listed >= _LISTED_ANEW_AFTER):
-            self._listed[root] = now
-            if listed is None:
-                self._on_found(self.records(root))
+        """Call `on_found` with all chunks under a root, and again from time to time.
+
+        The first time, a prompt waits for as many as take a moment.
+        """
+        last, now = self._listed.get(root), time.monotonic()
+        if root not in self._durable_roots:
+            return
+        if last is None or now - last[0] >= _LISTED_ANEW_AFTER * max(1.0, last[1] / _LISTING_S):
+            self._listed[root] = inf, 0.0  # under way
+            records = self.records(root)
+            if last is None:
+                self._list_some(root, records, now)
             else:  # a prompt need not wait for it
-                self.tiers.run(lambda: self._on_found(self.records(root)))
+                self.tiers.run(lambda: self._list_some(root, records, now))
+
+    def _list_some(self, root: bytes, records: Iterator[Stored], began: float) -> None:
+        """List some chunks, and let what waits to be written pass before the next ones."""
+        some = list(islice(records, _LISTED_AT_ONCE))
+        self._on_found(some)
+        if len(some) == _LISTED_AT_ONCE:
+            self.tiers.run(lambda: self._list_some(root, records, began))
+        elif root in self._listed:
+            now = time.monotonic()
+            self._listed[root] = now, now - began
 
     def load(self, wanted: Iterable[S], *, check: bool) -> list[S | DamagedBlobError | None]:
         """Read records from the tiers that they were found in.
@@ -221,7 +241,7 @@ class LowerMemory:
             except DamagedBlobError as error:
                 results.append(error)
                 continue
-            nbytes = held.nbytes + stored.tokens.nbytes
+            nbytes = held.nbytes + found.entry.tokens.nbytes
             results.append(replace(stored, loaded=held, nbytes=nbytes))  # type: ignore[arg-type]
         for tier, blobs in times.items():
             tier.took(*blobs)
@@ -354,7 +374,7 @@ def unloaded(found: Found) -> Stored:
         return StoredStates(entry.key, entry.root, entry.parent, entry.tokens, None, 0, found)
     place = (entry.key, entry.root, entry.parent, entry.start, entry.tokens)
     content_only, tier = entry.kind is Kind.CONTENT, found.tier.tier.name
-    return StoredChunk(*place, None, 0, content_only=content_only, found=found, tier=tier)
+    return StoredChunk(*place, None, 0, len(entry.tokens), content_only=content_only, found=found, tier=tier)
 
 
 class TieredView:
@@ -383,7 +403,7 @@ class TieredView:
         below = self._found.get(key)
         if not isinstance(below, StoredChunk) or below.content_only:
             return None
-        return below if np.array_equal(below.tokens, tokens) else None
+        return below if np.array_equal(below.ids, tokens) else None
 
     def siblings(self, parent: bytes, head: Tokens) -> Iterable[Chunk]:
         near = self._memory.siblings(parent, head)

@@ -3,9 +3,11 @@
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
 import numpy as np
 
@@ -20,6 +22,7 @@ _log = logging.getLogger("kvboost_hf")
 
 _SAMPLED = 16  # states among which one to give up is chosen
 _WEIGHT_OF_ENDS = 4  # as often as elsewhere, text goes on from its end
+_SHORT = 7  # bytes of a key, of an int that takes least; a collision brings others, which are compared
 _MAX_SIBLINGS = 256  # chunks with the same head that are compared token by token
 
 
@@ -63,11 +66,12 @@ class HostMemory:
         """Drop all records, pinned ones too; reservations that are under way lapse."""
         self.chunks: dict[bytes, StoredChunk] = {}
         self.states: dict[bytes, StoredStates] = {}
-        self._chunks_by_head: dict[bytes, dict[bytes, None]] = {}  # key of parent and head -> keys, oldest first
-        self._states_by_head: dict[bytes, dict[bytes, None]] = {}
-        self.order = EvictionOrder()
+        self._chunks_by_head: ByHead = {}
+        self._states_by_head: ByHead = {}
+        self.order = EvictionOrder(partial(_name_of, self.chunks))
         self._holders: dict[bytes, set[bytes]] = {}  # of pinned records, by key
-        self._state_keys = Bag()
+        self._state_places: dict[bytes, int] = {}
+        self._state_keys: Bag[bytes] = Bag([], self._state_places)
         self._state_bytes = 0
         self._stored = self._reserved = 0  # bytes
         self.generation += 1
@@ -100,23 +104,27 @@ class HostMemory:
         """The chunk under prefix key `key`, if its tokens are `tokens`."""
         with self._lock:
             chunk = self.chunks.get(key)
-        if chunk is None or chunk.content_only or not np.array_equal(chunk.tokens, tokens):
+        if chunk is None or chunk.content_only:
             return None
-        return chunk
+        ids = np.frombuffer(chunk.ids, dtype=np.int32) if isinstance(chunk.ids, bytes) else chunk.ids
+        return chunk if np.array_equal(ids, tokens) else None
 
     def siblings(self, parent: bytes, head: Tokens) -> list[StoredChunk]:
         """Chunks that continue `parent` and start with the tokens `head`, newest first."""
+        found: list[StoredChunk] = []
         with self._lock:
-            keys = list(self._chunks_by_head.get(prefix_key(parent, head), ()))[-_MAX_SIBLINGS:]
-            chunks = [self.chunks[key] for key in reversed(keys)]
-        wanted = head.tobytes()
-        return [chunk for chunk in chunks if chunk.tokens[: len(head)].tobytes() == wanted]
+            for key in _newest(self._chunks_by_head, parent, head):
+                chunk = self.chunks[key]
+                ids = np.frombuffer(chunk.ids, dtype=np.int32) if isinstance(chunk.ids, bytes) else chunk.ids
+                if chunk.parent == parent and np.array_equal(ids[: len(head)], head):
+                    found.append(chunk)
+        return found
 
     def states_after(self, parent: bytes, head: Tokens) -> list[StoredStates]:
         """States saved in the chunk after `parent`, or at its end, that starts with `head`; newest first."""
         with self._lock:
-            keys = list(self._states_by_head.get(prefix_key(parent, head), ()))[-_MAX_SIBLINGS:]
-            return [self.states[key] for key in reversed(keys)]
+            found = [self.states[key] for key in _newest(self._states_by_head, parent, head)]
+        return [each for each in found if each.parent == parent]
 
     def covering(self, parent: bytes, tokens: Tokens) -> bytes | None:
         """The key of a chunk that continues `parent` and starts with all of `tokens`."""
@@ -157,11 +165,12 @@ class HostMemory:
 
     def continued_by(self, chunk: StoredChunk) -> list[StoredChunk]:
         """The unfinished chunks that `chunk` continues: it holds all that they hold."""
+        own = chunk.tokens
         return [
             sibling
-            for sibling in self.siblings(chunk.parent, chunk.tokens[:HEAD_TOKENS])
-            if len(sibling.tokens) < len(chunk.tokens)
-            and common_length(sibling.tokens, chunk.tokens) == len(sibling.tokens)
+            for sibling in self.siblings(chunk.parent, own[:HEAD_TOKENS])
+            if sibling.length < chunk.length
+            and common_length(sibling.tokens, own) == sibling.length
             and self.order.is_leaf(sibling.key)
         ]
 
@@ -268,17 +277,19 @@ class HostMemory:
         above = stored.parent if stored.parent in self.chunks else None
         if isinstance(stored, StoredStates):
             self.states[stored.key] = stored
-            self._state_keys.put(stored.key, True)
+            self._state_keys.add(stored.key)
             self._state_bytes += stored.nbytes
             self.order.add(stored.key, above, pinned=pinned)
         else:
             self.chunks[stored.key] = stored
-            # Computed again behind something else it has another key, and is as popular as before.
-            name = content_only_key(stored.root, b"", 0, stored.tokens)
-            self.order.add(stored.key, above if not stored.content_only else None, name=name, pinned=pinned)
+            self.order.add(stored.key, above if not stored.content_only else None, pinned=pinned)
         if (place := self._place(stored)) is not None:
             by_head, head = place
-            by_head.setdefault(head, {})[stored.key] = None
+            there = by_head.setdefault(head, stored.key)
+            if isinstance(there, dict):
+                there[stored.key] = None
+            elif there is not stored.key:
+                by_head[head] = {there: None, stored.key: None}
         if isinstance(stored, StoredChunk):
             for tell in self._on_insert:
                 tell(stored)
@@ -354,7 +365,8 @@ class HostMemory:
         gone: Stored
         if key in self.states:
             gone = self.states.pop(key)
-            self._state_keys.put(key, False)
+            self._state_keys.remove(key)
+            del self._state_places[key]
             self._state_bytes -= gone.nbytes
         else:
             gone = self.chunks.pop(key)
@@ -362,20 +374,21 @@ class HostMemory:
         self._stored -= gone.nbytes
         if (place := self._place(gone)) is not None:
             by_head, head = place
-            del by_head[head][key]
-            if not by_head[head]:
+            if isinstance(there := by_head[head], dict):
+                del there[key]
+            if not there or there == key:
                 del by_head[head]
         if isinstance(gone, StoredChunk):
             for tell in self._on_remove:
                 tell(gone)
         return gone
 
-    def _place(self, stored: Stored) -> tuple[dict[bytes, dict[bytes, None]], bytes] | None:
+    def _place(self, stored: Stored) -> "tuple[ByHead, int] | None":
         """The index that a record is in, and its key there; None if it is found by its content only."""
         if isinstance(stored, StoredChunk) and stored.content_only:
             return None
         by_head = self._states_by_head if isinstance(stored, StoredStates) else self._chunks_by_head
-        return by_head, prefix_key(stored.parent, stored.tokens[:HEAD_TOKENS])
+        return by_head, int.from_bytes(prefix_key(stored.parent, stored.tokens[:HEAD_TOKENS])[:_SHORT])
 
     def check_consistency(self, *, complete: bool) -> None:
         """Check bytes, keys, parents and indexes against the records.
@@ -411,9 +424,28 @@ class HostMemory:
         assert sorted(indexed) == sorted(placed), "indexes must hold the records that are found by prefix key"
 
 
-def _indexed(by_head: dict[bytes, dict[bytes, None]]) -> Iterator[tuple[bytes, bytes]]:
+# Keys of the records that begin alike behind the same parent, by a short form of the key of both: the oldest first, or
+# the one that there is. Half a dict for each would take more than all else that is known of a chunk.
+ByHead = dict[int, bytes | dict[bytes, None]]
+
+
+def _newest(by_head: ByHead, parent: bytes, head: Tokens) -> list[bytes]:
+    """Keys of the records that begin alike, and of a collision, newest first; not more than are compared."""
+    found = by_head.get(int.from_bytes(prefix_key(parent, head)[:_SHORT]))
+    if not isinstance(found, dict):
+        return [found] if found is not None else []
+    return list(islice(reversed(found), _MAX_SIBLINGS))
+
+
+def _indexed(by_head: ByHead) -> Iterator[tuple[int, bytes]]:
     for head, keys in by_head.items():
-        yield from ((head, key) for key in keys)
+        yield from ((head, key) for key in (keys if isinstance(keys, dict) else (keys,)))
+
+
+def _name_of(chunks: Mapping[bytes, StoredChunk], key: bytes) -> bytes:
+    """The name of a record: computed again behind something else a chunk has another key, and is as popular."""
+    chunk = chunks.get(key)
+    return content_only_key(chunk.root, b"", 0, chunk.tokens) if chunk is not None else key
 
 
 @dataclass(frozen=True, slots=True, eq=False)

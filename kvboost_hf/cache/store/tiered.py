@@ -80,7 +80,7 @@ class TieredRecords:
         self._chunker = chunker
         self.lock = forks.rlock(torn=self._forget_after_fork)
         self.payback, self.history = payback, History()
-        self.contents = ContentIndexes(self.lock)
+        self.contents = ContentIndexes(self.lock, lambda: memory.chunks.values())
         self.text = StoredText(self.history.salt_of)
         self._watchers: list[Callable[[Iterable[bytes] | None], None]] = []
         self.lower = LowerMemory(tiers, model_name, reader, self.lock, self.contents.add_below, self._watchers)
@@ -94,6 +94,7 @@ class TieredRecords:
             on_remove=(self.contents.remove, self.text.remove),
             on_evict=(self.history.note_evicted, self.lower.keep_evicted),
         )
+        memory = weakref.proxy(self.memory)  # which tells the indexes what it takes, and is freed with the store
         self.is_open = True
         self._unsettled: weakref.WeakSet[Unsettled] = weakref.WeakSet()
         self._hearing, self._inbox = forks.lock(), deque[dict[str, Any]](maxlen=_MAX_INBOX)
@@ -175,7 +176,8 @@ class TieredRecords:
 
         Chunks that other processes have stored in lower tiers appear within seconds.
         """
-        self.lower.list_content(root)
+        if self._has_lower:
+            self.lower.list_content(root)
         return self.contents.of(root)
 
     def worth(self, plan: RowPlan) -> RowPlan:
@@ -259,7 +261,7 @@ class TieredRecords:
             self.counts["hits"] += len(chunks)
             self.counts["misses"] += missed
             if chunks and self.payback.pays_for is not None:
-                self.payback.note_served(sum(len(chunk.tokens) for chunk in chunks))
+                self.payback.note_served(sum(chunk.length for chunk in chunks))
         if self._has_lower and (durable := [each.key for each in used if self.lower.keeps(each.root)]):
             self.lower.tiers.touch(durable)
 
@@ -511,7 +513,7 @@ class TieredRecords:
                 "pinned_chunks": len(memory.pinned_keys()),
                 "content_only": sum(chunk.content_only for chunk in chunks),
                 "states": len(memory.states),
-                "tokens": sum(len(chunk.tokens) for chunk in chunks),
+                "tokens": sum(chunk.length for chunk in chunks),
                 "ngram_bytes": self.text.nbytes,
                 **self.counts,
                 "evictions": memory.evictions,

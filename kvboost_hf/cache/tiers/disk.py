@@ -14,27 +14,30 @@ if sys.platform == "win32":
 
 import logging
 import os
-import shlex
 import sqlite3
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from threading import Thread, current_thread
 from typing import Any
 from uuid import uuid4
+from weakref import ref
 
 from kvboost_hf.cache.tiers import disk_index as index
 from kvboost_hf.cache.tiers.base import Entry, Failures, Heard
-from kvboost_hf.cache.tiers.disk_files import BlobFiles, NoticeFile, in_flight, is_dead
+from kvboost_hf.cache.tiers.disk_files import BlobFiles, NoticeFile, in_flight, is_dead, is_writable
+from kvboost_hf.cache.tiers.disk_files import holds_blobs as holds_blobs
 from kvboost_hf.cache.tiers.disk_index import DiskIndex
 from kvboost_hf.cache.tiers.record import read_entry
 
 _log = logging.getLogger(__name__)
 _AT_ONCE = 500  # keys in one query, rows in one page, files removed in one transaction
 _MAX_ALIKE = 256
-_INDEX, _BLOBS, _NOTICES = "index.sqlite3", "blobs", "notices"
+_MANY = 4096  # files, beyond which an open tier settles in a thread
+_BLOBS, _NOTICES = "blobs", "notices"
 
 
 class DiskTier:
@@ -69,17 +72,23 @@ class DiskTier:
             raise ValueError("`path` must name a folder, got an empty text. Pass '.' for the current folder.")
         folder = Path(path).expanduser().absolute()
         self.name, self.location, self.max_bytes = name, str(folder), max_bytes
-        read_only = not _is_writable(folder)
+        read_only = not is_writable(folder)
         self._read_entry = read_entry
         self._evictions = 0
         self._sizes: dict[bytes, int] = {}  # of the blobs that were looked up last: they are read next
         self._failures = Failures(_log, f"Disk tier {folder}", (OSError, sqlite3.Error))
         self._files = BlobFiles(folder / _BLOBS)
         self._notices = NoticeFile(folder / _NOTICES)
-        self._index = DiskIndex(folder, self._adopt_all, read_only=read_only)
+        self._settling: Thread | None = None
+        self._unknown_bytes: int | None = None  # of blobs that a partial index lacks; None until they are counted
+        self._index = DiskIndex(folder, self._refill, read_only=read_only)
         with self._failures.caught("open"):
             if read_only:
                 _log.warning("Disk tier %s cannot be written to: it is only read.", folder)
+            elif self._are_many:
+                with self._index.transaction() as db:
+                    self._make_room(db, 0)
+                self._settle_later()
             else:
                 self._settle()
 
@@ -92,6 +101,9 @@ class DiskTier:
                 for some in _batches(keys):
                     where = f"key IN ({', '.join('?' * len(some))})"
                     found |= {entry.key: entry for _, entry in index.entries(db, where, some)}
+                is_partial = len(found) < len(keys) and index.is_partial(db)
+            if is_partial and not self._index.read_only:
+                found |= self._take_in([key for key in keys if key not in found])
         except self._failures.kinds as error:
             self._failures.note("look up", error)
         self._sizes = {key: entry.nbytes for key, entry in found.items()}
@@ -105,6 +117,9 @@ class DiskTier:
         return [entry for _, entry in sorted(found, key=lambda numbered: -numbered[0])]
 
     def entries(self, root: bytes | None = None) -> Iterator[Entry]:
+        """All that is kept, as far as it is known, or all that is kept under one root."""
+        if root is not None:
+            self._wait_until_whole()
         where, values = ("", ()) if root is None else ("root = ? AND ", (root,))
         last: int | None = 0
         while last is not None:
@@ -199,6 +214,8 @@ class DiskTier:
             self._settle_dead(db)
             short = index.charged(db) + needed - self.max_bytes
         victims = []
+        if index.is_partial(db):  # nothing is given up for what nobody has counted yet
+            return self._unknown_bytes is not None and short + self._unknown_bytes <= 0
         for key, charge in index.to_give_up(db) if needed <= self.max_bytes else ():
             if short <= 0 or key == keep:
                 break
@@ -223,8 +240,9 @@ class DiskTier:
         done = 0
         for some in () if self._index.read_only else batches:
             with self._failures.caught("delete"), self._index.transaction() as db:
-                for key, token in index.tokens(db, f"key IN ({', '.join('?' * len(some))})", some):
-                    self._remove(db, key, token)
+                known = dict(index.tokens(db, f"key IN ({', '.join('?' * len(some))})", some))
+                for key in some if index.is_partial(db) else known:
+                    self._remove(db, key, known.get(key))
                 done += 1
         return done == len(batches)
 
@@ -245,6 +263,7 @@ class DiskTier:
 
     def clear(self, model: bytes) -> None:
         if not self._index.read_only:
+            self._wait_until_whole()
             with self._failures.caught("clear"):
                 while self._clear_some(model):
                     pass
@@ -258,6 +277,8 @@ class DiskTier:
 
     def close(self) -> None:
         self._index.close()
+        if self._settling is not None and self._settling is not current_thread():
+            self._settling.join()
 
     def _remove(self, db: sqlite3.Connection, key: bytes, token: str | None) -> None:
         if token is not None:
@@ -274,27 +295,70 @@ class DiskTier:
 
     # What others left behind
 
-    def _settle(self) -> None:
-        """Put right what does not agree, after others were killed; takes the lock only if there is something."""
-        files = set(self._files.names())
-        with self._index.connected() as db:
-            known = set(index.tokens(db, "TRUE", ()))
-            too_much = index.charged(db) > self.max_bytes
-        lost = {key for key, token in known - files if token is None}
-        unknown = files - known
-        if not (lost or unknown or too_much or any(token for _, token in known)):
+    def _refill(self, db: sqlite3.Connection) -> None:
+        """Take all blobs into a new index: at once, or, where there are many, soon; whoever is writing one fails."""
+        if self._are_many:
+            self._unknown_bytes = None
+            index.note_partial(db, partial=True)
+            self._settle_later()
             return
+        for key, token in self._files.names():
+            if token is not None:
+                self._files.remove_unfinished(key, token)
+        for some in _batches(self._in_order(key for key, token in self._files.names() if token is None)):
+            self._add(db, self._read_entries(some))
+        self._make_room(db, 0)
+
+    @property
+    def _are_many(self) -> bool:
+        """Whether there are so many files that nobody is to wait until all were looked at."""
+        return next(islice(self._files.names(), _MANY, None), None) is not None
+
+    def _settle_later(self) -> None:
+        """Have a thread put right what does not agree. Until then a blob without a row is found by its name."""
+        if self._settling is None or not self._settling.is_alive():
+            self._settling = Thread(target=_settle, args=(ref(self),), name="kvboost_hf-disk", daemon=True)
+            self._settling.start()
+
+    def _settle(self) -> None:
+        """Put right what does not agree, after others were killed; locks only if there is something, and not for long.
+
+        Blobs are taken in in the order in which they were written, some in each transaction: whoever is killed
+        meanwhile, or opens the folder, goes on from there.
+        """
+        lost, unfinished, unknown = list[bytes](), list[tuple[bytes, str]](), list[bytes]()
+        is_writing = False
+        for first in range(256):
+            files = set(self._files.names(first))
+            with self._index.connected() as db:
+                known = set(index.tokens(db, "key >= ? AND key < ?", (bytes([first]), bytes([first]) + b"\xff" * 20)))
+            lost += [key for key, token in known - files if token is None]
+            unfinished += [(key, token) for key, token in files - known if token is not None]
+            unknown += [key for key, token in files - known if token is None]
+            is_writing |= any(token is not None for _, token in known)
+        with self._index.connected() as db:
+            too_much, is_partial = index.charged(db) > self.max_bytes, index.is_partial(db)
+        if not (lost or unfinished or unknown or is_writing or too_much or is_partial):
+            return
+        ordered = self._in_order(unknown)
+        most = {key: nbytes + index.most_of_row(nbytes) for key, nbytes in ordered.items()}
+        self._unknown_bytes = sum(most.values())
         with self._index.transaction() as db:
             self._settle_dead(db)
             for key in lost:
                 if self._files.status(key) is None and index.size(db, key) is not None:
                     index.remove(db, key)
-            for key, token in unknown:
-                if token is not None and (key, token) not in index.tokens(db, "key = ?", (key,)):
+            for key, token in unfinished:
+                if (key, token) not in index.tokens(db, "key = ?", (key,)):
                     self._files.remove_unfinished(key, token)
-            self._adopt(
-                db, [key for key, token in unknown if token is None and not index.tokens(db, "key = ?", (key,))]
-            )
+        for some in _batches(ordered):
+            entries = self._read_entries(some)
+            with self._index.transaction() as db:
+                self._add(db, entries)
+            self._unknown_bytes -= sum(most[key] for key in some)
+        self._unknown_bytes = None
+        with self._index.transaction() as db:
+            index.note_partial(db, partial=False)
             self._make_room(db, 0)
 
     def _settle_dead(self, db: sqlite3.Connection, only: bytes | None = None) -> None:
@@ -308,96 +372,64 @@ class DiskTier:
                 else:
                     self._remove(db, key, writer[0])
 
-    def _adopt_all(self, db: sqlite3.Connection) -> None:
-        """Take in all blobs, for a new index; whoever is writing one fails."""
-        for key, token in self._files.names():
-            if token is not None:
-                self._files.remove_unfinished(key, token)
-        self._adopt(db, [key for key, token in self._files.names() if token is None])
-        self._make_room(db, 0)
-
-    def _adopt(self, db: sqlite3.Connection, keys: Iterable[bytes]) -> None:
-        """Take in blobs that have no row, in the order in which they were written."""
+    def _in_order(self, keys: Iterable[bytes]) -> dict[bytes, int]:
+        """Bytes of the blobs that are there, those first that were written first."""
         found = [(status.st_mtime_ns, key, status.st_size) for key in keys if (status := self._files.status(key))]
-        for written, key, nbytes in sorted(found):
-            entry = None
+        return {key: nbytes for _, key, nbytes in sorted(found)}
+
+    def _read_entries(self, keys: Iterable[bytes]) -> list[tuple[int, Entry, int]]:
+        """When it was written, what it is found by, and bytes, of each blob; what is no blob is removed."""
+        found = []
+        for key in keys:
             with self._failures.caught("take in"):
-                blob = self._files.read(key, nbytes)
-                if blob is None:
+                status = self._files.status(key)
+                blob = self._files.read(key, status.st_size) if status is not None else None
+                if status is None or blob is None:
                     continue
+                entry = None
                 with suppress(ValueError):
                     entry = self._read_entry(blob)
                 if entry is None or entry.key != key:
                     self._files.remove(key)
-                    continue
-            if entry is not None:
+                else:
+                    found.append((status.st_mtime_ns, entry, status.st_size))
+        return found
+
+    def _add(self, db: sqlite3.Connection, entries: Iterable[tuple[int, Entry, int]]) -> None:
+        """Add rows of blobs that have none."""
+        for written, entry, nbytes in entries:
+            if not index.tokens(db, "key = ?", (entry.key,)) and self._files.status(entry.key) is not None:
                 index.add(db, entry, nbytes, min(written, time.time_ns()))
 
+    def _take_in(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+        """Take in those blobs now, by their names, that a partial index does not have yet."""
+        self._settle_later()
+        entries = self._read_entries(keys)
+        with self._index.transaction() as db:
+            self._add(db, entries)
+        return {entry.key: replace(entry, nbytes=nbytes) for _, entry, nbytes in entries}
 
-def _is_writable(folder: Path) -> bool:
-    """Make the folder if it is missing; tells whether it can be written to.
+    def _wait_until_whole(self) -> None:
+        """Wait until the index has all blobs: what is listed to be deleted must not leave any out."""
+        with self._failures.caught("settle"):
+            with self._index.connected() as db:
+                is_partial = index.is_partial(db)
+            if is_partial and not self._index.read_only:
+                self._settle_later()
+                if self._settling is not None and self._settling is not current_thread():
+                    self._settling.join()
 
-    Raises:
-        ValueError: if it cannot be made, can neither be written to nor be read, or is open to others.
-    """
+
+def _settle(tier: "ref[DiskTier]") -> None:
+    """What the thread does."""
+    held = tier()
+    if held is None:
+        return
     try:
-        if not folder.is_dir():
-            folder.mkdir(0o700, parents=True)
-            folder.chmod(0o700)
-    except OSError as error:
-        raise ValueError(
-            f"`path` must be a folder, or one that can be made, got {str(folder)!r} ({error.strerror}). "
-            "Pass another one, or change who may write there."
-        ) from error
-    _require_own(folder)
-    index, blobs = folder / _INDEX, folder / _BLOBS
-    for place, rights in ((folder, os.R_OK | os.X_OK), (blobs, os.R_OK | os.X_OK), (index, os.R_OK)):
-        if os.path.exists(place) and not os.access(place, rights):
-            raise ValueError(
-                f"`path` must be a folder whose files this user ({os.geteuid()}) can read, got {str(folder)!r}, where "
-                f"{str(place)!r} cannot be read. Pass another one, or change who may read it."
-            )
-    if os.access(folder, os.W_OK) and (not index.exists() or os.access(index, os.W_OK)):
-        return True
-    if not index.is_file():
-        raise ValueError(
-            f"`path` must be a folder that can be written to, or one that holds blobs, got {str(folder)!r}. "
-            "Pass another one, or change who may write there."
-        )
-    return False
-
-
-def holds_blobs(folder: str | os.PathLike[str]) -> bool:
-    """Whether a disk tier was ever in a folder, as far as this user can tell."""
-    return any(os.path.lexists(os.path.join(folder, name)) for name in (_INDEX, _BLOBS)) or not os.access(
-        folder, os.X_OK
-    )
-
-
-def _require_own(folder: Path) -> None:
-    """Refuse a folder that others than this user, and root, may put blobs into; a group is only warned of.
-
-    Raises:
-        ValueError: if they may.
-    """
-    status, user = folder.stat(), os.geteuid()
-    if user != 0 and status.st_uid not in (user, 0):
-        raise ValueError(
-            f"`path` must be a folder of the user who runs this ({user}), got {str(folder)!r}, which belongs to user "
-            f"{status.st_uid}: whoever writes there decides what a model reads. Pass another one, or change its owner."
-        )
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & stat.S_IWOTH:
-        raise ValueError(
-            f"`path` must be a folder that not everybody may write to, got {str(folder)!r} with mode {mode:04o}: "
-            f"whoever writes there decides what a model reads. Run `chmod 700 {shlex.quote(str(folder))}`."
-        )
-    if mode & stat.S_IWGRP:
-        _log.warning(
-            "Disk tier %s may be written to by its group (mode %04o), which can decide what a model reads.",
-            folder,
-            mode,
-        )
+        held._settle()
+    except held._failures.kinds as error:
+        if not held._index.is_closed:  # else the next one that opens the folder goes on
+            held._failures.note("settle", error)
 
 
 def _batches(keys: Iterable[bytes]) -> Iterator[list[bytes]]:

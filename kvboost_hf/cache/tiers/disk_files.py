@@ -7,8 +7,10 @@ Whether a process will ever finish the file that it writes is told by its signat
 
 import errno
 import fcntl
+import logging
 import os
 import re
+import shlex
 import stat
 import time
 import zlib
@@ -23,6 +25,9 @@ from weakref import WeakSet
 
 from kvboost_hf.cache.tiers.base import Heard
 
+_log = logging.getLogger(__name__)
+
+_INDEX, _BLOBS = "index.sqlite3", "blobs"  # what is in the folder of a tier
 _SUFFIX, _UNFINISHED = ".safetensors", ".tmp"
 _NAME = re.compile(rf"([0-9a-f]{{40}})(?:\{_SUFFIX}|\.([0-9a-f]{{32}})\{_UNFINISHED})")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -118,9 +123,13 @@ class BlobFiles:
             at += count
         return memoryview(copied)
 
-    def names(self) -> Iterator[tuple[bytes, str | None]]:
-        """The keys of all files, each with its token if it is being written; other files are passed over."""
-        for folder in _scan(self._folder):
+    def names(self, first: int | None = None) -> Iterator[tuple[bytes, str | None]]:
+        """The keys of all files, each with its token if it is being written; other files are passed over.
+
+        Args:
+            first: The first byte of the keys; None for all.
+        """
+        for folder in _scan(self._folder) if first is None else (f"{first:02x}",):
             for name in _scan(os.path.join(self._folder, folder)):
                 found = _NAME.fullmatch(name)
                 if found is not None and name[:2] == folder:
@@ -304,3 +313,69 @@ class NoticeFile:
 
 def _header(lineage: bytes, base: int) -> bytes:
     return b"kvboost_hf notices 1 %s %020d\n" % (lineage, base)
+
+
+def is_writable(folder: Path) -> bool:
+    """Make the folder if it is missing; tells whether it can be written to.
+
+    Raises:
+        ValueError: if it cannot be made, can neither be written to nor be read, or is open to others.
+    """
+    try:
+        if not folder.is_dir():
+            folder.mkdir(0o700, parents=True)
+            folder.chmod(0o700)
+    except OSError as error:
+        raise ValueError(
+            f"`path` must be a folder, or one that can be made, got {str(folder)!r} ({error.strerror}). "
+            "Pass another one, or change who may write there."
+        ) from error
+    _require_own(folder)
+    index, blobs = folder / _INDEX, folder / _BLOBS
+    for place, rights in ((folder, os.R_OK | os.X_OK), (blobs, os.R_OK | os.X_OK), (index, os.R_OK)):
+        if os.path.exists(place) and not os.access(place, rights):
+            raise ValueError(
+                f"`path` must be a folder whose files this user ({os.geteuid()}) can read, got {str(folder)!r}, where "
+                f"{str(place)!r} cannot be read. Pass another one, or change who may read it."
+            )
+    if os.access(folder, os.W_OK) and (not index.exists() or os.access(index, os.W_OK)):
+        return True
+    if not index.is_file():
+        raise ValueError(
+            f"`path` must be a folder that can be written to, or one that holds blobs, got {str(folder)!r}. "
+            "Pass another one, or change who may write there."
+        )
+    return False
+
+
+def holds_blobs(folder: str | os.PathLike[str]) -> bool:
+    """Whether a disk tier was ever in a folder, as far as this user can tell."""
+    return any(os.path.lexists(os.path.join(folder, name)) for name in (_INDEX, _BLOBS)) or not os.access(
+        folder, os.X_OK
+    )
+
+
+def _require_own(folder: Path) -> None:
+    """Refuse a folder that others than this user, and root, may put blobs into; a group is only warned of.
+
+    Raises:
+        ValueError: if they may.
+    """
+    status, user = folder.stat(), os.geteuid()
+    if user != 0 and status.st_uid not in (user, 0):
+        raise ValueError(
+            f"`path` must be a folder of the user who runs this ({user}), got {str(folder)!r}, which belongs to user "
+            f"{status.st_uid}: whoever writes there decides what a model reads. Pass another one, or change its owner."
+        )
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & stat.S_IWOTH:
+        raise ValueError(
+            f"`path` must be a folder that not everybody may write to, got {str(folder)!r} with mode {mode:04o}: "
+            f"whoever writes there decides what a model reads. Run `chmod 700 {shlex.quote(str(folder))}`."
+        )
+    if mode & stat.S_IWGRP:
+        _log.warning(
+            "Disk tier %s may be written to by its group (mode %04o), which can decide what a model reads.",
+            folder,
+            mode,
+        )

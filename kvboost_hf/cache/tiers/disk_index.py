@@ -67,7 +67,9 @@ _COLUMNS = "key, kind, model, root, parent, head, start, tokens, nbytes"
 _ENTRY_TYPES = (int, bytes, str, bytes, bytes, bytes, bytes, int, bytes, int)
 _MAX_COUNT = 2**62  # SQLite takes twice as much, and uses are counted on from it
 _ROW_BYTES = 512  # of a row and its places in the indexes, tokens not counted
+_MOST_TOKEN_BYTES = 2**16  # of a chunk
 _SAME_USE_NS = 600 * 10**9
+_PARTIAL = 0x4B56  # a mark of an index that does not have all blobs yet
 
 
 class DiskIndex:
@@ -75,7 +77,8 @@ class DiskIndex:
 
     Args:
         folder: Where to; it exists.
-        refill: Called with the connection, in a transaction, when the index is new: adds what is there.
+        refill: Called with the connection, in a transaction, when the index is new: adds what is there, or notes that
+            it is partial.
         read_only: Never write.
     """
 
@@ -287,9 +290,24 @@ def _is_damage(error: sqlite3.DatabaseError) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
+def is_partial(db: sqlite3.Connection) -> bool:
+    """Whether blobs may be there without a row, since the index was lost and is being made anew."""
+    return bool(db.execute("PRAGMA application_id").fetchone()[0] == _PARTIAL)
+
+
+def note_partial(db: sqlite3.Connection, *, partial: bool) -> None:
+    """Note that blobs may be there without a row, or that none are any more; other releases look at all files."""
+    db.execute(f"PRAGMA application_id={_PARTIAL if partial else 0}")
+
+
 def charge(entry: Entry, nbytes: int) -> int:
     """Bytes that a blob takes of the budget: its own, and those of its row."""
     return nbytes + entry.tokens.nbytes + _ROW_BYTES
+
+
+def most_of_row(nbytes: int) -> int:
+    """Bytes of the budget that the row of a blob of so many bytes takes at most: the tokens are in the blob, too."""
+    return _ROW_BYTES + min(nbytes, _MOST_TOKEN_BYTES)
 
 
 def charged(db: sqlite3.Connection) -> int:
