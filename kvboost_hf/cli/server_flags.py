@@ -205,8 +205,7 @@ def _add_reuse(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=_POLICY.progressive,
         help="go on with the repair before the second token until K/V is exact, or never (default: along with later "
-        "tokens, as far as that is nearly free, and in idle moments, where moved text has a seam every 1,024 tokens "
-        "or more often); trees of drafts, and requests that read K/V in place, leave it to idle moments",
+        "tokens and in idle moments, where moved text has many seams)",
     )
     group.add_argument(
         "--sink-tokens",
@@ -245,11 +244,9 @@ def _add_drafts(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--speculative",
         metavar="KIND",
-        help="'mtp' drafts with multi-token-prediction layers of the checkpoint, 'eagle:NAME' and 'dflash:NAME' with "
-        "heads that were trained for it; 'lookup' drafts text that repeats, of the prompt and of what the client "
-        "has sent before, for all requests, and the others for one that runs alone; "
-        "'draft:NAME' is --speculative-draft-model NAME; 'auto' drafts with that model if there is one, else 'mtp' or "
-        "'lookup' (default: none, or the draft model)",
+        help="'mtp' (layers of the checkpoint), 'eagle:NAME' and 'dflash:NAME' (heads that were trained for it), "
+        "'draft:NAME' (a model) draft for a request that runs alone, 'lookup' (text that repeats) for all; 'auto' "
+        "takes the draft model if there is one, else 'mtp' or 'lookup' (default: none, or the draft model)",
     )
     group.add_argument("--speculative-draft-model", metavar="NAME", help="a hub name or a folder (default: none)")
     group.add_argument(

@@ -72,8 +72,8 @@ class ServerSettings:
         operator_keys: Any of these opens all routes, too, and they alone `/v1/stats` and `/metrics`. Without one these
             figures are for whoever has the only API key, and closed where there are several.
         salt: Separates prompts of this server from those of others who share a tier with it.
-        allowed_hosts: Names in the header `Host` that are taken besides localhost and the address itself; `"*"` takes
-            all. Empty takes all where there are API keys, and no other where there are none.
+        allowed_hosts: Names of the server in requests, besides localhost and its address; `"*"` for any. With API
+            keys none is needed.
         tls: Certificate and key for HTTPS; None for plain HTTP.
         cors_origins: Web pages from these origins may call the server; `"*"` for all.
         max_batch_size: Requests that run at once.
