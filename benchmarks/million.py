@@ -126,7 +126,7 @@ def plan_ms(store: ChunkStore, stored: int) -> dict[str, float]:
         for name, prompt in (("cold", cold), ("hit", hit)):
             border = Border(0, root)
             found[f"{name} {tokens}"] = least_ms(
-                lambda prompt=prompt, border=border: plan_row(  # type: ignore[misc]
+                lambda prompt=prompt, border=border: plan_row(
                     prompt, 0, border, len(prompt) - 1, store.chunker, store.view(root, prompt, border)
                 )
             )
@@ -143,7 +143,7 @@ def moved_ms(store: ChunkStore, stored: int) -> dict[str, float]:
         index = store.moved_index(root)
         for name, prompt in (("moved, cold", words(10**7 + 2, tokens)), ("moved", moved)):
             found[f"{name} {tokens}"] = least_ms(
-                lambda prompt=prompt, index=index: find_moved(prompt, 16, len(prompt), index)  # type: ignore[misc]
+                lambda prompt=prompt, index=index: find_moved(prompt, 16, len(prompt), index)
             )
     return found
 

@@ -105,7 +105,7 @@ def routed(trace: Trace, replicas: int, repeats: int) -> Result:
             router.learn(news)
         return time.process_time() - begin
 
-    events = sum(len(news.keys) for news in rounds for news in news)
+    events = sum(len(each.keys) for news in rounds for each in news)
     return {
         "replicas": replicas,
         "pieces": sum(map(len, prompts)) / len(prompts),

@@ -43,7 +43,7 @@ class Front:
     def __init__(self, *given: Any) -> None:
         from kvboost_hf.server import ray_app, routing
 
-        routing.PrefixRouter.learn = lambda self, round: None  # type: ignore[method-assign]
+        routing.PrefixRouter.learn = lambda self, round: None
         self._front = ray_app.Front(*given)
 
     async def __call__(self, request: Any) -> Any:
@@ -137,7 +137,7 @@ def arm(name: str, replicas: int, fronts: int, requests: int, ram: str, document
         kept = EngineSettings(chunk_size=16, tiers=[f"ram:{ram}"])
         settings = ServerSettings(model_name="reader", port=port)
         if name == "text":
-            ray_app.Front = Front  # type: ignore[assignment, misc]
+            ray_app.Front = Front  # type: ignore[assignment]
         application = ray_app.build(load_embedded, settings, kept, replicas=replicas, fronts=fronts)
         serve.run(application, route_prefix=None)
         clients = [Sessions(f"http://127.0.0.1:{port}", documents, seed) for seed in range(2 * replicas)]
@@ -150,7 +150,7 @@ def arm(name: str, replicas: int, fronts: int, requests: int, ram: str, document
             print(name, told, json.dumps(rows[told]), file=sys.stderr, flush=True)
         return {"routing": name, "phases": rows}
     finally:
-        ray_app.Front = heard  # type: ignore[misc]
+        ray_app.Front = heard
         serve.shutdown()
         ray.shutdown()
 

@@ -25,7 +25,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from kvboost_hf import lookup_assistant
 from kvboost_hf.assets.texts import prose, source
 from kvboost_hf.bench.run import provenance
-from kvboost_hf.cache.planning.content_index import NgramIndex
+from kvboost_hf.ngrams import NgramIndex
 from recipes import real_model
 
 TEXT_TOKENS, NEW_TOKENS, CHUNK = 300, 110, 64

@@ -250,7 +250,7 @@ def test_attached_pipeline() -> None:
     asked = "Maria lives in Rome. Where does Maria live?"
     wanted = pipeline("text-generation", model=model, tokenizer=tokenizer)(asked, max_new_tokens=8)
     with use_backend(PoisoningBackend):
-        streamed = load_streamed(EMBEDDED_MODEL_DIR, FULL_STREAM)  # type: ignore[arg-type]
+        streamed = load_streamed(EMBEDDED_MODEL_DIR, FULL_STREAM)
     pipe = pipeline("text-generation", model=attach(streamed), tokenizer=tokenizer)
     assert [pipe(asked, max_new_tokens=8) for _ in range(2)] == [wanted] * 2
 
@@ -527,7 +527,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_from_pretrained() -> None:
-    config = with_streaming(EMBEDDED_MODEL_DIR, StreamingConfig(keep_first_k=1))  # type: ignore[arg-type]
+    config = with_streaming(EMBEDDED_MODEL_DIR, StreamingConfig(keep_first_k=1))
     with use_backend(PoisoningBackend):
         model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL_DIR, config=config)
     stats = streaming_stats(model)
@@ -541,7 +541,7 @@ def test_from_pretrained() -> None:
 
 def test_one_memory() -> None:
     """On a CPU there is nothing to bring: the weights stay, and the model computes with them."""
-    model = load_streamed(EMBEDDED_MODEL_DIR, StreamingConfig(keep_first_k=1), device="cpu")  # type: ignore[arg-type]
+    model = load_streamed(EMBEDDED_MODEL_DIR, StreamingConfig(keep_first_k=1), device="cpu")
     assert streaming_stats(model) is None
     plain = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL_DIR)
     assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)

@@ -22,6 +22,7 @@ from tests.internals.cache import (
     prefix_key,
     root_key,
     states_key,
+    text_of,
 )
 
 ROOT = root_key(b"model", b"")
@@ -30,6 +31,7 @@ ROOT = root_key(b"model", b"")
 class FakeChunk:
     def __init__(self, key: bytes, tokens: Tokens, parent: bytes = ROOT, start: int = 0) -> None:
         self.key, self.tokens, self.parent, self.start = key, tokens, parent, start
+        self.length, self.text = len(tokens), text_of(tokens)
 
 
 class FakeIndex:
