@@ -9,7 +9,7 @@ from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.plan import plan_residency
 from kvboost_hf.offload.sizes import estimate_sizes
 
-BUDGETS = (6, 8, 12, 16, 24)  # GB
+BUDGETS = (8, 12, 24)  # GB
 LINKS = (12, 25, 53)  # GB/s: about PCIe 3.0, 4.0 and 5.0 with 16 lanes
 
 

@@ -202,7 +202,6 @@ class SharedKVSource:
                 each: (keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1))
                 for each, (keys, values) in self._kv.items()
             },
-            use_cache=False,
         )
         self._hidden += found.last_hidden_state.split(1)
         logits: torch.Tensor = found.logits[:, -1].float()

@@ -121,9 +121,9 @@ def test_alone_again_after_a_batch(pair: tuple[Any, Any, str], monkeypatch: pyte
     wanted = [run(plain, asked)[0].ids for asked in (job(count=64), job(other, count=20))]
     slow, step = list[int](), BatchKV.step
 
-    def noted(self: BatchKV, tokens: Any) -> Any:
+    def noted(self: BatchKV, tokens: Any, again: Any = ()) -> Any:
         slow.append(len(tokens))
-        return step(self, tokens)
+        return step(self, tokens, again)
 
     monkeypatch.setattr(BatchKV, "step", noted)
     for _ in range(2):

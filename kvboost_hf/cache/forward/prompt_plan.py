@@ -133,7 +133,8 @@ def choose_hidden(parts: CacheParts, request: Request, found: Admitted, asked: t
         live.keep_hidden_of(model, best)
         if best:
             hook_hidden_states(model)
-    root = binding.root(found.regime, request.seen)
+    # A first call that asks for hidden states has had the model probed, for which transformers has put hooks on it.
+    root = binding.root(found.regime, None if binding.has_new_hooks else request.seen)
     return replace(found, root=root) if root is not None else found
 
 
