@@ -5,6 +5,7 @@ child. Those that guard something that changes in several steps are acquired bef
 not wait for long: where somebody keeps such a lock, its owner is told in the child.
 """
 
+import atexit
 import os
 import threading
 import time
@@ -31,6 +32,7 @@ class _Owner:
 
 _owners: WeakKeyDictionary[Any, _Owner] = WeakKeyDictionary()  # by lock
 _starting: set[WeakMethod[Callable[[], None]]] = set()  # called in children
+atexit.register(_starting.clear)  # or their callbacks would run when `weakref` has lost its own names
 _registering = threading.Lock()
 _held: list[Any] = []  # locks, during a fork
 _missed: list[Any] = []  # locks that somebody kept

@@ -117,6 +117,12 @@ def test_the_attention_is_registered_whoever_comes_first(imports: str) -> None:
     run(f"{imports}\n{REGISTERED}")
 
 
+def test_a_program_that_ends_says_nothing() -> None:
+    """What the package keeps for forks and threads ends in order."""
+    assert run("from kvboost_hf import *; from kvboost_hf.cache.forward import idle; idle.Idle()") == ""
+    assert run("from kvboost_hf.cli import main; main(['check'])").count("Exception") == 0
+
+
 def test_public_names_are_there_when_they_are_asked_for() -> None:
     code = """
 import sys
