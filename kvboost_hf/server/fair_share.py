@@ -51,8 +51,12 @@ class FairShare(Generic[Client]):
         """Take more for a client, if there is room; returns whether there is."""
         if not self.has_room(client, more):
             return False
-        self._held[client] += more
+        self.add(client, more)
         return True
+
+    def add(self, client: Client, more: int = 1) -> None:
+        """Note that a client holds more, whatever room there is, such as in place of what was given back."""
+        self._held[client] += more
 
     def give_back(self, client: Client, less: int = 1) -> None:
         """Take less for a client."""

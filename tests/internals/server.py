@@ -41,7 +41,7 @@ from kvboost_hf.server.grammars.fitting import fit
 from kvboost_hf.server.grammars.patterns import rust
 from kvboost_hf.server.grammars.schemas import closed
 from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema, regex, tool_calls
-from kvboost_hf.server.http.connections import ConnectionLimits, connections_that_fit
+from kvboost_hf.server.http.connections import ConnectionLimits, Connections, connections_that_fit
 from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.http.guard import Hosts, JsonLines
 from kvboost_hf.server.http.listen import FrontServer

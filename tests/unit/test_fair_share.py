@@ -1,5 +1,6 @@
 """How clients share: no one takes all, those who were away are owed nothing, and who has the most gives way."""
 
+import asyncio
 import random
 from collections import Counter
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.internals.server import FairCache, FairShare, FairTurns, may_hold
+from tests.internals.server import ConnectionLimits, Connections, FairCache, FairShare, FairTurns, may_hold
 
 
 @pytest.mark.parametrize(("share", "alone", "of_two"), [(0.75, 75, 42), (0.5, 50, 33), (1.0, 100, 100)])
@@ -38,6 +39,30 @@ def test_a_bound_holds_and_whoever_has_none_may_take_what_is_free(steps: list[tu
             assert held[client] or held.total() + count > 100
         assert share.held() == held.total() <= 100
         assert {each: share.held(each) for each in "abc"} == {each: held[each] for each in "abc"}
+
+
+def test_connections_are_counted_when_one_takes_the_place_of_another() -> None:
+    """In a full house an address gives up a connection for each new one, and there are never more than may be."""
+
+    class Waiting:
+        answering, dropped = False, False
+
+        def drop(self) -> None:
+            self.dropped = True
+
+    async def fill() -> None:
+        connections = Connections(ConnectionLimits(most=40, header_s=10, write_s=10))
+        others = [f"address {n}" for n in range(30)]
+        opened = [(Waiting(), each) for each in ["a"] * 10 + others + (["a"] * 7 + ["b"] * 3) * 8 + others]
+        for connection, address in opened:
+            assert connections.admit(connection, address)  # type: ignore[arg-type]
+            left = [each for each in opened if each[0] in connections._all]
+            assert len(left) == len(connections) == connections._addresses.held() <= 40
+            for each in {address for _, address in left}:
+                assert connections._addresses.held(each) == sum(address == each for _, address in left)
+        assert all(connection.dropped or connection in connections._all for connection, _ in opened)
+
+    asyncio.run(fill())
 
 
 def test_borders_of_a_share() -> None:

@@ -118,7 +118,7 @@ class Connections:
             self._told["refused"] += 1
             return False
         self._all[connection] = address
-        self._addresses.take(address)
+        self._addresses.add(address)
         self.waits(connection)
         return True
 
