@@ -43,7 +43,7 @@ class TextStates:
         """Append states [1, tokens, hidden_size] of each layer, or nothing.
 
         Args:
-            states: Of the tokens from `stop` of this on; of any later ones where the last one's are enough.
+            states: Hidden states of the tokens from `stop` of this on; of any later ones where the last is enough.
             stop: Tokens of the text up to the last of these, where it is known.
         """
         if not states:

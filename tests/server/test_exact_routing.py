@@ -54,7 +54,7 @@ class Routed(Local):
 
     Args:
         engines: By name.
-        tokenizer: Of all.
+        tokenizer: The tokenizer of all engines.
         router: That of the front.
     """
 

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -53,9 +54,11 @@ def test_connections_are_counted_when_one_takes_the_place_of_another() -> None:
     async def fill() -> None:
         connections = Connections(ConnectionLimits(most=40, header_s=10, write_s=10))
         others = [f"address {n}" for n in range(30)]
-        opened = [(Waiting(), each) for each in ["a"] * 10 + others + (["a"] * 7 + ["b"] * 3) * 8 + others]
+        opened: list[tuple[Any, str]] = [
+            (Waiting(), each) for each in ["a"] * 10 + others + (["a"] * 7 + ["b"] * 3) * 8 + others
+        ]
         for connection, address in opened:
-            assert connections.admit(connection, address)  # type: ignore[arg-type]
+            assert connections.admit(connection, address)
             left = [each for each in opened if each[0] in connections._all]
             assert len(left) == len(connections) == connections._addresses.held() <= 40
             for each in {address for _, address in left}:

@@ -190,7 +190,7 @@ class Idle:
                 whether something is left to do, because another call has run the model: then it is called again,
                 after a pause.
             nbytes: Bytes of K/V that it keeps alive.
-            most_bytes: Of all that waits. Older work is given up for newer one.
+            most_bytes: The bytes that all waiting work may keep alive; older work is given up for newer one.
         """
         if self.busy and self._pid == os.getpid() and not self.wait(0):
             return
