@@ -95,6 +95,9 @@ class Cluster:
         return replicas, self.stack.enter_context(in_a_thread(FrontServer(app, app.state.forwarding, settings)))
 
     def hear(self, router: PrefixRouter) -> PrefixRouter:
+        """Have a router learn all, once what is on its way between tiers has arrived."""
+        for engine in self.engines.values():
+            engine.store.flush()
         router.learn([engine.holdings.since(name, router.places.get(name)) for name, engine in self.engines.items()])
         return router
 
@@ -218,11 +221,9 @@ def test_a_tier_below_counts_for_less_than_memory(reader: tuple[Any, Any], tmp_p
         for text in TEXTS:
             post(wire, text)
         engine = cluster.engines["r0"]
-        engine.store.flush()
         full = cluster.require_exact(cluster.hear(router))
         engine.store.max_bytes = int(engine.store.stats()["bytes"]) // 3
         post(wire, "Tom has two goats. " * 16)
-        engine.store.flush()
         loaded = cluster.require_exact(cluster.hear(router))
         assert full / 2 <= loaded < full
         assert {*router.held("r0").values()} == {BELOW, MEMORY}
