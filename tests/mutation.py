@@ -45,6 +45,7 @@ _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add},
 }
 _ENDS = ast.Raise | ast.Return | ast.Continue | ast.Break
+_OPTIONS = ["-q", "-x", "--no-header", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported already
 _START_S = 60.0  # of pytest, at most, on a busy machine
 _TESTS_S = 60.0  # of the tests of one mutant
 
@@ -158,6 +159,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Notes())
 
 
+def _in_fork(folder: Path, chosen: list[str], own: dict[str, str]) -> int:
+    os.setsid()
+    log = os.open(folder / "pytest.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for output in (1, 2):
+        os.dup2(log, output)
+    os.chdir(folder)
+    os.environ |= own
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(folder), *(place for place in sys.path if place not in ("", str(ROOT)))]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "kvboost_hf")]:
+        del sys.modules[name]
+    try:
+        return pytest.main([*_OPTIONS, *chosen])
+    finally:
+        sys.stdout.flush()
+
+
 def run_tests(folder: Path, chosen: list[str], timeout_s: float | None, **environment: str) -> int | None:
     """The status of pytest over some tests in a folder; None if it took longer.
 
@@ -167,19 +185,10 @@ def run_tests(folder: Path, chosen: list[str], timeout_s: float | None, **enviro
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        os.setsid()
-        log = os.open(folder / "pytest.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for output in (1, 2):
-            os.dup2(log, output)
-        os.chdir(folder)
-        os.environ |= own
-        sys.dont_write_bytecode = True
-        sys.path[:] = [str(folder), *(place for place in sys.path if place not in ("", str(ROOT)))]
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "kvboost_hf")]:
-            del sys.modules[name]
-        status = pytest.main(["-q", "-x", "--no-header", *chosen])
-        sys.stdout.flush()
-        os._exit(status)
+        try:
+            os._exit(_in_fork(folder, chosen, own))
+        finally:
+            os._exit(pytest.ExitCode.INTERNAL_ERROR)
     deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     while (waited := os.waitpid(pid, os.WNOHANG))[0] == 0:
         if time.monotonic() > deadline:
