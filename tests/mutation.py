@@ -45,7 +45,7 @@ _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add},
 }
 _ENDS = ast.Raise | ast.Return | ast.Continue | ast.Break
-_OPTIONS = ["-q", "-x", "--no-header", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported already
+_OPTIONS = ["-q", "-x", "--no-header", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # they are imported
 _START_S = 60.0  # of pytest, at most, on a busy machine
 _TESTS_S = 60.0  # of the tests of one mutant
 
