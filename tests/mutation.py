@@ -31,7 +31,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 _NOTES = "MUTATION_NOTES"  # the variable with the file of what tests enter
-_ROOMS = ["kvboost_hf/cache", "kvboost_hf/server"]
+_ROOMS = [f"kvboost_hf/{room}" for room in ("assisted", "attention", "cache", "offload", "server")]
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
     **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And},
@@ -197,7 +197,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
     parser.add_argument("--count", type=int, default=10, help="how many mutants")
     parser.add_argument("--minutes", type=float, default=30.0, help="no mutant is begun later, the first run left out")
-    parser.add_argument("--rooms", nargs="+", default=_ROOMS, help="folders within cache/ and server/")
+    parser.add_argument("--rooms", nargs="+", default=_ROOMS, help="folders of the package, within these")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="where tests are looked for")
     parser.add_argument("--map", type=Path, help="a file with what tests enter; it is made if it is missing")
     args = parser.parse_args()
