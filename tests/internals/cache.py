@@ -74,6 +74,7 @@ from kvboost_hf.cache.planning.chunks import (
     shifted_ids,
     states_key,
     text_ids,
+    text_key,
     text_of,
     whole_pieces,
 )
