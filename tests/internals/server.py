@@ -27,6 +27,8 @@ from kvboost_hf.server.engine.intake import WaitingLine
 from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit
 from kvboost_hf.server.engine.neighbours import MemoryPlans
+from kvboost_hf.server.engine.phases import Prefill
+from kvboost_hf.server.engine.task import Task
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.fair_share import FairCache, FairShare, FairTurns, may_hold
 from kvboost_hf.server.generation.batch import BatchKV, _BatchLayer

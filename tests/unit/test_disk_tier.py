@@ -25,7 +25,7 @@ import torch
 
 from tests.blobs import is_right, key_of, make_blob
 from tests.internals.cache import Entry
-from tests.internals.disk import DiskTier, charge, disk, disk_files
+from tests.internals.disk import DiskTier, charge, disk, disk_files, disk_index
 
 Open = Callable[..., DiskTier]
 fork = multiprocessing.get_context("fork")
@@ -467,6 +467,21 @@ def test_an_index_of_another_version_is_made_anew(opened: Open, folder: Path, ve
         db.execute(f"PRAGMA user_version={version}")
     db.close()
     assert kept(opened(), 1) == [1]
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_an_index_of_another_version_is_not_read_where_it_cannot_be_made_anew(
+    opened: Open, folder: Path, later: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its tables are the same."""
+    tier = opened()
+    put(tier, 1)
+    tier.close()
+    with sqlite3.connect(folder / "index.sqlite3") as db:
+        db.execute(f"PRAGMA user_version={disk_index.VERSION + later}")
+    db.close()
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    assert kept(opened(), 1) == ([] if later else [1])
 
 
 def test_a_new_index_keeps_the_budget(opened: Open, folder: Path) -> None:
