@@ -169,6 +169,25 @@ def test_what_another_process_has_deleted_is_computed(tmp_path: Path, monkeypatc
         assert right(model, PROMPT, logits)
 
 
+def test_what_another_process_takes_back_is_not_served(tmp_path: Path) -> None:
+    """What host memory has of it, too."""
+    model, tiers = make_model("llama"), [f"disk:{tmp_path}:1GB"]
+    with (
+        ChunkStore(model, chunk_size=CHUNK, tiers=tiers) as store,
+        ChunkStore(model, chunk_size=CHUNK, tiers=tiers) as other,
+    ):
+        compute(model, store, PROMPT)
+        store.flush()
+        runner, task = runner_of(model, store), task_of(PROMPT)
+        assert runner.look_up(task).filled == STORED
+        records_of(other).remove(
+            [each.root for each in records_of(store).held()], lambda found: [each.key for each in found]
+        )
+        logits = run(runner, task)
+        assert reused(task) == 0
+        assert right(model, PROMPT, logits)
+
+
 def test_what_others_store_is_found_a_moment_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tiers = make_model("llama"), [f"disk:{tmp_path}:1GB"]
     with (

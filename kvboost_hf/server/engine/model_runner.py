@@ -145,6 +145,7 @@ class ModelRunner:
         is told, so that its next prompt is not looked up once more.
         """
         cache = task.cache or self._cache(self.policy_of(task.job), task.job.salt)
+        self.store.hear()  # what others have removed is not served, whenever it was looked up
         until = time.monotonic() + _OTHERS_AFTER_S if self.store.is_shared else math.inf
         is_current = partial(self._is_current, self._changes, until)
         ids = torch.tensor([task.to_compute])
