@@ -7,7 +7,7 @@ rows whose drafts are right. `Account` compares what it took with what plain dec
 from collections.abc import Sequence
 from itertools import accumulate
 
-from kvboost_hf.assisted.tree import LineFit, Mean
+from kvboost_hf.assisted.learner import LineFit, Mean
 
 _SHARE = 0.01  # of the time of plain decoding, that may be lost to drafts; and of what is still to come, at most
 _AT_ONCE = 0.5  # passes of plain decoding

@@ -1,6 +1,5 @@
 """Schedules: how many tokens to draft in a round."""
 
-from bisect import bisect
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
@@ -8,14 +7,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedModel
 
+from kvboost_hf.assisted.learner import Calibration, Mean, RoundTimes
 from kvboost_hf.assisted.limits import Pauses
 from kvboost_hf.compat import weights_come_and_go
 
 _FADE = 0.85  # what the times of a round still count after the next one
 _FADE_TOKEN = 0.975  # what a comparison still counts after the next one
 _PRIOR_TOKENS, _PRIOR_RATE = 4.0, 0.7  # drafted tokens assumed before any, and the share accepted
-_SURE = (0.3, 0.5, 0.7, 0.9, 0.99, 0.999)  # probabilities between which tokens are counted together
-_PRIOR_RATES = (0.2, 0.4, 0.6, 0.8, 0.95, 0.99, 0.999)  # of these
 
 
 def most_tokens(most: int, target: PreTrainedModel, pauses: Pauses) -> int:
@@ -150,60 +148,34 @@ class Adaptive:
 
     def __init__(self, tokens: int, most: int) -> None:
         self._tokens, self._most = tokens, most
-        self._overall = _Share(_PRIOR_RATE)
-        self._shares = [_Share(rate) for rate in _PRIOR_RATES]
-        self._draft_s, self._drafted = 0.0, 0.0
-        self._target_s, self._passes, self._rough = 0.0, 0.0, True
+        self._overall = Mean(_FADE_TOKEN, _PRIOR_TOKENS, _PRIOR_RATE)
+        self._calibration, self._times = Calibration(), RoundTimes(_FADE)
 
     def length(self, most: int) -> int:
-        if not self._target_s:
+        if not self._times.target_s.value:
             return min(self._tokens, self._most, most)
         speeds = self._tokens_per_s()[:most]
         return 1 + speeds.index(max(speeds))
 
     def goes_on(self, sure: Sequence[float]) -> bool:
-        if not self._target_s or len(sure) >= self._most:
+        if not self._times.target_s.value or len(sure) >= self._most:
             return len(sure) < min(self._tokens, self._most)
-        accepted = prod(self._share(each).rate for each in sure) * self._overall.rate
-        return accepted * self._drafted > self._draft_s * max(self._tokens_per_s())
+        accepted = prod(map(self._calibration.rate, sure)) * self._overall.value
+        return accepted > self._times.draft_s_per_pass * max(self._tokens_per_s())
 
     def compare(self, sure: Sequence[float], accepted: int) -> None:
         for place, each in enumerate(sure[: accepted + 1]):
-            self._share(each).add(place < accepted)
+            self._calibration.learn(each, hit=place < accepted)
 
     def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float, first: bool = False) -> None:
         """The times of passes over prompts count until there are others."""
         for place in range(min(accepted + 1, drafted)):  # nothing is known of tokens behind the first rejected one
-            self._overall.add(place < accepted)
-        if first and not self._rough:
-            return
-        if self._rough and not first:
-            self._rough, self._drafted, self._draft_s, self._passes, self._target_s = False, 0.0, 0.0, 0.0, 0.0
-        self._drafted = _FADE * self._drafted + drafted
-        self._draft_s = _FADE * self._draft_s + draft_s
-        self._passes = _FADE * self._passes + 1
-        self._target_s = _FADE * self._target_s + target_s
-
-    def _share(self, sure: float) -> "_Share":
-        return self._shares[bisect(_SURE, sure)]
+            self._overall.learn(place < accepted)
+        told = {"draft_s": draft_s, "target_s": target_s}
+        self._times.learn(committed=accepted + 1, passes=drafted, columns=drafted + 1, first=first, **told)
 
     def _tokens_per_s(self) -> list[float]:
         """The speed with drafts of 1 token, 2 tokens, and so on."""
-        per_token, per_pass = self._draft_s / self._drafted, self._target_s / self._passes
-        tokens = accumulate(self._overall.rate**n for n in range(self._most + 1))
+        per_token, per_pass = self._times.draft_s_per_pass, self._times.target_s.value
+        tokens = accumulate(self._overall.value**n for n in range(self._most + 1))
         return [each / (per_pass + n * per_token) for n, each in enumerate(tokens)][1:]
-
-
-class _Share:
-    """The acceptance rate of recent tokens."""
-
-    def __init__(self, rate: float) -> None:
-        self._compared, self._accepted = _PRIOR_TOKENS, _PRIOR_TOKENS * rate
-
-    @property
-    def rate(self) -> float:
-        return self._accepted / self._compared
-
-    def add(self, accepted: bool) -> None:
-        self._compared = _FADE_TOKEN * self._compared + 1
-        self._accepted = _FADE_TOKEN * self._accepted + accepted

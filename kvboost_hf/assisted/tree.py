@@ -1,20 +1,16 @@
 """A tree of drafted tokens: how far it grows, and which of its tokens are verified."""
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvboost_hf.assisted.learner import FADE_TOKEN, Calibration, Mean, RoundTimes
 from kvboost_hf.config import DraftTreeConfig
 
 ROOT = -1  # the parent of a token that follows the text itself
-_FADE = 0.95  # weight of earlier rounds after each round
-_FADE_TOKEN = 0.99  # weight of earlier comparisons of a bin after each one
-_PRIOR = 4.0  # comparisons that the draft's own probability counts as
-_EDGES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)  # of the bins of probabilities
 _LAG = 32  # tokens that a pass carries, at most
 _SHARE = 1 / 64  # of a pass, that a token takes at least
 _FIRST = 5  # levels, before anything is known
@@ -102,25 +98,6 @@ def as_bits(seen: NDArray[np.bool_]) -> NDArray[np.int64]:
     return np.packbits(padded, axis=1, bitorder="little").view("<i8")[:, 0].astype(np.int64)
 
 
-class Calibration:
-    """Estimates how often the target accepts a token, by the probability that the draft gave it."""
-
-    def __init__(self) -> None:
-        self._counts = [0.0] * (len(_EDGES) + 1)
-        self._hits = [0.0] * (len(_EDGES) + 1)
-
-    def rate(self, probability: float) -> float:
-        """The share of tokens of about this probability that the target accepts."""
-        at = bisect_right(_EDGES, probability)
-        return (self._hits[at] + _PRIOR * probability) / (self._counts[at] + _PRIOR)
-
-    def learn(self, probability: float, *, hit: bool) -> None:
-        """Learn whether a token of this probability was accepted."""
-        at = bisect_right(_EDGES, probability)
-        self._counts[at] = _FADE_TOKEN * self._counts[at] + 1
-        self._hits[at] = _FADE_TOKEN * self._hits[at] + hit
-
-
 class Growth:
     """Grows a tree as long as another level saves time, and selects the tokens that are worth verifying.
 
@@ -132,12 +109,10 @@ class Growth:
     """
 
     def __init__(self, config: DraftTreeConfig) -> None:
-        self.calibration = Calibration()
+        self.calibration, self._times = Calibration(), RoundTimes()
         self._config = config
         # The share of accepted tokens whose next token was among their children: the likeliest child, or any.
-        self._right = {any_of: Mean(_FADE_TOKEN) for any_of in (False, True)}
-        self._rough = True
-        self._forget_times()
+        self._right = {any_of: Mean(FADE_TOKEN) for any_of in (False, True)}
 
     def goes_on(self, chances: Sequence[float], level: int, *, chain: bool = False) -> bool:
         """Whether to run the draft for another level.
@@ -151,11 +126,11 @@ class Growth:
             return False
         if self._config.policy == "tree":
             return True
-        if not self._rounds.weight:
+        if not self._times.known:
             return level < _FIRST
         right = self._right[not chain and self._config.policy != "chain"]
         gain = sum(chances) * (right.value if right.weight else 1.0)
-        return gain * self._seconds_per_token > self._draft_s.value / max(self._passes.value, 1.0)
+        return gain * self._seconds_per_token > self._times.draft_s.value / max(self._times.passes.value, 1.0)
 
     @property
     def longest_lag(self) -> float:
@@ -165,17 +140,19 @@ class Growth:
         carries half as many on average, and one token in so many comes without its share of drafts: the sum of both
         costs is least at the root of the formula.
         """
-        if self._config.policy == "tree" or not self._rounds.weight:
+        if self._config.policy == "tree" or not self._times.known:
             return _LAG
-        accepted = max(self._committed.value - 1.0, 0.0)
-        per_token = max(self._slope.value / self._target_s.value if self._target_s.value else 0.0, _SHARE)
+        accepted = max(self._times.committed.value - 1.0, 0.0)
+        target_s = self._times.target_s.value
+        per_token = max(self._times.per_column.value / target_s if target_s else 0.0, _SHARE)
         return min(math.sqrt(2 * accepted / per_token), _LAG)
 
     def chosen(self, tree: Tree) -> list[int]:
         """The indices of the tokens to verify: one at least, or nothing more would be learned."""
         least = 0.0
-        if self._config.policy != "tree" and self._rounds.weight:
-            least = self._slope.value / self._seconds_per_token if self._seconds_per_token else 0.0
+        if self._config.policy != "tree" and self._times.known:
+            per_token = self._seconds_per_token
+            least = self._times.per_column.value / per_token if per_token else 0.0
         return tree.likeliest(self._config.max_nodes, least) or tree.likeliest(1)
 
     def learn(
@@ -213,21 +190,10 @@ class Growth:
                 self._right[True].learn(taken is not None)
             for child in behind.values():
                 self.calibration.learn(tree.probabilities[child], hit=child == taken)
-        if first and not self._rough:
-            return
-        if self._rough and not first:
-            self._rough = False
-            self._forget_times()
-        for mean, new in (
-            (self._rounds, 1.0),
-            (self._committed, committed),
-            (self._passes, passes),
-            (self._draft_s, draft_s),
-            (self._target_s, target_s),
-        ):
-            mean.learn(new)
-        if not first:
-            self._slope.learn(len(tree) + 1 + carried, target_s)
+        columns = len(tree) + 1 + carried
+        self._times.learn(
+            committed=committed, passes=passes, draft_s=draft_s, target_s=target_s, columns=columns, first=first
+        )
 
     def compare(self, tree: Tree, tokens: Sequence[int]) -> None:
         """Learn how good drafts are, checked or not, from the tokens that came in their place."""
@@ -240,46 +206,8 @@ class Growth:
                 return
             at = behind[token]
 
-    def _forget_times(self) -> None:
-        self._rounds, self._slope = Mean(), LineFit()
-        self._committed, self._draft_s, self._passes, self._target_s = Mean(), Mean(), Mean(), Mean()
-
     @property
     def _seconds_per_token(self) -> float:
         """At the speed so far, or without drafts if that is faster."""
-        drafted = (self._draft_s.value + self._target_s.value) / max(self._committed.value, 1.0)
-        return min(drafted, self._target_s.value)
-
-
-class Mean:
-    """An exponentially weighted mean."""
-
-    def __init__(self, fade: float = _FADE) -> None:
-        self.weight, self._sum, self._fade = 0.0, 0.0, fade
-
-    def learn(self, new: float) -> None:
-        self.weight = self._fade * self.weight + 1
-        self._sum = self._fade * self._sum + new
-
-    @property
-    def value(self) -> float:
-        return self._sum / self.weight if self.weight else 0.0
-
-
-class LineFit:
-    """The slope of an exponentially weighted line fit, at least zero."""
-
-    def __init__(self) -> None:
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
-
-    def learn(self, x: float, y: float) -> None:
-        self._n = _FADE * self._n + 1
-        self._x = _FADE * self._x + x
-        self._y = _FADE * self._y + y
-        self._xx = _FADE * self._xx + x * x
-        self._xy = _FADE * self._xy + x * y
-
-    @property
-    def value(self) -> float:
-        spread = self._n * self._xx - self._x**2
-        return max((self._n * self._xy - self._x * self._y) / spread, 0.0) if spread > 1e-9 * self._n**2 else 0.0
+        draft_s, target_s = self._times.draft_s.value, self._times.target_s.value
+        return min((draft_s + target_s) / max(self._times.committed.value, 1.0), target_s)

@@ -8,8 +8,9 @@ from kvboost_hf.assisted.draft import HostReads
 from kvboost_hf.assisted.eagle import EagleHeads, KeysValues
 from kvboost_hf.assisted.eagle_drafts import EagleSource
 from kvboost_hf.assisted.hidden import TextStates
+from kvboost_hf.assisted.learner import Calibration
 from kvboost_hf.assisted.limits import learned_positions
 from kvboost_hf.assisted.lookup import LookupAssistant
 from kvboost_hf.assisted.rounds import TreeDraft
 from kvboost_hf.assisted.schedule import Adaptive, ConfidentLength, Constant, DraftLength, Heuristic
-from kvboost_hf.assisted.tree import ROOT, Calibration, Growth, Tree, as_bits, depths, lineage
+from kvboost_hf.assisted.tree import ROOT, Growth, Tree, as_bits, depths, lineage
