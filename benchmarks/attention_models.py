@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, KVQuantConfig, ReusePolicy
 from kvboost_hf.attention import active_tier
-from kvboost_hf.demo.measure import timed_generate
+from kvboost_hf.verify.measure import timed_generate
 
 ATTENTIONS = ("sdpa", "kvboost_fa2")
 DECODED = 24

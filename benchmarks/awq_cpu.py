@@ -34,10 +34,10 @@ from targets import Result
 
 from kvboost_hf import StreamingConfig, load_streamed
 from kvboost_hf.assets.texts import prose
-from kvboost_hf.demo.measure import timed_generate
 from kvboost_hf.offload.awq.int4pack import int4pack_from_gemm
 from kvboost_hf.offload.awq.layout import dequantize
 from kvboost_hf.offload.awq.matmul import awq_matmul
+from kvboost_hf.verify.measure import timed_generate
 from recipes import real_model
 from recipes.awq import quantize, quantize_awq
 

@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache
-from kvboost_hf.demo.measure import timed_generate
+from kvboost_hf.verify.measure import timed_generate
 
 UNSEEN, STEPS = 128, 32
 FIRST = ("plain", "cold", "floor", "live", "stored")

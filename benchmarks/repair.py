@@ -42,7 +42,7 @@ from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.assets.texts import encode
 from kvboost_hf.assets.world import ChatTurn, Fact, chat_messages, make_documents
 from kvboost_hf.cache.planning.report import ReuseReport
-from kvboost_hf.demo.measure import timed_generate
+from kvboost_hf.verify.measure import timed_generate
 
 DOCUMENTS, NUM_LAYERS = (6, 512), (8, 16)  # of ttft: how many of how many words; of the small model
 MAX_NEW_TOKENS = 12

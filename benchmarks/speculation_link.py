@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from what_fits import qwen
 
 from kvboost_hf import StreamingConfig, load_assistant, speculation_stats, streaming_plan
-from kvboost_hf.demo.measure import timed_generate
+from kvboost_hf.verify.measure import timed_generate
 
 PROMPT = 128
 ACCEPTANCES = (0.4, 0.6, 0.8)

@@ -44,12 +44,12 @@ from what_fits import MODELS, qwen
 
 from kvboost_hf import StreamingConfig, load_streamed, stop_streaming, stream_layers, streaming_plan, streaming_stats
 from kvboost_hf.config import parse_size
-from kvboost_hf.demo.measure import timed_generate
 from kvboost_hf.offload.backend import ThreadedBackend, use_backend
 from kvboost_hf.offload.cuda import CudaBackend
 from kvboost_hf.offload.disk import FileSource
 from kvboost_hf.offload.plan import Ring
 from kvboost_hf.offload.sources import Source
+from kvboost_hf.verify.measure import timed_generate
 from recipes.awq import write_random_awq
 
 PROMPT, LONG_PROMPT, TOKENS, PEER_TOKENS = 128, 1000, 64, 8

@@ -13,13 +13,15 @@ The counts depend on no machine. A model of two layers answers a prompt of 100 t
     transformers  `generate()` with a stock cache, in the files of transformers
 
 A call that has been made before is counted: probes, and what is found out once for a model, are over. `--files` lists
-the files of each case.
+the files of each case. `--chat` counts the files that a chat request enters in all threads of a server, instead.
 """
 
 import argparse
+import asyncio
 import gc
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +42,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, detach
 from kvboost_hf.bench.run import provenance
 
 TOKENS, CHUNK, STEPS = 100, 16, 11  # no chunk ends within the steps
+QUIET_S = 0.5
 Call = Callable[[], object]
 Result = dict[str, Any]
 
@@ -176,6 +179,43 @@ def step(model: PreTrainedModel) -> Walk:
     return sorted(steps.walks[3:], key=lambda one: one.changes)[(STEPS - 3) // 2]
 
 
+def chat() -> Walk:
+    """What a chat that goes on enters, from its arrival at the app to its answer, in all threads."""
+    import httpx
+
+    from kvboost_hf.assets import load_embedded
+    from kvboost_hf.server.app import make_app
+    from kvboost_hf.server.engine.worker import ModelEngine
+    from kvboost_hf.server.settings import ServerSettings
+
+    found, all_of_it = (Walk(f"{Path(kvboost_hf.__file__).parent}/") for _ in range(2))
+    noted = all_of_it
+    threading.setprofile(lambda *told: noted.note(*told))  # of the engine's thread and those of the front
+    model, tokenizer = load_embedded()
+    engine = ModelEngine(model, tokenizer, store=ChunkStore(model, chunk_size=CHUNK))
+    transport = httpx.ASGITransport(make_app(engine, tokenizer, ServerSettings(model_name="reader")))
+
+    async def ask() -> None:
+        nonlocal noted
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            messages = [{"role": "user", "content": "Maria lives in Rome. The lamp is red. " * 12 + "Who?"}]
+            for number in range(3):
+                await asyncio.sleep(QUIET_S)  # what is left of the request before is done
+                noted = found if number == 2 else all_of_it
+                sys.setprofile(noted.note)
+                body = {"model": "reader", "messages": messages, "max_tokens": 3}
+                answer = (await client.post("/v1/chat/completions", json=body)).raise_for_status().json()
+                sys.setprofile(None)
+                messages += [answer["choices"][0]["message"], {"role": "user", "content": f"And {number}?"}]
+            await asyncio.sleep(QUIET_S)
+            noted = all_of_it
+
+    asyncio.run(ask())
+    threading.setprofile(None)  # type: ignore[arg-type]
+    engine.close()
+    return found
+
+
 def measure(model: PreTrainedModel) -> Result:
     """The row of each case, and the files of each."""
     found = walks(model) | {"step": step(model)}
@@ -194,7 +234,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the JSON and the table; none writes neither")
     parser.add_argument("--files", action="store_true", help="list the files of each case, with calls into each")
+    parser.add_argument("--chat", action="store_true", help="only the files of a chat request")
     options = parser.parse_args()
+    if options.chat:
+        files = chat().files
+        folders = Counter(file.partition("/")[0] for file in files)
+        print("\n".join(sorted(files)) if options.files else "", end="\n" if options.files else "")
+        print(f"{len(files)} files: {', '.join(f'{count} {folder}' for folder, count in folders.most_common())}")
+        return
     model = make_model("cpu", "tiny", num_hidden_layers=2)
     result = measure(model)
     result["provenance"] = str(provenance(f"`python benchmarks/walk.py {' '.join(sys.argv[1:])}`", "cpu"))

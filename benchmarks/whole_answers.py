@@ -26,10 +26,11 @@ from record import write
 from targets import Result
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from benchmarks.leaderboard.measure import Answer, answer, primed
+from benchmarks.leaderboard.measure import answer, primed
 from benchmarks.leaderboard.workloads import CHAPTERS, NOTES, SOURCES, Case, Pool, Question, prompt_of
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from kvboost_hf.bench.run import provenance
+from kvboost_hf.verify.measure import Call
 from recipes.real_model import FLOAT32, fetch
 
 NAME, SHORT, LONG = "whole-answers-cpu", 24, 128
@@ -101,12 +102,12 @@ def draw(pool: Pool, tokenizer: Any, seed: int, asked: int) -> Case:
     return Case(questions, seen)
 
 
-def is_right(tokenizer: Any, question: Question, found: Answer) -> bool:
+def is_right(tokenizer: Any, question: Question, found: Call) -> bool:
     """Whether the first of the words that are hidden in a prompt is the likeliest to come next."""
     assert question.truth is not None
     first = [tokenizer.encode(f" {word}", add_special_tokens=False)[0] for word in question.truth.split()]
     assert len({*first}) == len(first)
-    return int(found.logits[0, first].argmax()) == 0
+    return int(found.with_logits.logits[0, first].argmax()) == 0
 
 
 def answered(
@@ -117,7 +118,7 @@ def answered(
         if name not in FED_ONLY:
             cache = ChunkReuseCache(model, store, policy) if policy is not None else None
             own = answer(model, question.ids, 1, cache)
-            yield name, {"right": float(is_right(tokenizer, question, own)), "first": own.first}
+            yield name, {"right": float(is_right(tokenizer, question, own)), "first": own.times[0]}
 
 
 def fed(
@@ -127,11 +128,11 @@ def fed(
     plain = answer(model, question.ids, LONG)
     for name, policy in WAYS.items():
         cache = ChunkReuseCache(model, store, policy) if policy is not None else None
-        found = answer(model, question.ids, plain.tokens, cache) if cache is not None else plain
-        target, logs = (each.logits.double().log_softmax(-1) for each in (plain, found))
+        found = answer(model, question.ids, plain.ids, cache) if cache is not None else plain
+        target, logs = (each.with_logits.logits.double().log_softmax(-1) for each in (plain, found))
         kl = (target.exp() * (target - logs)).sum(-1)
-        same = (plain.logits.argmax(-1) == found.logits.argmax(-1)).double()
-        row = {"first": found.first, "short": found.times[SHORT - 1], "long": found.whole}
+        same = (plain.with_logits.logits.argmax(-1) == found.with_logits.logits.argmax(-1)).double()
+        row = {"first": found.times[0], "short": found.times[SHORT - 1], "long": found.total_s}
         row |= {"kl_short": float(kl[:SHORT].mean()), "kl_long": float(kl.mean())}
         row |= {"same_short": float(same[:SHORT].mean()), "same_long": float(same.mean())}
         yield name, row

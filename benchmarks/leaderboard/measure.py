@@ -7,6 +7,7 @@ one. On a CPU, seconds are those that this process was computing, so that other 
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,7 +17,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from benchmarks.leaderboard.method import Method
 from benchmarks.leaderboard.workloads import Case, Question
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
+from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.chunk_store import Put
+from kvboost_hf.verify.measure import Call, compare, timed_generate
 
 Row = dict[str, float]
 
@@ -40,17 +43,6 @@ class Way(NamedTuple):
     name: str
     method: Method
     policy: ReusePolicy | None
-
-
-class Answer(NamedTuple):
-    """What generate() gave."""
-
-    tokens: list[int]
-    logits: torch.Tensor  # [tokens, vocabulary]
-    first: float  # seconds to the first logits
-    wait: float  # seconds between two tokens, at most
-    whole: float  # seconds in all
-    times: list[float]  # seconds to the logits of each token
 
 
 def ways(methods: dict[str, Method]) -> dict[str, Way]:
@@ -89,76 +81,59 @@ def measure(
     """
     ids = question.ids
     plain = answer(model, ids, new if question.answer is None else question.answer)
-    choice, target = plain.logits.argmax(-1), plain.logits.double().log_softmax(-1)
 
-    def right(logits: torch.Tensor) -> bool:
-        return question.truth is not None and question.truth in tokenizer.decode(logits.argmax(-1))
+    def right(call: Call) -> bool:
+        return question.truth is not None and question.truth in tokenizer.decode(call.with_logits.logits.argmax(-1))
 
     for way in chosen:
-        report = None
-        found = plain
+        report, found = ReuseReport(prompt_tokens=len(ids), forwarded_tokens=len(ids)), plain
         if way.policy is not None:
             with way.method.running(way.policy, store):
                 cache = ChunkReuseCache(model, store, way.policy)
-                found = answer(model, ids, plain.tokens, cache)
+                found = answer(model, ids, plain.ids, cache)
             report = cache.report
-        logs = found.logits.double().log_softmax(-1)
-        kl = (target.exp() * (target - logs)).sum(-1)
+        told = compare(0, plain.with_logits, found.with_logits, report)
         row = {
-            "kl": float(kl.mean()),
-            "kl_first": float(kl[0]),
-            "agreement": float((found.logits.argmax(-1) == choice).double().mean()),
-            "computed": report.forwarded_tokens / len(ids) if report is not None else 1.0,
-            "repaired": report.repaired_tokens / len(ids) if report is not None else 0.0,
-            "first_token": found.first / plain.first,
-            "wait": found.wait / plain.first,
-            "answer": found.whole / plain.whole,
+            "kl": sum(told.kl) / len(told.kl),
+            "kl_first": told.kl[0],
+            "agreement": told.agreeing_steps / len(told.kl),
+            "computed": report.forwarded_tokens / len(ids),
+            "repaired": report.repaired_tokens / len(ids),
+            "first_token": told.first_token,
+            "wait": max((after - before for before, after in pairwise(found.times)), default=0.0) / plain.times[0],
+            "answer": found.total_s / plain.total_s,
             "tokens": len(ids),
         }
-        if right(plain.logits):
-            row["right"] = float(right(found.logits))
+        if right(plain):
+            row["right"] = float(right(found))
         yield way.name, row
 
 
 class _Feed(LogitsProcessor):
-    """Has generate() give certain tokens, if there are any, and takes the time at which the logits of each come."""
+    """Has generate() give certain tokens."""
 
-    def __init__(self, tokens: Sequence[int], device: torch.device) -> None:
-        self._tokens, self._device = tokens, device
-        self.times: list[float] = []
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._left = iter(tokens)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self.times.append(_now(self._device))
-        if not self._tokens:
-            return scores
         forced = torch.full_like(scores, -torch.inf)
-        forced[:, self._tokens[len(self.times) - 1]] = 0.0
+        forced[:, next(self._left)] = 0.0
         return forced  # type: ignore[return-value]
 
 
-def answer(model: PreTrainedModel, ids: Sequence[int], tokens: Sequence[int] | int, cache: Any = None) -> Answer:
+def answer(model: PreTrainedModel, ids: Sequence[int], tokens: Sequence[int] | int, cache: Any = None) -> Call:
     """What generate() gives for a prompt: certain tokens, or so many of its own choice."""
-    inputs = torch.tensor([list(ids)], device=model.device)
-    given, count = ([], tokens) if isinstance(tokens, int) else (tokens, len(tokens))
-    feed = _Feed(given, model.device)
-    generate: Any = model.generate
-    began = _now(model.device)
-    out = generate(
-        input_ids=inputs,
-        attention_mask=torch.ones_like(inputs),
-        past_key_values=cache,
-        max_new_tokens=count,
+    given, count = ([], tokens) if isinstance(tokens, int) else ([_Feed(tokens)], len(tokens))
+    return timed_generate(
+        model,
+        ids,
+        count,
+        keep_logits=True,
+        clock=partial(_now, model.device),
         min_new_tokens=count,
-        do_sample=False,
-        logits_processor=LogitsProcessorList([feed]),
-        output_logits=True,
-        return_dict_in_generate=True,
+        logits_processor=LogitsProcessorList(given),
+        past_key_values=cache,
     )
-    ended = _now(model.device)
-    logits = torch.stack([step[0] for step in out.logits])
-    wait = max((after - before for before, after in pairwise(feed.times)), default=0.0)
-    times = [at - began for at in feed.times]
-    return Answer(out.sequences[0, len(ids) :].tolist(), logits, times[0], wait, ended - began, times)
 
 
 def _now(device: torch.device) -> float:

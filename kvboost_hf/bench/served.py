@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel
 
 from kvboost_hf.bench.models import ForwardCount
-from kvboost_hf.demo.measure import timed_generate
+from kvboost_hf.verify.measure import timed_generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

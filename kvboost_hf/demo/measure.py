@@ -1,4 +1,4 @@
-"""Runs the workloads of the demo, and times generate() calls.
+"""Runs the workloads of the demo.
 
 All arms run the same prompts in turn, prompt by prompt; medians are taken over repetitions of a whole workload, each
 starting with empty caches and stores. The time to the first token is that from the call of generate() to the token's
@@ -6,22 +6,19 @@ arrival on the host (a streamer takes it there), planning, copying and storing i
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf.cache.planning.chunks import Chunker, ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.compat import cache_argument, input_device
+from kvboost_hf.compat import cache_argument
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.demo.workloads import CHAT, DOCUMENT, SHUFFLED, AskedPrompt, Workload, own_prompts, workloads_for
-from kvboost_hf.verify.measure import AnswerLogits, compare
+from kvboost_hf.verify.measure import Call, compare, timed_generate
 
 # For the embedded model: the default repair may compute two layers in full, which are half of those that it has.
 FIRST_K = ReusePolicy(mode="blend", repair="first_k", recompute_ratio=0.2, progressive=False)
@@ -94,16 +91,6 @@ class Measured:
             for at, prompt in enumerate(self.prompts)
         ]
         return {"name": self.workload.name, "about": self.workload.about, "rows": rows}
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One generate() call."""
-
-    ids: list[int]  # of the answer
-    ttft_ms: float
-    total_ms: float
-    logits: torch.Tensor | None = None  # from which they were chosen, [new tokens, vocab], float32, on the CPU
 
 
 class Demo:
@@ -211,7 +198,7 @@ class Demo:
         if cache is None:
             return figures
         report = cache.report
-        kl = compare(0, _with_logits(plain), _with_logits(call), report).kl
+        kl = compare(0, plain.with_logits, call.with_logits, report).kl
         return replace(
             figures,
             reused_tokens=report.reused_tokens,
@@ -227,68 +214,6 @@ class Demo:
         if arm == "blend":
             policy, chunker = self._blend, self._chunker
         return ChunkReuseCache(self.model, ChunkStore(self.model, chunker=chunker, max_bytes=2**30), policy)
-
-
-def _with_logits(call: Call) -> AnswerLogits:
-    assert call.logits is not None
-    return AnswerLogits(call.ids, call.logits)
-
-
-class _FirstToken(BaseStreamer):
-    """Notes when the first new token is on the host."""
-
-    def __init__(self, on_first: Callable[[], None]) -> None:
-        self.seen_prompt = False
-        self.at: float | None = None
-        self._on_first = on_first
-
-    def put(self, value: torch.Tensor) -> None:
-        if self.seen_prompt and self.at is None:
-            self.at = time.perf_counter()
-            self._on_first()
-        self.seen_prompt = True
-
-    def end(self) -> None:
-        pass
-
-
-def timed_generate(
-    model: PreTrainedModel,
-    ids: Sequence[int],
-    max_new_tokens: int,
-    on_first: Callable[[], None] = lambda: None,
-    *,
-    keep_logits: bool = False,
-    **kwargs: Any,
-) -> Call:
-    """Greedy generate() under a clock that starts at the call.
-
-    Args:
-        model: The model.
-        ids: The prompt.
-        max_new_tokens: Length of the answer.
-        on_first: Called when the first token is there.
-        keep_logits: Whether to return logits, too.
-        kwargs: For generate().
-    """
-    prompt = torch.tensor([list(ids)], device=input_device(model))
-    streamer = _FirstToken(on_first)
-    generate: Any = model.generate
-    start = time.perf_counter()
-    out = generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        streamer=streamer,
-        **({"output_logits": True, "return_dict_in_generate": True} if keep_logits else {}),
-        **kwargs,
-    )
-    answer = (out.sequences if keep_logits else out)[0, len(ids) :].tolist()
-    end = time.perf_counter()
-    first = streamer.at if streamer.at is not None else end
-    logits = torch.stack([step[0].float().cpu() for step in out.logits]) if keep_logits else None
-    return Call(answer, 1000 * (first - start), 1000 * (end - start), logits)
 
 
 def medians(runs: Sequence[Sequence[RowT]]) -> list[RowT]:

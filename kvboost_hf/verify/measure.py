@@ -38,40 +38,101 @@ class AnswerLogits:
     times: tuple[float, ...] = ()
 
 
-class _Clock(BaseStreamer):
-    """Takes the times at which generate() hands out what."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One generate() call, under a clock.
 
-    def __init__(self) -> None:
+    Args:
+        ids: New tokens.
+        times: Seconds from the call to each new token, on the host.
+        total_s: Seconds from the call to its return.
+        logits: From which tokens were chosen, [new tokens, vocab], float32, on the CPU; None where they were not kept.
+    """
+
+    ids: list[int]
+    times: tuple[float, ...]
+    total_s: float
+    logits: torch.Tensor | None = None
+
+    @property
+    def ttft_ms(self) -> float:
+        """Milliseconds to the first token; to the return where there was none."""
+        return 1000 * (self.times[0] if self.times else self.total_s)
+
+    @property
+    def total_ms(self) -> float:
+        """Milliseconds to the return."""
+        return 1000 * self.total_s
+
+    @property
+    def with_logits(self) -> AnswerLogits:
+        """The answer with its logits, which were kept."""
+        assert self.logits is not None
+        return AnswerLogits(self.ids, self.logits, self.times)
+
+
+class _Clock(BaseStreamer):
+    """Takes the times at which generate() hands out tokens; the prompt is handed out first."""
+
+    def __init__(self, clock: Callable[[], float], on_first: Callable[[], None]) -> None:
         self.times: list[float] = []
+        self._clock, self._on_first = clock, on_first
 
     def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
+        self.times.append(self._clock())
+        if len(self.times) == 2:
+            self._on_first()
 
     def end(self) -> None:
         pass
+
+
+def timed_generate(
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    max_new_tokens: int,
+    on_first: Callable[[], None] = lambda: None,
+    *,
+    keep_logits: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+    **kwargs: Any,
+) -> Call:
+    """Greedy generate() under a clock that starts at the call.
+
+    Args:
+        model: The model.
+        ids: The prompt.
+        max_new_tokens: Length of the answer.
+        on_first: Called when the first token is there.
+        keep_logits: Whether to return logits, too.
+        clock: Tells seconds.
+        kwargs: For generate().
+    """
+    prompt = torch.tensor([list(ids)], device=input_device(model))
+    streamer = _Clock(clock, on_first)
+    generate: Any = model.generate
+    start = clock()
+    out = generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        streamer=streamer,
+        **({"output_logits": True, "return_dict_in_generate": True} if keep_logits else {}),
+        **kwargs,
+    )
+    answer = (out.sequences if keep_logits else out)[0, len(ids) :].tolist()
+    total_s = clock() - start
+    logits = torch.stack([step[0].float().cpu() for step in out.logits]) if keep_logits else None
+    return Call(answer, tuple(at - start for at in streamer.times[1:]), total_s, logits)
 
 
 def answer(
     model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int, cache: ChunkReuseCache | None = None
 ) -> AnswerLogits:
     """Greedy generate() for one prompt, ids [1, n]."""
-    ids = ids.to(input_device(model))
-    generate: Any = model.generate
-    clock, began = _Clock(), time.perf_counter()
-    out = generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        num_beams=1,
-        max_new_tokens=max_new_tokens,
-        output_logits=True,
-        return_dict_in_generate=True,
-        streamer=clock,
-        **({cache_argument(model): cache} if cache is not None else {}),
-    )
-    logits = torch.stack([step[0].float().cpu() for step in out.logits])
-    times = tuple(at - began for at in clock.times[1:])  # the prompt is handed out first
-    return AnswerLogits(out.sequences[0, ids.shape[1] :].tolist(), logits, times)
+    kwargs: dict[str, Any] = {cache_argument(model): cache} if cache is not None else {}
+    return timed_generate(model, ids[0].tolist(), max_new_tokens, keep_logits=True, num_beams=1, **kwargs).with_logits
 
 
 def compare(
