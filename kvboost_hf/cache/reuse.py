@@ -968,6 +968,8 @@ class ChunkReuseCache(DynamicCache):
 
         None with mode `"exact"`.
         """
+        if self.policy.mode == "exact":
+            return []
         self._settle_last()
         return movable_spans(self._parts, ids, start)
 
