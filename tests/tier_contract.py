@@ -10,8 +10,8 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
-from tests.internals.cache import Entry, FilesystemTier, Kind, NoticeBoard, SealedTier, Tier, ValkeyTier
-from tests.internals.disk import DiskTier, charge
+from tests.internals.cache import Entry, FilesystemTier, Kind, NoticeBoard, SealedTier, Tier, ValkeyTier, tiers
+from tests.internals.disk import DiskTier, charge, disk
 
 MODEL, OTHER_MODEL = b"model" * 4, b"other" * 4
 ROOT = b"root!" * 4
@@ -127,7 +127,25 @@ PLACES: dict[str, tuple[type, Callable[[pytest.FixtureRequest], OpenTier]]] = {
 
 
 class TierContract:
-    """Tests against the fixture `open_tier`."""
+    """Tests of one place."""
+
+    place: str  # its name in `PLACES`
+
+    @pytest.fixture
+    def open_tier(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenTier]:
+        """A place whose lists have several pages; what was opened is closed."""
+        monkeypatch.setattr(disk, "_AT_ONCE", 7)
+        monkeypatch.setattr(tiers.base, "_BATCH", 7)
+        place = PLACES[self.place][1](request)
+        opened: list[Tier] = []
+
+        def open_tier(max_bytes: int | None) -> Tier:
+            opened.append(place(max_bytes))
+            return opened[-1]
+
+        yield place._replace(open=open_tier)
+        for tier in opened:
+            tier.close()
 
     @pytest.fixture
     def tier(self, open_tier: OpenTier) -> Tier:

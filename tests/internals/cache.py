@@ -1,6 +1,6 @@
 """Names of `kvboost_hf.cache`."""
 
-from kvboost_hf.cache import costs, reuse, tiers
+from kvboost_hf.cache import codecs, costs, reuse, tiers
 from kvboost_hf.cache.codecs import Codec, Planes, Role, live_config, make_codec, turboquant
 from kvboost_hf.cache.codecs import base as packing
 from kvboost_hf.cache.codecs.base import ExactStart, centroids, pack, packed_width, round_to, unpack

@@ -11,28 +11,14 @@ from typing import Any
 import pytest
 
 from tests.internals.cache import Entry, FilesystemTier, Kind, Tier, tiers
-from tests.internals.disk import disk
 from tests.tier_contract import PLACES, OpenTier, TierContract, make_entry
 
 PROMISED = [name for name in vars(Tier) if inspect.isfunction(vars(Tier)[name]) and not name.startswith("_")]
 
 
-class TestTiers(TierContract):
-    @pytest.fixture(params=PLACES)
-    def open_tier(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenTier]:
-        """A place whose lists have several pages; what was opened is closed."""
-        monkeypatch.setattr(disk, "_AT_ONCE", 7)
-        monkeypatch.setattr(tiers.base, "_BATCH", 7)
-        place = PLACES[request.param][1](request)
-        opened: list[Tier] = []
-
-        def open_tier(max_bytes: int | None) -> Tier:
-            opened.append(place(max_bytes))
-            return opened[-1]
-
-        yield place._replace(open=open_tier)
-        for tier in opened:
-            tier.close()
+for _name in PLACES:  # a class of each, for every promise is tried at every place each day
+    _class = f"Test{_name.title().replace(' ', '')}"
+    globals()[_class] = type(_class, (TierContract,), {"place": _name})
 
 
 def test_all_tiers_are_tried() -> None:
