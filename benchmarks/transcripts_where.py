@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from edits import as_edits
@@ -115,7 +116,7 @@ def main() -> None:
     fetch()
     tokenizer = AutoTokenizer.from_pretrained(FLOAT32)
     layers = {"num_hidden_layers": 9, "num_attention_heads": 2, "num_key_value_heads": 1}
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 8192, **layers}
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 8192, **layers}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).eval()
     command = f"`python benchmarks/transcripts_where.py {' '.join(sys.argv[1:])}`".replace(" `", "`")
