@@ -142,6 +142,8 @@ def prepare(history: History, models: Family, dtype: torch.dtype) -> list[Step]:
             rounded = "autocast" in (earlier.call.within, call.within)
             if earlier.call.changed != call.changed or rounded or earlier.call.embeds == "other":
                 of = None  # what it holds is not what the model computes of its tokens
+            if earlier.call.mask == "right":
+                of = None  # plain generate() that goes on with a cache says something else there
             latest = max((i for i in range(number % history.threads, number, history.threads)), default=None)
             gone_on = any(step.of == of for step in steps) if history.reuse == "attach" else of != latest
             if of is not None and gone_on:
