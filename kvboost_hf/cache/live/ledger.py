@@ -31,6 +31,38 @@ from kvboost_hf.config import Progressive
 
 
 @dataclass(slots=True)
+class KnownRow:
+    """What a store could serve of a prompt of one row that nothing is held of, when it was looked up.
+
+    Args:
+        root: The root that it was looked up under.
+        tokens: Its tokens.
+        filled: How many of them the store could serve.
+        plan: Serves them; None once the store has changed.
+        is_current: Tells whether the store is as it was.
+    """
+
+    root: bytes
+    tokens: Tokens
+    filled: int
+    plan: RowPlan | None
+    is_current: Callable[[], bool]
+
+    def let_go(self) -> None:
+        """Hold none of the store's K/V any longer, if the store has changed: some of it may have been evicted."""
+        if self.plan is not None and not self.is_current():
+            self.plan = None
+
+    def of(self, root: bytes, tokens: Tokens, limit: int) -> RowPlan | None:
+        """The plan for the first `tokens` of the prompt, of which `limit` may be served; None to look it up again."""
+        self.let_go()
+        plan = self.plan
+        if plan is None or root != self.root or plan.hit > limit:
+            return None
+        return plan if np.array_equal(self.tokens[: len(tokens)], tokens) else None
+
+
+@dataclass(slots=True)
 class Ledger:
     """Ids and chunk borders of every row, beside the layers that hold their K/V.
 
@@ -113,14 +145,19 @@ class Ledger:
         first: int = 0,
         without: frozenset[bytes] = frozenset(),
         ranks: Ranks | None = None,
+        known: KnownRow | None = None,
     ) -> ReusePlan:
         """Plan the columns [held, limit) of `ids` [batch, columns], without what is under some keys.
 
-        See `plan_shared` for `stems_to` and `first`. What one of `ranks` cannot serve, none does.
+        See `plan_shared` for `stems_to` and `first`. What one of `ranks` cannot serve, none does. What is `known` of
+        the only row is not looked up again.
         """
         pads = self.log.pads.tolist()
         plans: list[RowPlan] = []
         same: dict[bytes, RowPlan] = {}  # beams and num_return_sequences repeat rows
+        if known is not None and not held and not without and pads == [0]:
+            if (found := known.of(self.root, ids[0], limit)) is not None:
+                same[ids[0].tobytes()] = found
         for row, pad in enumerate(pads):
             tokens = ids[row, pad:]
             key = tokens.tobytes()
