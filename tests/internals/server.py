@@ -39,7 +39,7 @@ from kvboost_hf.server.grammars import program
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.grammars.fitting import fit
 from kvboost_hf.server.grammars.patterns import rust
-from kvboost_hf.server.grammars.schemas import closed
+from kvboost_hf.server.grammars.schemas import closed, require_ends
 from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema, regex, tool_calls
 from kvboost_hf.server.http.connections import ConnectionLimits, Connections, connections_that_fit
 from kvboost_hf.server.http.errors import ApiError

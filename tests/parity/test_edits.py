@@ -117,8 +117,14 @@ def test_edits_turn_by_turn() -> None:
         assert report.forwarded_tokens <= 6 + turn + 60 + LAST_TOKENS, report
 
 
-def turns(*edits: tuple[int, int, int], head: int = 6) -> tuple[ChunkReuseCache, list[int]]:
+def turns(
+    *edits: tuple[int, int, int], swapped: tuple[int, int, int] | None = None
+) -> tuple[ChunkReuseCache, list[int]]:
     """Four turns, each with another head and 100 tokens more; before the last one, the text behind it is edited.
+
+    Args:
+        edits: See `EDITS`.
+        swapped: The beginning of a text, that of the one behind it, and the end of that: they change places.
 
     Returns:
         The cache after the last one, and how many seams each but the first turn had.
@@ -129,7 +135,10 @@ def turns(*edits: tuple[int, int, int], head: int = 6) -> tuple[ChunkReuseCache,
     for turn in range(4):
         said = random_ids(100, seed=300 + turn)
         text = torch.cat([edited(text, list(edits) if turn == 3 else []), said], dim=1)
-        clock = random_ids(head + turn % 2, seed=400 + turn)
+        if swapped is not None and turn == 3:
+            start, middle, stop = swapped
+            text = torch.cat([text[:, :start], text[:, middle:stop], text[:, start:middle], text[:, stop:]], dim=1)
+        clock = random_ids(6 + turn % 2, seed=400 + turn)
         generate(model, torch.cat([random_ids(20, seed=2), clock, text], dim=1), cache)
         if turn:
             seams.append(cache.report.recomputed_tokens // SEAM_TOKENS)
@@ -150,3 +159,12 @@ def test_an_edit_makes_one_seam_wherever_it_is(kind: str, offset: int) -> None:
     at = TEXT.shape[1] + 200 + offset
     cache, seams = turns({"inserted": (at, at, 9), "taken out": (at, at + 9, 0), "replaced": (at, at + 9, 8)}[kind])
     assert seams == [1, 1, 2], cache.report
+
+
+@pytest.mark.parametrize("offset", [-90, -80, -64, -17, -1, 0, 1, 10, 16])
+def test_two_texts_in_the_other_order_make_three_seams(offset: int) -> None:
+    """Before the second one, before the first one, and behind both, wherever turns have ended."""
+    at = TEXT.shape[1] + 100 + offset
+    cache, seams = turns(swapped=(at, at + 70, at + 150))
+    assert seams == [1, 1, 4], cache.report
+    assert cache.report.moved_tokens >= sum(cache.report.moved_by.values()) > 780 - 120
