@@ -95,7 +95,8 @@ def make_pair(kind: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = to
             each.data *= 1 + seed
         heads = load_assistant(blocks, target=model)
     else:
-        model = mtp.make_target(family, int(rest or 1)).to(dtype)
+        model = mtp.make_target(family, int(rest or 1))
+        torch.nn.Module.to(model, dtype)
         with pytest.MonkeyPatch.context() as patched:
             layers: Any = mtp.use_layers(model, patched)
             for layer in layers.layers:
