@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
+from kvboost_hf.fields import check_bounds, setting
 from kvboost_hf.old_names import refuse
 
 ReuseMode = Literal["exact", "blend"]
@@ -34,7 +35,7 @@ def parse_size(text: str) -> int | None:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper())) or None
 
 
-DEFAULT_CHUNK_SIZE = 128  # tokens, of a `KVBoost` and of a server
+STREAMED, PLANNED, DRAFTS = "a model larger than its device", "what is planned for", "drafts"  # groups of flags
 Progressive = bool | int | Literal["ride"]
 
 
@@ -108,31 +109,24 @@ class ReusePolicy:
             `keep_hidden_states` or `reproducible` with mode `"blend"`, whose answers differ by design.
     """
 
-    mode: ReuseMode = "exact"
-    repair: Repair = "auto"
-    recompute_ratio: float | None = None
-    max_recompute_ratio: float | None = None
-    min_coverage: float = 0.9
-    seam_tokens: int = 16
-    sink_tokens: int = 16
-    overlap_k: int = 0
-    min_prefill_saving: int = 64
-    weights_check: WeightsCheck = "sample"
-    audit_rate: float = 0.0
+    mode: ReuseMode = setting("exact")
+    repair: Repair = setting("auto")
+    recompute_ratio: float | None = setting(None, least=0, most=1)
+    max_recompute_ratio: float | None = setting(None, least=0, most=1)
+    min_coverage: float = setting(0.9, least=0, most=1)
+    seam_tokens: int = setting(16, least=0)
+    sink_tokens: int = setting(16, least=0)
+    overlap_k: int = setting(0, least=0)
+    min_prefill_saving: int = setting(64, least=0)
+    weights_check: WeightsCheck = setting("sample")
+    audit_rate: float = setting(0.0, least=0, most=1)
     progressive: Progressive | None = None
-    keep_logprobs: bool = False
+    keep_logprobs: bool = setting(False)
     keep_hidden_states: bool | int | tuple[int, ...] | None = None
-    reproducible: bool = False
+    reproducible: bool = setting(False)
 
     def __post_init__(self) -> None:
-        _require_choice("mode", self.mode, get_args(ReuseMode))
-        _require_choice("repair", self.repair, get_args(Repair))
-        _require_choice("weights_check", self.weights_check, get_args(WeightsCheck))
-        for name in ("seam_tokens", "sink_tokens", "overlap_k", "min_prefill_saving"):
-            _require_count(name, getattr(self, name))
-        for name in ("recompute_ratio", "max_recompute_ratio", "min_coverage", "audit_rate"):
-            if getattr(self, name) is not None:
-                _require_share(name, getattr(self, name))
+        check_bounds(self)
         if self.max_recompute_ratio is not None and self.recompute_ratio is not None:
             if self.max_recompute_ratio < self.recompute_ratio:
                 raise ValueError(
@@ -149,9 +143,6 @@ class ReusePolicy:
                 f"`audit_rate` must be 0 with mode 'blend', whose answers may differ, got {self.audit_rate}. "
                 "Measure them with verify_correctness()."
             )
-        for name in ("keep_logprobs", "reproducible"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
         _require_layers(self.keep_hidden_states)
         _require_progressive(self.progressive)
         for name in ("keep_logprobs", "keep_hidden_states"):
@@ -212,27 +203,24 @@ class KVQuantConfig:
         ValueError: for an unknown method or rotation, bits that the method does not support, or an invalid size.
     """
 
-    method: QuantMethod = "turboquant"
+    method: QuantMethod = setting("turboquant")
     key_bits: float = 4
     value_bits: float = 4
     group_size: int = 64
-    rotation: Rotation = "hadamard"
+    rotation: Rotation = setting("hadamard")
     qjl: bool = False
     remove_key_mean: bool = True
     norm_correction: bool = True
     grouped_values: bool = False
-    seed: int = 0
-    sink_tokens: int = 4
+    seed: int = setting(0, least=0)
+    sink_tokens: int = setting(4, least=0)
     window: int = 128
-    exact_layers: int = 2
+    exact_layers: int = setting(2, least=0)
 
     def __post_init__(self) -> None:
-        _require_choice("method", self.method, get_args(QuantMethod))
-        _require_choice("rotation", self.rotation, get_args(Rotation))
+        check_bounds(self)
         for name in ("key_bits", "value_bits"):
             self._require_bits(name, getattr(self, name))
-        for name in ("sink_tokens", "exact_layers", "seed"):
-            _require_count(name, getattr(self, name))
         for name in ("group_size", "window"):
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size <= 0 or size % 16:
@@ -274,8 +262,9 @@ class StreamingConfig:
         pin_memory: Keep host memory from being paged out, so that copies run while the model computes.
         host_budget: Host memory that streamed layers may take, given as `vram_budget`; the others stay in files in
             `disk_folder`.
-        disk_folder: A folder for those files; without `host_budget`, for all streamed layers. Any models and processes
-            may share it. Files with the same layers are used again; `kvboost-hf prune` removes what nobody uses.
+        disk_folder: A folder for files of the streamed layers that `host_budget` has no room for, or of all without a
+            `host_budget`. Any models and processes may share it. Files with the same layers are used again;
+            `kvboost-hf prune` removes what nobody uses.
         max_tokens: Tokens in the context, of all sequences together, that a budget makes room for.
         prefill_chunk_size: The most tokens of one forward that a budget makes room for, as you pass it to
             `generate()`; None for a prompt of `max_tokens` at once.
@@ -286,18 +275,30 @@ class StreamingConfig:
             layers to keep if all or none stay, an empty name of a folder, or a host budget without a folder.
     """
 
-    residency_mode: ResidencyMode = "partial_resident"
-    keep_first_k: int | None = None
-    keep_last_k: int | None = None
-    vram_budget: int | str | None = None
-    n_staging_slots: int = 2
-    quant_kernel: QuantKernel = "auto"
+    residency_mode: ResidencyMode = setting(
+        "partial_resident",
+        group=STREAMED,
+        flag=("streaming-mode", "residency-mode"),
+        metavar="MODE",
+        help=f"{', '.join(get_args(ResidencyMode))} (default: partial_resident)",
+    )
+    keep_first_k: int | None = setting(None, group=STREAMED, metavar="LAYERS", least=0)
+    keep_last_k: int | None = setting(None, group=STREAMED, metavar="LAYERS", least=0)
+    vram_budget: int | str | None = setting(
+        None,
+        group=(STREAMED, PLANNED),
+        metavar="SIZE",
+        parse=str,
+        help="device memory that the model may take, such as 8GB or 7.5GiB: as many layers stay as fit",
+    )
+    n_staging_slots: int = setting(2, group=STREAMED, metavar="SLOTS", least=2)
+    quant_kernel: QuantKernel = setting("auto")
     host_embeddings: bool = True
     pin_memory: bool = True
-    host_budget: int | str | None = None
-    disk_folder: str | None = None
-    max_tokens: int = 4096
-    prefill_chunk_size: int | None = None
+    host_budget: int | str | None = setting(None, group=STREAMED, metavar="SIZE", parse=str)
+    disk_folder: str | None = setting(None, group=(STREAMED, PLANNED), metavar="FOLDER")
+    max_tokens: int = setting(4096, group=PLANNED, least=1)
+    prefill_chunk_size: int | None = setting(None, group=PLANNED, metavar="TOKENS", least=1)
     reserved: int | str = 0
 
     if not TYPE_CHECKING:
@@ -308,22 +309,21 @@ class StreamingConfig:
             return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        _require_choice("residency_mode", self.residency_mode, get_args(ResidencyMode))
         if self.quant_kernel in ("marlin", "exllama_v2"):
             raise ValueError(
                 f"`quant_kernel` must be one of {get_args(QuantKernel)}, got {self.quant_kernel!r}, which repacks "
                 "weights when it loads them and cannot read streamed ones. Pass 'auto'."
             )
-        _require_choice("quant_kernel", self.quant_kernel, get_args(QuantKernel))
-        _require_count("n_staging_slots", self.n_staging_slots, least=2)
-        _require_count("max_tokens", self.max_tokens, least=1)
-        if self.prefill_chunk_size is not None:
-            _require_count("prefill_chunk_size", self.prefill_chunk_size, least=1)
+        if self.disk_folder is not None:
+            if not isinstance(self.disk_folder, str | os.PathLike) or not str(self.disk_folder).strip():
+                raise ValueError(
+                    f"`disk_folder` must name a folder or be None, got {self.disk_folder!r}. Pass '.' for this one."
+                )
+            object.__setattr__(self, "disk_folder", str(self.disk_folder))
+        check_bounds(self)
         for name in ("keep_first_k", "keep_last_k"):
-            kept = getattr(self, name)
-            if kept is None:
+            if (kept := getattr(self, name)) is None:
                 continue
-            _require_count(name, kept)
             if self.vram_budget is not None:
                 raise ValueError(
                     f"`{name}` must be None with a `vram_budget`, which chooses the layers that stay, got {kept}. "
@@ -338,12 +338,6 @@ class StreamingConfig:
             if getattr(self, name) is not None:
                 require_size(name, getattr(self, name), least=1)
         require_size("reserved", self.reserved, least=0)
-        if self.disk_folder is not None:
-            if not isinstance(self.disk_folder, str | os.PathLike) or not str(self.disk_folder).strip():
-                raise ValueError(
-                    f"`disk_folder` must name a folder or be None, got {self.disk_folder!r}. Pass '.' for this one."
-                )
-            object.__setattr__(self, "disk_folder", str(self.disk_folder))
         if self.host_budget is not None and self.disk_folder is None:
             raise ValueError(
                 f"`host_budget` must be None without a `disk_folder` for what does not fit, got {self.host_budget!r}. "
@@ -389,16 +383,14 @@ class DraftTreeConfig:
         ValueError: for an unknown policy, or numbers that are not positive.
     """
 
-    policy: DraftPolicy = "auto"
-    branching: int = 8
-    width: int = 8
-    depth: int = 24
-    max_nodes: int = 63
+    policy: DraftPolicy = setting("auto")
+    branching: int = setting(8, group=DRAFTS, flag="speculative-tree-max-branching", least=1)
+    width: int = setting(8, least=1)
+    depth: int = setting(24, group=DRAFTS, flag="speculative-tree-max-depth", least=1)
+    max_nodes: int = setting(63, group=DRAFTS, flag="speculative-tree-node-budget", least=1)
 
     def __post_init__(self) -> None:
-        _require_choice("policy", self.policy, get_args(DraftPolicy))
-        for name in ("branching", "width", "depth", "max_nodes"):
-            _require_count(name, getattr(self, name), least=1)
+        check_bounds(self)
 
 
 def _require_progressive(value: object) -> None:
@@ -422,18 +414,6 @@ def _require_layers(layers: object) -> None:
         )
 
 
-def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"`{name}` must be one of {choices}, got {value!r}.")
-
-
-def _require_count(name: str, value: object, *, least: int = 0) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"`{name}` must be an int, got {value!r}.")
-    if value < least:
-        raise ValueError(f"`{name}` must be {least} or more, got {value}.")
-
-
 def require_size(name: str, value: object, *, least: int) -> int:
     """The bytes of a setting that is a number or text.
 
@@ -446,13 +426,6 @@ def require_size(name: str, value: object, *, least: int) -> int:
             f"`{name}` must be {least} or more bytes, or text with a unit such as '8GB' or '7.5GiB', got {value!r}."
         )
     return nbytes
-
-
-def _require_share(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"`{name}` must be a number, got {value!r}.")
-    if not 0 <= value <= 1:
-        raise ValueError(f"`{name}` must be from 0 to 1, got {value}.")
 
 
 def require_streaming(config: object) -> None:

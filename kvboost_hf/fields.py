@@ -6,36 +6,47 @@ Checks, flags, `--help` and the page of flags are made of these. Nothing here im
 import argparse
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 _KEY = "kvboost_hf"
 _ENTRY = re.compile(r"(\w+): (.*)")
 _UNSET = re.compile(r"[.;] None (?:for|is|takes) (.*)$")  # how a docstring says what None means
+_KINDS: dict[Any, tuple[Any, str]] = {
+    int: (int, "an int"),
+    float: ((int, float), "a number"),
+    bool: (bool, "True or False"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    group: str | None
-    flag: str | None
-    metavar: str | None
-    help: str | None
-    least: float | None
-    above: float | None
-    most: float | None
-    below: float | None
+    groups: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
+    help: str | None = None
+    parse: Callable[[str], Any] | None = None
+    nargs: str | None = None
+    choices: tuple[Any, ...] | None = None
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
 
 
 def setting(
     default: Any = MISSING,
     *,
-    group: str | None = None,
-    flag: str | None = None,
+    group: str | tuple[str, ...] = (),
+    flag: str | tuple[str, ...] = (),
     metavar: str | None = None,
     help: str | None = None,
+    parse: Callable[[str], Any] | None = None,
+    nargs: str | None = None,
+    choices: tuple[Any, ...] | None = None,
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
@@ -45,57 +56,83 @@ def setting(
 
     Args:
         default: The default; none for a field that must be given.
-        group: The title under which `--help` shows its flag; None for a field without a flag.
-        flag: The name of the flag without dashes; None for that of the field.
+        group: The title under which `--help` shows its flag, or several; none for a field that is a flag only where
+            all fields of its dataclass are.
+        flag: The name of the flag without dashes, or several; none for that of the field.
         metavar: The name of the flag's value in `--help`.
         help: The text of the flag; None for that of the docstring.
+        parse: Makes the value of the flag's text, or raises ValueError; `bool` for a flag that is on or off, and None
+            for what the type of the field says.
+        nargs: How many values the flag takes, as argparse has it.
+        choices: The values that the flag takes; None for those of the type of the field.
         least: The value is this or more.
         above: The value is more than this.
         most: The value is this or less.
         below: The value is less than this.
     """
-    return field(default=default, metadata={_KEY: _Setting(group, flag, metavar, help, least, above, most, below)})
+    groups, flags = ((each,) if isinstance(each, str) else each for each in (group, flag))
+    told = _Setting(groups, flags, metavar, help, parse, nargs, choices, least, above, most, below)
+    return field(default=default, metadata={_KEY: told})
 
 
 def check_bounds(settings: Any) -> None:
-    """Check all fields of settings that have bounds; None is within them.
+    """Check the types, the choices and the bounds of all fields that `setting` made.
 
     Raises:
-        ValueError: for a value out of its bounds.
+        ValueError: for a value of another type, one that is no choice, or one out of its bounds.
     """
     kind: type = type(settings)
     for each, bounds in _settings(kind):
-        value = getattr(settings, each.name)
-        if value is None or _within(value, bounds):
+        value, (annotation, optional) = getattr(settings, each.name), _annotation(each)
+        if value is None and optional:
+            continue
+        if get_origin(annotation) is Literal and value not in get_args(annotation):
+            raise ValueError(f"`{each.name}` must be one of {get_args(annotation)}, got {value!r}.")
+        types, what = _KINDS.get(annotation, (object, ""))
+        if not isinstance(value, types) or (isinstance(value, bool) and annotation in (int, float)):
+            raise ValueError(f"`{each.name}` must be {what}, got {value!r}.")
+        if _within(value, bounds):
             continue
         unset = _described(kind)[each.name][1] if each.default is None else None
         remedy = f" Pass None for {unset}." if unset else ""
         raise ValueError(f"`{each.name}` must be {_told(bounds)}, got {value}.{remedy}")
 
 
-def add_flags(parser: argparse._ActionsContainer, kind: type, group: str) -> None:
-    """Add the flags of all fields of a dataclass that are in a group.
+def add_flags(
+    parser: argparse._ActionsContainer, kind: type, group: str | None = None, *, unset: bool = False
+) -> dict[str, argparse.Action]:
+    """Add flags for fields of a dataclass.
 
     Args:
         parser: Takes them.
         kind: The dataclass.
-        group: The title of the group.
+        group: The group whose fields are meant; None for all fields.
+        unset: The default of all flags is None, so that it shows which were given.
+
+    Returns:
+        What the parser has for each field.
     """
-    types = get_type_hints(kind)
-    for each, found in _settings(kind):
-        if found.group == group:
-            name = found.flag or each.name.replace("_", "-")
-            parser.add_argument(f"--{name}", dest=each.name, **_options(kind, each, found, types[each.name]))
+    return {
+        each.name: parser.add_argument(*(f"--{name}" for name in _flags(each, found)), **_options(kind, each, unset))
+        for each, found in _settings(kind, group)
+    }
 
 
-def given(kind: type, options: argparse.Namespace) -> dict[str, Any]:
-    """The values of all fields of a dataclass that have flags, by name.
+def given(kind: type, options: argparse.Namespace, group: str | None = None) -> dict[str, Any]:
+    """The values of the fields of a dataclass that have flags, by name.
 
     Args:
         kind: The dataclass.
-        options: The parsed flags.
+        options: The parsed flags. Fields whose flags are not among them are left out.
+        group: The group whose fields are meant; None for those of any group.
     """
-    found = {each.name: getattr(options, each.name) for each, of in _settings(kind) if of.group is not None}
+    values = vars(options)
+    found = {
+        each.name: values[dest]
+        for each, of in _settings(kind)
+        if (group in of.groups if group is not None else of.groups)
+        and (dest := _flags(each, of)[0].replace("-", "_")) in values
+    }
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
@@ -110,8 +147,26 @@ def shared(kind: type, settings: Any) -> dict[str, Any]:
     return {each.name: getattr(settings, each.name) for each in fields(kind) if each.name in own}
 
 
-def _settings(kind: type) -> Iterator[tuple[Field[Any], _Setting]]:
-    return ((each, each.metadata[_KEY]) for each in fields(kind) if _KEY in each.metadata)
+def _settings(kind: type, group: str | None = "") -> Iterator[tuple[Field[Any], _Setting]]:
+    """The fields of a group, or those that `setting` made where it is empty; all fields where it is None."""
+    for each in fields(kind):
+        found = each.metadata.get(_KEY)
+        if group is None:
+            yield each, found or _Setting()
+        elif found is not None and (not group or group in found.groups):
+            yield each, found
+
+
+def _flags(each: Field[Any], found: _Setting) -> tuple[str, ...]:
+    return found.flags or (each.name.replace("_", "-"),)
+
+
+def _annotation(each: Field[Any]) -> tuple[Any, bool]:
+    """The type of a field without None, and whether None is allowed; several types count as none that is known."""
+    if get_origin(each.type) not in (Union, UnionType):
+        return each.type, False
+    kinds = [one for one in get_args(each.type) if one is not type(None)]
+    return kinds[0] if len(kinds) == 1 else None, type(None) in get_args(each.type)
 
 
 def _within(value: Any, bounds: _Setting) -> bool:
@@ -133,21 +188,43 @@ def _told(bounds: _Setting) -> str:
     )
 
 
-def _options(kind: type, each: Field[Any], found: _Setting, annotation: Any) -> dict[str, Any]:
+def _options(kind: type, each: Field[Any], unset: bool) -> dict[str, Any]:
     """What `add_argument` is passed."""
-    text, unset = _described(kind)[each.name]
-    text = found.help or text
-    if annotation is bool:
-        return {"action": "store_true", "help": text}
-    if get_origin(annotation) is tuple:
-        return {"action": "append", "default": [], "metavar": found.metavar, "help": f"{text}; repeatable"}
-    if get_origin(annotation) in (Union, UnionType):
-        (annotation,) = (one for one in get_args(annotation) if one is not type(None))
-    default = None if each.default is MISSING else each.default
-    if found.help is None:
-        text += f" (default: {unset if default is None else '%(default)s'})"
-    typed = {} if annotation is str else {"type": annotation}
-    return {**typed, "default": default, "metavar": found.metavar, "help": text}
+    found: _Setting = each.metadata.get(_KEY) or _Setting()
+    annotation, optional = _annotation(each)
+    text, of_none = _described(kind).get(each.name, ("", None))
+    several = get_origin(annotation) is tuple
+    default = None if unset or each.default is MISSING else [] if each.default == () else each.default
+    told: dict[str, Any] = {"default": default, "metavar": found.metavar, "help": found.help or text}
+    shown = of_none if each.default in (None, MISSING) else "yes" if each.default is True else each.default
+    if found.help is None and shown is not False and shown not in (None, (), ""):
+        told["help"] += f" (default: {str(shown).replace('`', '')})"
+    parse = found.parse or (get_args(annotation)[0] if several else annotation)
+    if parse is bool:
+        del told["metavar"]
+        return {**told, "action": argparse.BooleanOptionalAction if optional or default else "store_true"}
+    if found.nargs is not None:
+        told["nargs"] = found.nargs
+    elif several:
+        told |= {"action": "append", "help": f"{told['help']}; repeatable"}
+    choices = found.choices or (get_args(parse) if get_origin(parse) is Literal else None)
+    if choices is not None:
+        told["choices"], parse = choices, found.parse or type(choices[-1])
+    if parse is not str:
+        told["type"] = parse if isinstance(parse, type) else _reading(parse)
+    return told
+
+
+def _reading(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A function that argparse calls for a text: its error is shown as it is."""
+
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
 
 
 @cache

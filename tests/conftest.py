@@ -5,7 +5,7 @@ import math
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -49,6 +49,7 @@ from transformers.utils import output_capturing
 from transformers.utils.import_utils import is_kernels_available
 
 from tests.internals.cache import ComputePace
+from tests.servers import BINARY, Server
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -257,3 +258,13 @@ def any_peft(monkeypatch: pytest.MonkeyPatch) -> None:
 def loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models compute faster than anything is read; what is worth loading has tests of its own."""
     monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A Valkey or Redis server for all tests that leave it as it was."""
+    if BINARY is None:
+        pytest.skip("neither valkey-server nor redis-server is on the PATH")
+    server = Server(tmp_path_factory.mktemp("server"))
+    yield server
+    server.stop()

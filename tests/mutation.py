@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from copy import deepcopy
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -31,13 +32,20 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 _NOTES = "MUTATION_NOTES"  # the variable with the file of what tests enter
-_ROOMS = ["kvboost_hf/cache", "kvboost_hf/server"]
+_ROOMS = [f"kvboost_hf/{room}" for room in ("assisted", "attention", "cache", "offload", "server")]
+_KINDS = "bloom deepseek_v3 falcon_h1 gemma2 gpt2 gpt_oss llama mistral phi qwen2 qwen3 qwen3_next".split()
+# Imported once, for the forks of this process that run tests.
+_LIBRARIES = [
+    *("fastapi", "fsspec", "httpx", "hypothesis.stateful", "numpy", "tokenizers", "torch", "transformers.generation"),
+    *(f"transformers.models.{kind}.modeling_{kind}" for kind in _KINDS),
+]
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
     **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And},
     **{ast.Add: ast.Sub, ast.Sub: ast.Add},
 }
 _ENDS = ast.Raise | ast.Return | ast.Continue | ast.Break
+_OPTIONS = ["-q", "-x", "--no-header", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # they are imported
 _START_S = 60.0  # of pytest, at most, on a busy machine
 _TESTS_S = 60.0  # of the tests of one mutant
 
@@ -151,21 +159,44 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Notes())
 
 
+def _in_fork(folder: Path, chosen: list[str], own: dict[str, str]) -> int:
+    os.setsid()
+    log = os.open(folder / "pytest.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for output in (1, 2):
+        os.dup2(log, output)
+    os.chdir(folder)
+    os.environ |= own
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(folder), *(place for place in sys.path if place not in ("", str(ROOT)))]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "kvboost_hf")]:
+        del sys.modules[name]
+    try:
+        return pytest.main([*_OPTIONS, *chosen])
+    finally:
+        sys.stdout.flush()
+
+
 def run_tests(folder: Path, chosen: list[str], timeout_s: float | None, **environment: str) -> int | None:
-    """The status of pytest over some tests in a folder; None if it took longer."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", *chosen]
+    """The status of pytest over some tests in a folder; None if it took longer.
+
+    It runs in a fork of this process, which has imported the libraries, and nothing of the project, already.
+    """
     own = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **environment}
-    with open(folder / "pytest.log", "w") as log:
-        told: dict[str, Any] = {"cwd": folder, "env": os.environ | own, "stdout": log, "stderr": log}
-        process = subprocess.Popen(command, **told, start_new_session=True)
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
         try:
-            return process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
+            os._exit(_in_fork(folder, chosen, own))
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            os._exit(pytest.ExitCode.INTERNAL_ERROR)
+    deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    while (waited := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return None
+        time.sleep(0.02)
+    return os.waitstatus_to_exitcode(waited[1])
 
 
 def copy_into(folder: Path) -> None:
@@ -197,11 +228,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
     parser.add_argument("--count", type=int, default=10, help="how many mutants")
     parser.add_argument("--minutes", type=float, default=30.0, help="no mutant is begun later, the first run left out")
-    parser.add_argument("--rooms", nargs="+", default=_ROOMS, help="folders within cache/ and server/")
+    parser.add_argument("--rooms", nargs="+", default=_ROOMS, help="folders of the package, within these")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="where tests are looked for")
     parser.add_argument("--map", type=Path, help="a file with what tests enter; it is made if it is missing")
     args = parser.parse_args()
     say = sys.stdout.write
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py does, before libraries are imported
+    for name in _LIBRARIES:
+        import_module(name)
     with tempfile.TemporaryDirectory(prefix="mutation-") as made:
         folder = Path(made).resolve()
         copy_into(folder)

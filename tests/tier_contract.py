@@ -1,19 +1,38 @@
-"""What every tier below host memory must do. A test class inherits `TierContract` and gives it `open_tier`."""
+"""The contract of tiers below host memory: `tests/unit/test_tiers.py` runs it over all of them."""
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 import pytest
 
-from tests.internals.cache import Entry, Kind, NoticeBoard, Tier
+from tests.internals.cache import Entry, FilesystemTier, Kind, NoticeBoard, SealedTier, Tier, ValkeyTier, tiers
+from tests.internals.disk import DiskTier, charge, disk
 
 MODEL, OTHER_MODEL = b"model" * 4, b"other" * 4
 ROOT = b"root!" * 4
 
-OpenTier = Callable[..., Tier]  # open_tier(max_bytes=…): each call opens the same place once more
+
+class OpenTier(NamedTuple):
+    """Opens one place, at each call once more."""
+
+    open: Callable[..., Tier]  # with its budget
+    beside: int = 0  # bytes that it keeps beside each blob, and counts
+
+    def __call__(self, max_bytes: int | None = None) -> Tier:
+        return self.open(max_bytes)
+
+    def bytes_of(self, *entries: Entry) -> int:
+        """Bytes that these take."""
+        return sum(entry.nbytes + self.beside for entry in entries)
+
+    def room_for(self, count: int) -> int:
+        """A budget for so many entries of the usual size, and no more."""
+        return count * (3000 + self.beside) + 1000
 
 
 def name_of(*parts: object) -> bytes:
@@ -67,10 +86,66 @@ def keys(entries: Iterator[Entry] | list[Entry]) -> list[bytes]:
     return [entry.key for entry in entries]
 
 
-class TierContract:
-    """Tests against the fixture `open_tier`."""
+ROW = charge(make_entry(1), 0)
 
-    beside_blobs = 0  # bytes that a tier keeps beside each
+
+def _on_server(request: pytest.FixtureRequest) -> OpenTier:
+    pytest.importorskip("valkey")
+    url, prefix = request.getfixturevalue("shared_server").url, uuid4().hex
+    return OpenTier(lambda max_bytes: ValkeyTier(url, prefix=prefix, max_bytes=max_bytes, timeout_s=20.0))
+
+
+def _in_memory(_: pytest.FixtureRequest) -> OpenTier:
+    url = f"memory://{uuid4().hex}/kv"
+    return OpenTier(lambda max_bytes: FilesystemTier(url, max_bytes=max_bytes))
+
+
+def _in_files(request: pytest.FixtureRequest) -> OpenTier:
+    folder = request.getfixturevalue("tmp_path") / uuid4().hex
+    return OpenTier(lambda max_bytes: FilesystemTier(folder.as_uri(), max_bytes=max_bytes))
+
+
+def _on_disk(request: pytest.FixtureRequest) -> OpenTier:
+    folder = request.getfixturevalue("tmp_path") / uuid4().hex
+    return OpenTier(lambda max_bytes: DiskTier(folder, 10**9 if max_bytes is None else max_bytes), ROW)
+
+
+def _sealed(request: pytest.FixtureRequest, inner: Callable[..., OpenTier]) -> OpenTier:
+    opened = inner(request)
+    return OpenTier(lambda max_bytes: SealedTier(opened(max_bytes), b"k" * 32), opened.beside + 32)
+
+
+# The class of each, and how to come to a new place of it.
+PLACES: dict[str, tuple[type, Callable[[pytest.FixtureRequest], OpenTier]]] = {
+    "server": (ValkeyTier, _on_server),
+    "memory": (FilesystemTier, _in_memory),
+    "files": (FilesystemTier, _in_files),
+    "disk": (DiskTier, _on_disk),
+    "sealed memory": (SealedTier, partial(_sealed, inner=_in_memory)),
+    "sealed disk": (SealedTier, partial(_sealed, inner=_on_disk)),
+}
+
+
+class TierContract:
+    """Tests of one place."""
+
+    place: str  # its name in `PLACES`
+
+    @pytest.fixture
+    def open_tier(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenTier]:
+        """A place whose lists have several pages; what was opened is closed."""
+        monkeypatch.setattr(disk, "_AT_ONCE", 7)
+        monkeypatch.setattr(tiers.base, "_BATCH", 7)
+        place = PLACES[self.place][1](request)
+        opened: list[Tier] = []
+
+        def open_tier(max_bytes: int | None) -> Tier:
+            opened.append(place(max_bytes))
+            return opened[-1]
+
+        yield place._replace(open=open_tier)
+        for tier in opened:
+            tier.close()
 
     @pytest.fixture
     def tier(self, open_tier: OpenTier) -> Tier:
@@ -84,6 +159,13 @@ class TierContract:
         blob = tier.read(entry.key)
         assert blob is not None
         assert blob == b"".join(make_blob(entry))
+
+    def test_parts_may_be_of_any_type(self, tier: Tier) -> None:
+        numbers = memoryview(np.arange(6, dtype=np.int16))  # type: ignore[arg-type]
+        entry = make_entry(1, nbytes=15)
+        assert tier.write(entry, [b"", numbers, b"end"])
+        assert tier.read(entry.key) == numbers.tobytes() + b"end"
+        assert tier.find([entry.key])[entry.key].nbytes == 15
 
     @pytest.mark.parametrize("parts", [[], [b""]])
     def test_an_empty_blob_is_a_blob(self, tier: Tier, parts: list[bytes | memoryview]) -> None:
@@ -113,6 +195,11 @@ class TierContract:
         write(tier, *alike, make_entry(9))
         assert keys(tier.find_alike([head])) == keys(alike[::-1])
         assert keys(tier.find_alike([name_of("no head"), make_entry(9).head])) == [make_entry(9).key]
+        both = keys(tier.find_alike([head, make_entry(9).head, head]))  # one of them twice
+        assert (set(both), [key for key in both if key != make_entry(9).key]) == (
+            set(keys([make_entry(9), *alike])),
+            keys(alike[::-1]),
+        )
         assert tier.find_alike([]) == []
 
     def test_looks_at_256_that_begin_alike(self, tier: Tier) -> None:
@@ -132,14 +219,26 @@ class TierContract:
         assert keys(tier.entries(other.root)) == [other.key]
         assert keys(tier.entries(name_of("no root"))) == []
 
-    def test_one_that_is_there_stays_as_it_is(self, tier: Tier) -> None:
+    def test_what_is_listed_may_go_meanwhile(self, tier: Tier) -> None:
+        several = [make_entry(number, nbytes=100, root=name_of("root", number % 2)) for number in range(20)]
+        write(tier, *several)
+        listed = []
+        for entry in tier.entries(name_of("root", 0)):
+            listed.append(entry.key)
+            tier.delete([entry.key])
+        assert set(listed) == set(keys(several[::2]))
+        assert set(keys(tier.entries())) == set(keys(several[1::2]))
+
+    def test_one_that_is_there_stays_as_it_is(self, open_tier: OpenTier) -> None:
+        tier = open_tier()
         entry = make_entry(1)
         write(tier, entry)
         assert tier.write(entry, [bytes(entry.nbytes)])
         assert tier.read(entry.key) == b"".join(make_blob(entry))
-        assert (tier.stats()["chunks"], tier.stats()["bytes"]) == (1, entry.nbytes + self.beside_blobs)
+        assert (tier.stats()["chunks"], tier.stats()["bytes"]) == (1, open_tier.bytes_of(entry))
 
-    def test_deletes(self, tier: Tier) -> None:
+    def test_deletes(self, open_tier: OpenTier) -> None:
+        tier = open_tier()
         head = name_of("shared head")
         kept, given_up = make_entry(1, head=head), make_entry(2, head=head)
         write(tier, kept, given_up)
@@ -147,16 +246,17 @@ class TierContract:
         assert tier.read(given_up.key) is None
         assert set(tier.find([kept.key, given_up.key])) == {kept.key}
         assert keys(tier.find_alike([head])) == keys(tier.entries()) == keys(tier.entries(ROOT)) == [kept.key]
-        assert (tier.stats()["chunks"], tier.stats()["bytes"]) == (1, kept.nbytes + self.beside_blobs)
+        assert (tier.stats()["chunks"], tier.stats()["bytes"]) == (1, open_tier.bytes_of(kept))
         write(tier, given_up)
         assert keys(tier.find_alike([head])) == [given_up.key, kept.key]
 
-    def test_clears_one_model(self, tier: Tier) -> None:
+    def test_clears_one_model(self, open_tier: OpenTier) -> None:
+        tier = open_tier()
         other = make_entry(3, model=OTHER_MODEL)
         write(tier, make_entry(1), make_entry(2), other)
         tier.clear(MODEL)
         assert keys(tier.entries()) == [other.key]
-        assert tier.stats()["bytes"] == other.nbytes + self.beside_blobs
+        assert tier.stats()["bytes"] == open_tier.bytes_of(other)
 
     def test_what_was_read_stays_readable(self, tier: Tier) -> None:
         entry = make_entry(1)
@@ -180,26 +280,61 @@ class TierContract:
     def test_what_is_kept_outlives_the_tier(self, open_tier: OpenTier) -> None:
         first = open_tier()
         write(first, make_entry(1))
+        first.touch([make_entry(1).key])
+        known = first.hits()
         first.close()
-        assert keys(open_tier().entries()) == [make_entry(1).key]
+        second = open_tier()
+        assert keys(second.entries()) == [make_entry(1).key]
+        assert second.hits() == known
+        second.delete([make_entry(1).key])
+        assert second.hits() == {}
+
+    def test_after_close_nothing_raises(self, tier: Tier) -> None:
+        entry = make_entry(1)
+        write(tier, entry)
+        for _ in range(2):
+            tier.close()
+        assert tier.read(entry.key) in (b"".join(make_blob(entry)), None)
+        assert set(tier.find([entry.key])) <= {entry.key}
+        assert set(keys(tier.find_alike([entry.head]))) | set(keys(tier.entries())) <= {entry.key}
+        tier.touch([entry.key])
+        assert tier.write(make_entry(2), make_blob(make_entry(2))) in (True, False)
+        tier.clear(MODEL)
+        assert tier.delete([entry.key]) in (True, False)
+        assert set(tier.hits()) <= {entry.key}
+        assert {"chunks", "bytes", "errors"} <= set(tier.stats())
+
+    @pytest.mark.parametrize("max_bytes", [0, -1])
+    def test_a_budget_must_be_positive(self, open_tier: OpenTier, max_bytes: int) -> None:
+        with pytest.raises(ValueError, match="`max_bytes` must be a positive"):
+            open_tier(max_bytes=max_bytes)
 
     def test_keeps_within_its_budget(self, open_tier: OpenTier) -> None:
-        tier = open_tier(max_bytes=10_000)
+        tier = open_tier(max_bytes=open_tier.room_for(3))
         for number in range(10):
             write(tier, make_entry(number))
-            assert tier.stats()["bytes"] <= 10_000
+            assert tier.stats()["bytes"] <= open_tier.room_for(3)
         assert set(keys(tier.entries())) == {make_entry(number).key for number in (7, 8, 9)}
-        assert tier.stats()["max_bytes"] == 10_000
+        assert tier.stats()["max_bytes"] == open_tier.room_for(3)
+
+    def test_a_budget_may_be_used_up(self, open_tier: OpenTier) -> None:
+        three = [make_entry(number) for number in range(3)]
+        tier = open_tier(max_bytes=open_tier.bytes_of(*three))
+        write(tier, *three)
+        assert set(keys(tier.entries())) == set(keys(three))
+        less = make_entry(3, nbytes=2000)
+        write(tier, less)
+        assert set(keys(tier.entries())) == set(keys([*three[1:], less]))
 
     def test_gives_up_what_was_not_used_for_longest(self, open_tier: OpenTier) -> None:
-        tier = open_tier(max_bytes=10_000)
+        tier = open_tier(max_bytes=open_tier.room_for(3))
         write(tier, *map(make_entry, range(3)))
         tier.touch([make_entry(0).key, name_of("nothing")])
         write(tier, make_entry(3))
         assert set(keys(tier.entries())) == {make_entry(number).key for number in (0, 2, 3)}
 
     def test_gives_up_what_continues_a_chunk_first(self, open_tier: OpenTier) -> None:
-        tier = open_tier(max_bytes=10_000)
+        tier = open_tier(max_bytes=open_tier.room_for(3))
         chain = [make_entry(number, start=number * 16) for number in range(3)]
         write(tier, *chain)
         tier.touch(keys(chain))
@@ -207,14 +342,16 @@ class TierContract:
         assert set(keys(tier.entries())) == {chain[0].key, chain[1].key, make_entry(9).key}
 
     def test_refuses_what_is_larger_than_its_budget(self, open_tier: OpenTier) -> None:
-        tier = open_tier(max_bytes=5000)
+        tier = open_tier(max_bytes=open_tier.room_for(1))
         write(tier, make_entry(1))
-        large = make_entry(2, nbytes=6000)
+        large = make_entry(2, nbytes=4001)
         assert not tier.write(large, make_blob(large))
         assert keys(tier.entries()) == [make_entry(1).key]
+        assert tier.stats()["errors"] == 0
 
-    def test_several_threads(self, open_tier: OpenTier) -> None:
-        tier = open_tier(max_bytes=1_000_000)
+    @pytest.mark.parametrize("room", [5, 100])
+    def test_several_threads(self, open_tier: OpenTier, room: int) -> None:
+        tier = open_tier(max_bytes=open_tier.room_for(room))
         wrong: list[bytes] = []
 
         def work(worker: int) -> None:
@@ -235,11 +372,12 @@ class TierContract:
         assert tier.stats()["errors"] == 0
         there = list(tier.entries())
         assert tier.stats()["chunks"] == len(there)
-        assert tier.stats()["bytes"] == sum(entry.nbytes + self.beside_blobs for entry in there)
+        assert tier.stats()["bytes"] == open_tier.bytes_of(*there) <= open_tier.room_for(room)
 
-    def test_counts_uses_where_they_are_known(self, tier: Tier) -> None:
+    def test_counts_uses_where_they_are_known(self, open_tier: OpenTier) -> None:
+        tier, other = open_tier(), open_tier()
         write(tier, make_entry(1), make_entry(2))
-        tier.touch([make_entry(1).key])
+        other.touch([make_entry(1).key])
         tier.touch([make_entry(1).key, make_entry(2).key])
         hits = tier.hits()
         assert not hits or hits == {make_entry(1).key: 2, make_entry(2).key: 1}
@@ -249,7 +387,7 @@ class TierContract:
     def test_notices_are_heard_by_all_in_their_order(self, open_tier: OpenTier, monkeypatch) -> None:
         monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem._LISTED_EVERY_S", 0.0)
         one, other = _board(open_tier()), _board(open_tier())
-        assert one.heard(None).notices == []
+        assert list(one.heard(None).notices) == []
         assert one.announce(b"first")
         assert other.announce(b"second")
         heard = one.heard(None)

@@ -18,8 +18,9 @@ from benchmarks.leaderboard.method import load_methods
 from benchmarks.leaderboard.results import Cell, Results
 from benchmarks.leaderboard.workloads import OF_OTHERS, OF_READER, WORKLOADS, linked
 from kvboost_hf.bench.run import provenance
-from kvboost_hf.cli.arguments import add_model, positive
+from kvboost_hf.cli.arguments import ModelFlags, positive
 from kvboost_hf.cli.loading import load_model
+from kvboost_hf.fields import add_flags
 
 NEW, ASKED = 24, 2  # tokens of an answer that is not known; prompts of each seed
 
@@ -27,7 +28,7 @@ NEW, ASKED = 24, 2  # tokens of an answer that is not known; prompts of each see
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing; returns 1 if a control did not fail."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.leaderboard", description=__doc__)
-    add_model(parser)
+    add_flags(parser, ModelFlags)
     text = "of benchmarks/leaderboard/methods, or files that end in .py (default: all of that folder)"
     parser.add_argument("--methods", nargs="+", default=(), metavar="METHOD", help=text)
     text = f"{', '.join(WORKLOADS)} (default: {', '.join(OF_READER)} for the embedded model, others for others)"

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.turboquant.validate import CODECS, validate_turboquant
-from kvboost_hf.cli.arguments import add_json, add_model
+from kvboost_hf.cli.arguments import ModelFlags
+from kvboost_hf.cli.flags import JsonFlag
 from kvboost_hf.cli.loading import load_model
 from kvboost_hf.cli.measure import read_prompts
+from kvboost_hf.fields import add_flags
 from kvboost_hf.outputs import STANDARD_OUTPUT, write
 
 
@@ -18,10 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.turboquant", description=__doc__)
     text = f"besides the paper's forms (default: {' '.join(CODECS)})"
     parser.add_argument("codecs", nargs="*", default=CODECS, metavar="CODEC", help=text)
-    add_model(parser)
+    add_flags(parser, ModelFlags)
     text = "texts whose K/V is measured, one on each line or as a JSON list (default: made-up ones)"
     parser.add_argument("--prompts", type=Path, metavar="FILE", help=text)
-    add_json(parser)
+    add_flags(parser, JsonFlag)
     options = parser.parse_args(arguments)
     model, tokenizer, name = load_model(options)
     prompts = read_prompts(options.prompts) if options.prompts is not None else None

@@ -29,12 +29,12 @@ from kvboost_hf.cache.forward.loans import (
     extend_layers,
     lend_layers,
     lending_reason,
+    look_up,
     read_hidden,
     read_layers,
     read_states,
     reading_reason,
     root_of,
-    stored_tokens,
     take_repaired,
 )
 from kvboost_hf.cache.forward.moved import movable_spans
@@ -942,7 +942,7 @@ class ChunkReuseCache(DynamicCache):
     def stored_tokens(self, ids: torch.Tensor) -> int:
         """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""
         self._settle_last()
-        return stored_tokens(self._parts, ids)
+        return look_up(self._parts, ids).filled
 
     def best_order(self, documents: Sequence[D], ids_of: Callable[[list[D]], Ids]) -> BestOrder[D]:
         """The order of documents in which most of a prompt is stored: for prompts whose answer does not depend on it.
@@ -983,6 +983,8 @@ class ChunkReuseCache(DynamicCache):
 
         None with mode `"exact"`.
         """
+        if self.policy.mode == "exact":
+            return []
         self._settle_last()
         return movable_spans(self._parts, ids, start)
 

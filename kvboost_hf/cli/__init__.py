@@ -1,4 +1,4 @@
-"""The commands `kvboost-hf` and `kvboost-server`: the subcommand NAME has `add_NAME` in `flags`, and `run_NAME`.
+"""The commands `kvboost-hf` and `kvboost-server`: the subcommand NAME has its flags in `flags`, and `run_NAME`.
 
 The file with `run_NAME` is imported when all arguments are right, so that help and errors of arguments need no torch.
 """
@@ -103,7 +103,7 @@ def command_line(with_flags: Iterable[str] = _COMMANDS) -> argparse.ArgumentPars
     for name, (file, text) in _COMMANDS.items():
         one = commands.add_parser(name, help=text)
         if name in with_flags:
-            getattr(import_module("kvboost_hf.cli.flags"), f"add_{name}")(one)
+            import_module("kvboost_hf.cli.flags").add_command_flags(one, name)
             one.set_defaults(parser=one, run=partial(_run, file, name))
     return parser
 

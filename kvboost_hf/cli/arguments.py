@@ -2,13 +2,15 @@
 
 import argparse
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from kvboost_hf.errors import how_to_install
+from kvboost_hf.fields import setting
 from kvboost_hf.outputs import output_path
 
 # Commands, the flags to add, and what each is for.
@@ -56,19 +58,11 @@ def positive(text: str) -> int:
     return value
 
 
-def output(text: str) -> Path:
-    """A file that can be written, or '-' for standard output."""
-    try:
-        return output_path(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def figure(text: str) -> Path:
     """A file that can be written, of a format for figures."""
     if not text.endswith((".png", ".pdf", ".svg")):
-        raise argparse.ArgumentTypeError(f"{text!r} is no figure: name a file that ends in .png, .pdf or .svg")
-    return output(text)
+        raise ValueError(f"{text!r} is no figure: name a file that ends in .png, .pdf or .svg")
+    return output_path(text)
 
 
 def read_text(path: Path) -> str:
@@ -88,16 +82,6 @@ def read_text(path: Path) -> str:
     return text
 
 
-def one_of(names: Iterable[str], text: str) -> str:
-    """A help text that lists the choices."""
-    return f"{text}, of {', '.join(names)}"
-
-
-def add_json(parser: argparse.ArgumentParser, help: str = "write all figures ('-' for standard output)") -> None:
-    """Add `--json FILE`."""
-    parser.add_argument("--json", type=output, metavar="FILE", help=help)
-
-
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
     """End the process for arguments that a command does not take, with the flag that may be meant."""
     given, _, _ = unknown[0].partition("=")
@@ -112,14 +96,19 @@ def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> N
     parser.exit(2, f"{parser.prog}: {said} All flags: {parser.prog} --help\n")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add `--model`, `--device` and `--dtype`."""
-    parser.add_argument("--model", help="a hub name or a folder (default: the embedded model)")
-    text = "where it runs (default: cuda where there is one, or cpu)"
-    parser.add_argument("--device", help=text)
-    text = "auto, float32, bfloat16 or float16 (default: auto)"
-    known = ("auto", "float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=known, metavar="DTYPE", default="auto", help=text)
+@dataclass
+class ModelFlags:
+    """Flags of commands that run a model.
+
+    Args:
+        model: A hub name or a folder; None is the embedded model.
+        device: Where it runs; None is cuda where there is one, or cpu.
+        dtype: One of auto, float32, bfloat16 or float16.
+    """
+
+    model: str | None = None
+    device: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", metavar="DTYPE")
 
 
 def next_steps(options: argparse.Namespace, *steps: str | tuple[str, str]) -> str:

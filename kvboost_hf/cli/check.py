@@ -11,8 +11,9 @@ import torch
 from kvboost_hf.cli.arguments import next_steps, typed
 from kvboost_hf.cli.loading import load_shown
 from kvboost_hf.compatibility import check_model_compatibility
-from kvboost_hf.config import StreamingConfig
+from kvboost_hf.config import PLANNED, StreamingConfig
 from kvboost_hf.engine.load import naming
+from kvboost_hf.fields import given
 from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.cuda import link_rate
 from kvboost_hf.offload.sizes import what_fits
@@ -43,9 +44,7 @@ def run_fits(options: argparse.Namespace) -> int:
     with naming(options.model):
         config = AutoConfig.from_pretrained(options.model)
     device = "cuda" if options.on == "gpu" else "cpu"
-    streaming = StreamingConfig(
-        max_tokens=options.max_tokens, prefill_chunk_size=options.prefill_chunk_size, disk_folder=options.disk_folder
-    )
+    streaming = StreamingConfig(**{**given(StreamingConfig, options, PLANNED), "vram_budget": None})
     with Progress(f"planning {options.model}"):
         plan = what_fits(config, options.vram_budget, streaming=streaming, bits=options.bits, device=device)
         if options.on == "gpu" and torch.cuda.is_available():

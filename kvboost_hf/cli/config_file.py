@@ -2,11 +2,13 @@
 
 import argparse
 import tomllib
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from kvboost_hf.cli.server_flags import REFUSED
+from kvboost_hf.fields import setting
 from kvboost_hf.old_names import refuse
 from kvboost_hf.server.settings import require_closed
 
@@ -15,14 +17,15 @@ _KINDS: dict[Any, tuple[Any, str]] = {int: (int, "a whole number"), float: ((int
 _TEXT = (str, int, float), "a text"  # of other flags; some take numbers, too, such as bits or bytes
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add `--config FILE` to a command; `apply_config` reads the file."""
-    parser.add_argument(
-        _CONFIG,
-        type=Path,
-        metavar="FILE",
-        help="take flags from this TOML file, by their names: `max-batch-size = 16`; those of the command line win",
-    )
+@dataclass
+class ConfigFlag:
+    """The flag of a command whose flags a file may have; `apply_config` reads the file.
+
+    Args:
+        config: Take flags from this TOML file, by their names: `max-batch-size = 16`; those of the command line win.
+    """
+
+    config: Path | None = setting(None, metavar="FILE")
 
 
 def apply_config(typed: argparse.Namespace, whole: argparse.ArgumentParser) -> None:

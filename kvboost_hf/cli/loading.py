@@ -42,7 +42,7 @@ def load_model(options: argparse.Namespace, streaming: StreamingConfig | None = 
     """The model of the options on its device, its tokenizer, and the name to show.
 
     Args:
-        options: Parsed, with those of `add_model`.
+        options: Parsed, with `ModelFlags`.
         streaming: Which layers are streamed; None for none.
 
     Raises:

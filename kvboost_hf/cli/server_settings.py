@@ -2,18 +2,13 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from kvboost_hf.cache.tiers.record import read_tier_key
-from kvboost_hf.config import DraftTreeConfig, RecomputeStrategy, StreamingConfig
+from kvboost_hf.config import STREAMED, DraftTreeConfig, RecomputeStrategy, StreamingConfig
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.fields import given
 from kvboost_hf.server.settings import ServerSettings, TlsFiles, read_keys
 
-_STREAMING = (
-    *("streaming_mode", "keep_first_k", "keep_last_k", "vram_budget"),
-    *("n_staging_slots", "disk_folder", "host_budget"),
-)
 _WITH_RATIO = (
     RecomputeStrategy.AUTO,
     RecomputeStrategy.CACHEBLEND,
@@ -37,8 +32,8 @@ def add_secrets(options: argparse.Namespace, environment: Mapping[str, str], nam
     """
     for name in names:
         file, value = getattr(options, f"{name}_file"), environment.get(f"KVBOOST_HF_{name.upper()}")
-        given = [*getattr(options, name), *(read_keys(file) if file is not None else ())]
-        setattr(options, name, [*given, value] if value else given)
+        keys = [*getattr(options, name), *(read_keys(file) if file is not None else ())]
+        setattr(options, name, [*keys, value] if value else keys)
     options.ssl_keyfile_password = environment.get("KVBOOST_HF_SSL_KEYFILE_PASSWORD")
 
 
@@ -63,56 +58,28 @@ def server_settings(options: argparse.Namespace, name: str, positions: int | Non
     told["max_model_len"] = told["max_model_len"] or positions
     if not options.oom_planning:
         told["safety_margin"] = None
-    told |= {"api_keys": tuple(options.api_key), "operator_keys": tuple(options.operator_key)}
-    return ServerSettings(**told, salt=options.salt, tls=_tls_files(options))
-
-
-def kept_settings(options: argparse.Namespace, **more: Any) -> EngineSettings:
-    """The `EngineSettings` of the flags that `add_kept` adds.
-
-    Args:
-        options: The parsed flags.
-        more: Other settings.
-
-    Raises:
-        ValueError: A value is out of its range, or values do not go together.
-        OSError: The file of `--tier-key-file` cannot be read.
-    """
-    return EngineSettings(
-        chunk_size=options.chunk_size,
-        chunk_boundary_window=options.chunk_boundary_window,
-        kv_cache_bits=options.kv_cache_bits,
-        codec=options.codec,
-        live_quant=options.live_quant,
-        disk_cache_dir=options.disk_cache_dir,
-        tiers=options.tiers,
-        tier_key=read_tier_key(options.tier_key_file) if options.tier_key_file is not None else None,
-        **more,
-    )
+    return ServerSettings(**told, operator_keys=tuple(options.operator_key), tls=_tls_files(options))
 
 
 def engine_settings(options: argparse.Namespace) -> EngineSettings:
-    """The `EngineSettings` of all flags of a server.
+    """The `EngineSettings` of the parsed flags of a server, or of what is warmed for one.
 
     Raises:
         ValueError: A value is out of its range, or values do not go together.
         OSError: The file of `--tier-key-file` cannot be read.
     """
-    strategy, ratio = options.recompute_strategy, options.recompute_ratio
+    told = given(EngineSettings, options)
+    strategy, ratio = told.get("recompute_strategy") or "exact", told.get("recompute_ratio")
     if ratio is not None and strategy not in _WITH_RATIO:
         raise ValueError(
             f"`--recompute-ratio` must be left out with `--recompute-strategy {strategy}`, which does not use it, got "
             f"{ratio}. Pass one of {', '.join(_WITH_RATIO)}."
         )
-    return kept_settings(
-        options,
-        recompute_strategy=None if strategy == "exact" else strategy,
-        recompute_ratio=ratio,
-        sink_tokens=options.sink_tokens,
-        overlap_k=options.overlap_k,
-        progressive=options.progressive,
-        max_cache_bytes=options.max_cache_bytes,
-    )
+    if strategy == "exact":
+        told["recompute_strategy"] = None
+    if options.tier_key_file is not None:
+        told["tier_key"] = read_tier_key(options.tier_key_file)
+    return EngineSettings(**told)
 
 
 def streaming_config(options: argparse.Namespace) -> StreamingConfig | None:
@@ -123,17 +90,19 @@ def streaming_config(options: argparse.Namespace) -> StreamingConfig | None:
     Raises:
         ValueError: A value is out of its range, or given without `--awq-streaming`.
     """
-    given = {name: getattr(options, name) for name in _STREAMING if getattr(options, name) is not None}
+    told = {name: value for name, value in given(StreamingConfig, options, STREAMED).items() if value is not None}
     if not options.awq_streaming:
-        if given:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"{flags} must be left out without `--awq-streaming`. Pass both to stream layers.")
+        if told:
+            names = (name.replace("residency", "streaming").replace("_", "-") for name in told)
+            raise ValueError(
+                f"{', '.join(f'--{name}' for name in names)} must be left out without `--awq-streaming`. Pass both to "
+                "stream layers."
+            )
         return None
-    mode = given.pop("streaming_mode", StreamingConfig().residency_mode)
     live_tokens = getattr(options, "max_live_tokens", None) or getattr(options, "max_model_len", None)
     if live_tokens is not None:
-        given |= {"max_tokens": live_tokens, "prefill_chunk_size": options.prefill_chunk_size}
-    return StreamingConfig(residency_mode=mode, **given)
+        told |= {"max_tokens": live_tokens, "prefill_chunk_size": options.prefill_chunk_size}
+    return StreamingConfig(**told)
 
 
 _DRAFTS = ("auto", "mtp", "lookup", "none")
@@ -172,7 +141,7 @@ def draft_kind(options: argparse.Namespace) -> tuple[str, str]:
 
 def keeps_hidden_states(options: argparse.Namespace) -> bool:
     """Whether a server with these flags can keep hidden states, which heads read."""
-    return options.live_quant is None and options.recompute_strategy == "exact"
+    return options.live_quant is None and options.recompute_strategy in (None, "exact")
 
 
 def draft_trees(options: argparse.Namespace) -> DraftTreeConfig | None:
@@ -182,42 +151,33 @@ def draft_trees(options: argparse.Namespace) -> DraftTreeConfig | None:
         ValueError: A value is out of its range, values do not go together, or there is no draft model.
     """
     policy, gamma = options.speculative_mode_policy, options.speculative_gamma
-    sizes = {
-        "branching": options.speculative_tree_max_branching,
-        "depth": options.speculative_tree_max_depth,
-        "max_nodes": options.speculative_tree_node_budget,
-    }
-    given = {name: value for name, value in sizes.items() if value is not None}
+    sizes = {name: value for name, value in given(DraftTreeConfig, options).items() if value is not None}
     kind, _ = draft_kind(options)
     if policy == "none":
         return None
     if kind == "none":
-        if given or policy is not None or gamma is not None:
+        if sizes or policy is not None or gamma is not None:
             raise ValueError(
                 "Drafts need `--speculative-draft-model`, or `--speculative lookup`. Pass one, or no other "
                 "`--speculative-` flag."
             )
         return None
     if gamma is not None:
-        if given or policy not in (None, "chain"):
+        if sizes or policy not in (None, "chain"):
             raise ValueError(
                 f"`--speculative-gamma` ({gamma}) is the length of chains, and goes with no flag for trees. Pass "
                 "`--speculative-tree-max-depth` for those."
             )
-        policy, given = "chain", {"depth": gamma}
-    return DraftTreeConfig(policy=policy or "auto", **given)
+        policy, sizes = "chain", {"depth": gamma}
+    return DraftTreeConfig(policy=policy or "auto", **sizes)
 
 
 def _tls_files(options: argparse.Namespace) -> TlsFiles | None:
-    if options.ssl_certfile is None:
-        if options.ssl_keyfile is not None or options.ssl_ca_certs is not None:
+    told = given(TlsFiles, options)
+    if told["certfile"] is None:
+        if told["keyfile"] is not None or told["ca_certs"] is not None:
             raise ValueError(
                 "`--ssl-keyfile` and `--ssl-ca-certs` need `--ssl-certfile`. Pass the server's certificate."
             )
         return None
-    return TlsFiles(
-        certfile=options.ssl_certfile,
-        keyfile=options.ssl_keyfile,
-        password=options.ssl_keyfile_password,
-        ca_certs=options.ssl_ca_certs,
-    )
+    return TlsFiles(**told, password=options.ssl_keyfile_password)

@@ -12,7 +12,7 @@ from kvboost_hf.cache.tiers.addresses import require_lasting
 from kvboost_hf.cache.tiers.base import without_secrets
 from kvboost_hf.cli.arguments import needs_extra, next_steps, read_text
 from kvboost_hf.cli.loading import load_shown
-from kvboost_hf.cli.server_settings import add_secrets, kept_settings, streaming_config
+from kvboost_hf.cli.server_settings import add_secrets, engine_settings, streaming_config
 from kvboost_hf.outputs import Progress, say
 from kvboost_hf.server.generation.sharing import choose_attention
 from kvboost_hf.server.settings import prompt_salt
@@ -38,7 +38,7 @@ def run_warm(options: argparse.Namespace) -> int:
         require_lasting(options.tiers)
     flags = _shared_flags(options)
     add_secrets(options, os.environ, ["api_key"])
-    kept = kept_settings(options)
+    kept = engine_settings(options)
     texts = [] if options.chat else [read_text(path) for path in options.files]
     chats = _chats(options, texts)
     prefix = read_text(options.prefix) if options.prefix is not None else None

@@ -423,3 +423,7 @@ class KVBoost:
     def speculative_stats(self) -> SpeculationStats | None:
         """Figures of drafts so far; None without an assistant."""
         return speculation_stats(self.assistant) if self.assistant is not None else None
+
+
+InferenceEngine = KVBoost
+"""`KVBoost`, by the name that kvboost has for the class."""

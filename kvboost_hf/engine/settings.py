@@ -1,35 +1,40 @@
-"""`EngineSettings`: the settings of a `KVBoost`, and the policy and store made from them."""
+"""`EngineSettings`: the settings of a `KVBoost`, and the policy and store made from them.
+
+Nothing here imports torch before settings are made, so that their flags are known at once.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from kvboost_hf.config import KVQuantConfig, Progressive, RecomputeStrategy, ReusePolicy, parse_size, require_size
+from kvboost_hf.fields import check_bounds, setting
 
-from kvboost_hf.cache.codecs import config_of, live_config
-from kvboost_hf.cache.planning.chunks import LEAST_CHUNK_SIZE, Chunker, ContentChunker, FixedChunker
-from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, parse_tier
-from kvboost_hf.cache.tiers.base import Tier
-from kvboost_hf.compat import bytes_per_token
-from kvboost_hf.config import (
-    DEFAULT_CHUNK_SIZE,
-    KVQuantConfig,
-    Progressive,
-    RecomputeStrategy,
-    ReusePolicy,
-    require_size,
-)
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvboost_hf.cache.planning.chunks import Chunker
+    from kvboost_hf.cache.store.chunk_store import ChunkStore
+    from kvboost_hf.cache.tiers.base import Tier
 
 ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
+REUSED = "what is kept, and how it is used again"  # groups of flags
+ALIKE = "what a server must have alike to find it, by the same flags with the same defaults"
 
 _CODECS = {16: "raw", 8: "int8", 4: "int4"}
 _BOUNDARY_WINDOW = 16  # tokens, where nobody says otherwise
+_TOKEN_ID_BYTES = 8
+
+
+def _size(text: str) -> int:
+    size = int(float(text)) if text.replace(".", "").replace("e", "").isdigit() else parse_size(text)
+    if not size:
+        raise ValueError(f"must be bytes, or text with a unit such as 8GB or 7.5GiB, got {text!r}")
+    return size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,25 +47,26 @@ class EngineSettings:
             same, too, and answers are those of plain `generate()`.
         chunk_size: Tokens per chunk, a multiple of 16.
         chunk_boundary_window: Cut by content, and let cuts move up to so many tokens to the end of a sentence; 0 cuts
-            at multiples of `chunk_size`. None is 16 where the tokenizer is one of transformers and `chunk_size` is 32
-            or more, and else 0.
+            at multiples of `chunk_size`. None is 16 with a tokenizer of transformers and chunks of 32 or more, else 0.
         max_cache_bytes: Host memory for K/V: bytes, or text such as `"2GB"`; None for 4 GiB.
         max_chunks: In place of it, room for so many chunks that are not compressed.
         kv_cache_bits: 16 keeps K/V as it is, 8 and 4 as codes of so many bits, which is lossy. None is 16, or what
             `codec` says.
-        codec: In place of it, how stored K/V is kept, as `ChunkStore` takes it, such as `"turboquant:3.5"`.
+        codec: In place of `kv_cache_bits`, how stored K/V is kept: raw, int8, int8:4, int4, turboquant:3.5, …, as
+            `ChunkStore` takes it.
         live_quant: Hold K/V as codes while it is used, too, as a cache with `live_quant` does: bits of
-            `"turboquant"`, the name of a codec, or a `KVQuantConfig`. Answers may differ. None holds it as it is.
+            `"turboquant"`, the name of a codec, or a `KVQuantConfig`. Answers may differ; None is as it is.
         disk_cache_dir: A folder that keeps up to 10 GB of K/V for later processes.
-        tiers: Other places for K/V, as `ChunkStore` takes them.
+        tiers: Other places for K/V, as `ChunkStore` takes them, such as `disk:~/.cache/kvboost_hf:50GB` or
+            `redis://localhost:6379`.
         tier_key: 32 bytes or more that seal what is written to `disk_cache_dir` and `tiers`, as `ChunkStore` takes it.
         recompute_overlap: Tokens after each seam that `"selective"` computes again.
         recompute_ratio: Share of the moved tokens that the other strategies but `"none"` compute again. None is 0.15,
             but no more than 128 tokens for each seam.
         sink_tokens: The first tokens of a prompt, which are never moved.
         overlap_k: Tokens before each seam that every strategy computes again.
-        progressive: How the repair goes on after the first token, until answers are those of plain `generate()`, as
-            `ReusePolicy` has it.
+        progressive: Go on with the repair before the second token until K/V is exact, or never, or as `ReusePolicy`
+            has it; None is along with later tokens and in idle moments, where moved text has many seams.
         min_prefill_saving: Chunks are moved where that saves at least so many tokens.
         prefill_chunk_size: The most prompt tokens in a forward; 0 for all at once.
         salt: Separates those who must not see each other's prompts.
@@ -73,28 +79,38 @@ class EngineSettings:
             beside a strategy, and a window that `chunk_size` has no room for.
     """
 
-    recompute_strategy: RecomputeStrategy | str | None = None
-    chunk_size: int = DEFAULT_CHUNK_SIZE
-    chunk_boundary_window: int | None = None
-    max_cache_bytes: int | str | None = None
-    max_chunks: int | None = None
-    kv_cache_bits: int | None = None
-    codec: str | KVQuantConfig | None = None
-    live_quant: str | float | KVQuantConfig | None = None
-    disk_cache_dir: str | Path | None = None
-    tiers: Sequence[str | Tier] = ()
+    recompute_strategy: RecomputeStrategy | str | None = setting(
+        None,
+        group=REUSED,
+        flag=("recompute-strategy", "repair"),
+        choices=("exact", *map(str, RecomputeStrategy)),
+        help="'exact' gives the answers of plain generate(); with the others K/V moves, and answers may differ "
+        "(default: exact)",
+    )
+    chunk_size: int = setting(128, group=ALIKE)
+    chunk_boundary_window: int | None = setting(None, group=ALIKE, metavar="TOKENS")
+    max_cache_bytes: int | str | None = setting(None, group=REUSED, metavar="SIZE", parse=_size)
+    max_chunks: int | None = setting(None, least=1)
+    kv_cache_bits: int | None = setting(None, group=ALIKE, choices=(4, 8, 16))
+    codec: str | KVQuantConfig | None = setting(None, group=ALIKE, parse=str)
+    live_quant: str | float | KVQuantConfig | None = setting(None, group=ALIKE, metavar="BITS", parse=str)
+    disk_cache_dir: str | Path | None = setting(None, group=ALIKE, metavar="FOLDER", parse=str)
+    tiers: "Sequence[str | Tier]" = setting((), group=ALIKE, metavar="ADDRESS", parse=str, nargs="+")
     tier_key: bytes | None = field(default=None, repr=False)
-    recompute_overlap: int = 16
-    recompute_ratio: float | None = None
-    sink_tokens: int = 16
-    overlap_k: int = 0
-    progressive: Progressive | None = None
+    recompute_overlap: int = setting(16, least=0)
+    recompute_ratio: float | None = setting(None, group=REUSED, metavar="SHARE")
+    sink_tokens: int = setting(16, group=REUSED)
+    overlap_k: int = setting(0, group=REUSED)
+    progressive: Progressive | None = setting(None, group=REUSED, parse=bool)
     min_prefill_saving: int = 64
-    prefill_chunk_size: int = 0
+    prefill_chunk_size: int = setting(0, least=0)
     salt: str | bytes = b""
     chat_template: bool = True
 
     def __post_init__(self) -> None:
+        from kvboost_hf.cache.codecs import config_of
+        from kvboost_hf.cache.tiers.addresses import parse_tier
+
         if self.recompute_strategy is not None:
             choice(
                 RecomputeStrategy, "recompute_strategy", self.recompute_strategy, " Pass None for exact reuse only."
@@ -130,14 +146,13 @@ class EngineSettings:
                 f"`chat_template` must be True or False, got {self.chat_template!r}. Set tokenizer.chat_template for "
                 "another template."
             )
-        for name, least in (("max_chunks", 1), ("prefill_chunk_size", 0), ("recompute_overlap", 0)):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
-                raise ValueError(f"`{name}` must be an int of {least} or more, got {value!r}.")
         self._require_cutting()
+        check_bounds(self)
         self.policy()  # refuses the rest
 
     def _require_cutting(self) -> None:
+        from kvboost_hf.cache.planning.chunks import ContentChunker, FixedChunker
+
         size, window = self.chunk_size, self.chunk_boundary_window
         FixedChunker(size)
         if window is not None and (type(window) is not int or not 0 <= window < size):
@@ -151,6 +166,8 @@ class EngineSettings:
     @property
     def live_config(self) -> KVQuantConfig | None:
         """`live_quant`, as `ChunkReuseCache` takes it."""
+        from kvboost_hf.cache.codecs import live_config
+
         return live_config(self.live_quant)
 
     def policy(self) -> ReusePolicy:
@@ -167,16 +184,20 @@ class EngineSettings:
             min_prefill_saving=self.min_prefill_saving,
         )
 
-    def store(self, model: PreTrainedModel, tokenizer: Any) -> ChunkStore:
+    def store(self, model: "PreTrainedModel", tokenizer: Any) -> "ChunkStore":
         """A new store.
 
         Args:
             model: Whose K/V it holds.
             tokenizer: The tokenizer of the model.
         """
+        from kvboost_hf.cache.store.chunk_store import ChunkStore
+        from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES
+        from kvboost_hf.compat import bytes_per_token
+
         max_bytes = self.max_cache_bytes
         if self.max_chunks is not None:
-            max_bytes = self.max_chunks * self.chunk_size * (bytes_per_token(model) + np.dtype(np.int64).itemsize)
+            max_bytes = self.max_chunks * self.chunk_size * (bytes_per_token(model) + _TOKEN_ID_BYTES)
         tiers = self.tiers
         if self.disk_cache_dir is not None and not isinstance(tiers, str):  # which the store refuses
             tiers = [*tiers, f"disk:{self.disk_cache_dir}:{DEFAULT_DISK_BYTES}B"]
@@ -190,8 +211,12 @@ class EngineSettings:
             codec=self.codec if self.codec is not None else _CODECS[self.kv_cache_bits or 16],
         )
 
-    def chunker(self, tokenizer: Any) -> Chunker:
+    def chunker(self, tokenizer: Any) -> "Chunker":
         """The chunker for prompts of a tokenizer."""
+        from transformers import PreTrainedTokenizerBase
+
+        from kvboost_hf.cache.planning.chunks import LEAST_CHUNK_SIZE, ContentChunker, FixedChunker
+
         size, window = self.chunk_size, self.chunk_boundary_window
         if window is None and isinstance(tokenizer, PreTrainedTokenizerBase) and size >= LEAST_CHUNK_SIZE:
             window = _BOUNDARY_WINDOW
@@ -242,7 +267,7 @@ def unknown_setting(name: str) -> TypeError:
 
 
 def checked_settings(
-    given: Mapping[str, Any], policy: ReusePolicy | None, store: ChunkStore | None = None
+    given: Mapping[str, Any], policy: ReusePolicy | None, store: "ChunkStore | None" = None
 ) -> EngineSettings:
     """Make settings of arguments, and check them against a policy or a store that replaces some of them.
 
@@ -250,6 +275,8 @@ def checked_settings(
         ValueError: for settings beside a policy or a store that has them, and settings that do not go together.
         TypeError: for a name that is none.
     """
+    from kvboost_hf.cache.store.chunk_store import ChunkStore
+
     for name, whole, kind, own in (
         ("policy", policy, ReusePolicy, _OF_POLICY),
         ("store", store, ChunkStore, _OF_STORE),

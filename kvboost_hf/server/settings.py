@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from kvboost_hf.engine.settings import ALIKE
 from kvboost_hf.fields import check_bounds, setting
 
-ACCESS, LOAD = "who may ask, and where", "how much at once"  # groups of flags
+ACCESS, LOAD, KEYS = "who may ask, and where", "how much at once", "keys"  # groups of flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,15 +21,16 @@ class TlsFiles:
 
     Args:
         certfile: The server's certificate, and those that vouch for it.
-        keyfile: The certificate's private key; None if it is in `certfile`.
+        keyfile: The certificate's private key, whose password a server reads from KVBOOST_HF_SSL_KEYFILE_PASSWORD of
+            the environment; None for that in `certfile`.
         password: The password of the key, if it has one.
-        ca_certs: Clients must show a certificate that one of these vouches for; None asks them for none.
+        ca_certs: Clients must show a certificate that one of these vouches for; None for any client.
     """
 
-    certfile: Path
-    keyfile: Path | None = None
+    certfile: Path = setting(group=ACCESS, flag="ssl-certfile", metavar="FILE")
+    keyfile: Path | None = setting(None, group=ACCESS, flag="ssl-keyfile", metavar="FILE")
     password: str | None = None
-    ca_certs: Path | None = None
+    ca_certs: Path | None = setting(None, group=ACCESS, flag="ssl-ca-certs", metavar="FILE")
 
     def context(self) -> ssl.SSLContext:
         """Make an SSL context for TLS 1.2 or later.
@@ -68,7 +70,8 @@ class ServerSettings:
         model_aliases: Other names that requests may give the model; `*` in one stands for any characters.
         host: Address to listen at; 127.0.0.1 serves this machine alone.
         port: Port to listen at; 0 for any free one.
-        api_keys: Any of these opens all routes; without one they are open to everybody who reaches the address.
+        api_keys: Any of these opens all routes, as does the key in KVBOOST_HF_API_KEY of the environment of a command;
+            without one they are open to everybody who reaches the address.
         operator_keys: Any of these opens all routes, too, and they alone `/v1/stats` and `/metrics`. Without one these
             figures are for whoever has the only API key, and closed where there are several.
         salt: Separates prompts of this server from those of others who share a tier with it.
@@ -112,9 +115,9 @@ class ServerSettings:
     model_aliases: tuple[str, ...] = setting((), group=ACCESS, flag="model-alias", metavar="NAME")
     host: str = setting("127.0.0.1", group=ACCESS)
     port: int = setting(8000, group=ACCESS, least=0, most=2**16 - 1)
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = setting((), group=KEYS, flag="api-key", metavar="KEY")
     operator_keys: tuple[str, ...] = ()
-    salt: str = ""
+    salt: str = setting("", group=ALIKE)
     allowed_hosts: tuple[str, ...] = setting((), group=ACCESS, flag="allowed-host", metavar="NAME")
     tls: TlsFiles | None = None
     cors_origins: tuple[str, ...] = setting((), group=ACCESS, flag="cors-origin", metavar="ORIGIN")

@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.architectures.sizes import WINDOW
 from tests.fuzz.families import FAMILIES, FULL, MOVABLE, STATEFUL
-from tests.fuzz.history import COPIES, EDITS, Call, History, Row
+from tests.fuzz.history import CHANGES, COPIES, EDITS, EMBEDDINGS, MASKS, MODES, Call, History, Row
 
 _MOST = 70  # tokens of a part of a row
 _FIXED = 512
@@ -61,6 +61,9 @@ class _Draw:
         if policy and fixed is None and not live and not self._blends and self._one_in(10):
             policy |= draw.choice([{"reproducible": True}, {"audit_rate": 1.0}, {"weights_check": "full"}])
         self._sampled = threads == 1
+        self._changes = threads == 1 and not self._blends and self._one_in(6)
+        self._modes = threads == 1 and self._one_in(6)
+        self._odd_inputs = self._one_in(5)
         self._static = reuse == "attach" and self._one_in(4)
         calls = tuple(self._call(reuse, threads, i) for i in range(draw.choice([1, 2, 2, 3, 3, 4]) * threads))
         return History(
@@ -124,6 +127,15 @@ class _Draw:
             made = [Row()]
         only_new = follows > 0 and self._one_in(2)
         loop = rows == 1 and self._one_in(12) and raises is None is nested
+        changed = mask = embeds = None
+        if self._changes and self._one_in(2):
+            changed = draw.choice(CHANGES), draw.choice([1, 2])
+        if self._odd_inputs and self._one_in(2):
+            mask = draw.choice(MASKS)
+        within = draw.choice(MODES) if self._modes and self._one_in(2) else None
+        options = self._options(rows) if not loop else {}
+        if self._odd_inputs and self._one_in(3) and not loop and not only_new and "draft" not in options:
+            embeds = draw.choice(EMBEDDINGS)
         return Call(
             rows=tuple(made),
             follows=follows,
@@ -131,10 +143,14 @@ class _Draw:
             copied=draw.choice(self._copies) if only_new and reuse == "attach" and self._one_in(4) else None,
             loop=loop,
             new=draw.choice([1, 1, 2, 2, 3, 5]),
-            options=self._options(rows) if not loop else {},
+            options=options,
             before=tuple(before),
             raises=raises,
             nested=nested,
+            mask=mask,
+            embeds=embeds,
+            within=within,
+            changed=changed,
         )
 
     def _options(self, rows: int) -> dict[str, Any]:

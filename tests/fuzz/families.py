@@ -1,6 +1,8 @@
 """Tiny models that are made once: one of each family that is served, one that nobody touches, and a draft."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -13,7 +15,7 @@ from kvboost_hf import load_assistant
 from kvboost_hf.assets import load_embedded
 from tests.architectures.models import make_architecture
 from tests.fuzz.history import TEXTS
-from tests.internals.compat import cache_argument
+from tests.internals.compat import cache_argument, decoder_layers
 from tests.parity.test_assistants import noisy
 
 # How often each is drawn: states, windows and learned positions have rules of their own, and some models are slow.
@@ -88,6 +90,83 @@ def _made(name: str, dtype: torch.dtype) -> PreTrainedModel:
     if dtype == torch.float64:  # grouped products know no such numbers
         made.set_experts_implementation("eager")
     return made
+
+
+@contextmanager
+def model_as(model: Any, changed: tuple[str, int] | None) -> Iterator[None]:
+    """With a model that was changed in one of the `CHANGES`, the more the higher the number; it is changed back."""
+    if changed is None:
+        yield
+        return
+    how = changed[0]
+    layer = decoder_layers(model)[0]
+    if how in ("hook", "function"):
+        with _scaled_output(layer, how, 1 + changed[1] / 4):
+            yield
+        return
+    owner, name, before = [
+        (module, name, each)
+        for module in layer.modules()
+        for name, each in module.named_parameters(recurse=False)
+        if each.dim() >= 2
+    ][-1]
+    kept = before.detach().clone()
+    _set(owner, name, how, kept + changed[1] / 4 * kept.flip(0))
+    try:
+        yield
+    finally:
+        _set(owner, name, how, kept)
+
+
+@contextmanager
+def mode(name: str | None) -> Iterator[None]:
+    """Within one of the `MODES`."""
+    if name in ("inference mode", "autocast"):
+        with torch.inference_mode() if name == "inference mode" else torch.autocast("cpu", torch.bfloat16):
+            yield
+        return
+    before, strict = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    torch.set_default_dtype(
+        {"bfloat16 by default": torch.bfloat16, "float64 by default": torch.float64}.get(name, before)
+    )
+    torch.use_deterministic_algorithms(strict or name == "deterministic algorithms")
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.use_deterministic_algorithms(strict)
+
+
+@contextmanager
+def _scaled_output(layer: Any, how: str, factor: float) -> Iterator[None]:
+    """With another output of the last norm of a layer."""
+    part = [each for each in layer.modules() if "Norm" in type(each).__name__][-1]
+    if how == "hook":
+        handle = part.register_forward_hook(lambda module, given, found: found * factor)
+        try:
+            yield
+        finally:
+            handle.remove()
+        return
+    plain = part.forward
+    part.forward = lambda *args, **kwargs: plain(*args, **kwargs) * factor
+    try:
+        yield
+    finally:
+        del part.forward
+
+
+@torch.no_grad()
+def _set(owner: torch.nn.Module, name: str, how: str, values: torch.Tensor) -> None:
+    parameter = getattr(owner, name)
+    if how == "in place":
+        parameter.copy_(values)
+    elif how == "data":
+        parameter.data = values
+    elif how == "load_state_dict":
+        owner.load_state_dict({**owner.state_dict(), name: values})
+    else:
+        setattr(owner, name, torch.nn.Parameter(values, requires_grad=parameter.requires_grad))
 
 
 @cache

@@ -22,6 +22,16 @@ COPIES = ("deepcopy", "pickle", "DynamicCache")
 # What is done to a kept cache: a part of what it holds goes, or something is put in its place, or elsewhere.
 EDITS = ("drop", "replace", "insert", "move on", "move back", "edit nothing")
 
+# What becomes of the mask of a prompt: a token in its middle is hidden, its padding is behind it, or none is passed.
+MASKS = ("holes", "right", "none")
+# Embeddings that are passed beside the ids: those of the ids, or others.
+EMBEDDINGS = ("same", "other")
+# Ways to have a model compute something else, and what it computed before again.
+CHANGES = ("in place", "data", "load_state_dict", "parameter", "hook", "function")
+
+# What a call is made within. Answers with rounded products are not compared, but must leave nothing behind.
+MODES = ("inference mode", "autocast", "bfloat16 by default", "float64 by default", "deterministic algorithms")
+
 
 class _Short:
     """Base of records whose `repr` is the call that makes them, without what is left at its default."""
@@ -86,6 +96,10 @@ class Call(_Short):
         before: What is done to a kept cache before the call.
         raises: What raises in the middle of it, and when.
         nested: What calls `generate()` in the middle of it.
+        mask: What becomes of the mask: see `MASKS`.
+        embeds: Embeddings to pass, too: see `EMBEDDINGS`.
+        within: What the call is made within: see `MODES`.
+        changed: How the model has been changed by then, and how much: see `CHANGES`. It is changed back after that.
     """
 
     rows: tuple[Row, ...] = (Row(head=20),)
@@ -98,6 +112,10 @@ class Call(_Short):
     before: tuple[str, ...] = ()
     raises: tuple[str, int] | None = None
     nested: str | None = None
+    mask: str | None = None
+    embeds: str | None = None
+    within: str | None = None
+    changed: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +29,7 @@ from kvboost_hf import (
 )
 from kvboost_hf.errors import KVBoostError
 from tests.conftest import as_inputs, left_pad
-from tests.fuzz.families import OWN_DRAFTS, Family, draft, family, tokenizer
+from tests.fuzz.families import OWN_DRAFTS, Family, draft, family, mode, model_as, tokenizer
 from tests.fuzz.history import EDITS, REUSES, TEXTS, Call, History, Row
 from tests.internals.cache import ComputePace, chunk_bytes, make_codec
 from tests.internals.compat import CACHE, cache_argument, cache_in, decoder_layers
@@ -107,7 +107,7 @@ def play(history: History, dtype: torch.dtype = torch.float32) -> int:
                 check_model_compatibility(model, strict=False)  # its probes run now, in no call that is interrupted
         except ValueError as error:
             raise Refused(str(error)) from error
-        steps = _prepare(history, models, dtype)
+        steps = prepare(history, models, dtype)
         with _Played(history, models, dtype) as played:
             played.run(steps)
     return len(steps)
@@ -129,7 +129,8 @@ def confirmed(history: History, wrong: Wrong) -> Wrong | None:
 # What plain generate() says
 
 
-def _prepare(history: History, models: Family, dtype: torch.dtype) -> list[Step]:
+def prepare(history: History, models: Family, dtype: torch.dtype) -> list[Step]:
+    """The calls of a history, each with what plain `generate()` says."""
     steps: list[Step] = []
     for number, call in enumerate(history.calls):
         before = number - call.follows * history.threads
@@ -138,10 +139,14 @@ def _prepare(history: History, models: Family, dtype: torch.dtype) -> list[Step]
             inputs, of, held = left_pad(*(row.ids for row in call.rows)), None, 0
         else:
             inputs, of, held = _continued(history, call, earlier, before)
+            if earlier.call.changed != call.changed or "autocast" in (earlier.call.within, call.within):
+                of = None  # what it holds was computed by another model
             latest = max((i for i in range(number % history.threads, number, history.threads)), default=None)
             gone_on = any(step.of == of for step in steps) if history.reuse == "attach" else of != latest
             if of is not None and gone_on:
                 of = None  # the cache holds another text by now
+        if of is None:
+            inputs = _masked(inputs, call.mask)
         expected = _plain(history.family, history.attention, dtype, _key(inputs), _frozen(call))
         steps.append(Step(call, inputs, of, held, expected))
     return steps
@@ -177,6 +182,18 @@ def _continued(
     return left_pad(*rows), None, 0
 
 
+def _masked(inputs: dict[str, torch.Tensor], how: str | None) -> dict[str, torch.Tensor]:
+    """A prompt with another mask, see `MASKS`."""
+    ids, mask = (inputs[name].clone() for name in ("input_ids", "attention_mask"))
+    width = ids.shape[1]
+    if how == "holes" and width > 2:
+        mask[0, width // 2] = 0
+    elif how == "right":
+        for row, pads in enumerate((width - mask.sum(1)).tolist()):
+            ids[row], mask[row] = ids[row].roll(-pads), mask[row].roll(-pads)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 def _key(inputs: dict[str, torch.Tensor]) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     ids, mask = (tuple(map(tuple, inputs[name].tolist())) for name in ("input_ids", "attention_mask"))
     return ids, mask
@@ -184,17 +201,23 @@ def _key(inputs: dict[str, torch.Tensor]) -> tuple[tuple[tuple[int, ...], ...], 
 
 def _frozen(call: Call) -> tuple[int, str]:
     takes_part = (call.nested, *(call.raises or ())[:1])
-    return call.new, repr({**call.options, **({"streamer": True} if "streamer" in takes_part else {})})
+    return call.new, repr(
+        replace(
+            Call(mask=call.mask, embeds=call.embeds, within=call.within, changed=call.changed),
+            options={**call.options, **({"streamer": True} if "streamer" in takes_part else {})},
+        )
+    )
 
 
 @lru_cache(maxsize=512)
 def _plain(name: str, attention: str, dtype: torch.dtype, inputs: Any, told: tuple[int, str]) -> Any:
     """What plain `generate()` gives, or the exception that it raises."""
     ids, mask = (torch.tensor(part).reshape(len(part), -1).long() for part in inputs)
-    call = Call(new=told[0], options=eval(told[1]))
-    given = _arguments(call, name, dtype, None)
+    call = replace(eval(told[1]), new=told[0])
+    given, model = _arguments(call, name, dtype, None), family(name, dtype).plain
     try:
-        return _generate(family(name, dtype).plain, {"input_ids": ids, "attention_mask": mask}, call, given)
+        with model_as(model, call.changed), mode(call.within):
+            return _generate(model, {"input_ids": ids, "attention_mask": mask}, call, given)
     except Exception as error:
         return error
 
@@ -202,6 +225,15 @@ def _plain(name: str, attention: str, dtype: torch.dtype, inputs: Any, told: tup
 def _generate(model: Any, inputs: dict[str, torch.Tensor], call: Call, given: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     told: dict[str, Any] = {"max_new_tokens": call.new, "output_logits": True, "return_dict_in_generate": True}
+    if call.embeds is not None:
+        found = model.get_input_embeddings()(inputs["input_ids"])
+        inputs = {**inputs, "inputs_embeds": found * (1.0 if call.embeds == "same" else 1.5)}
+    if (
+        call.mask == "none"
+        and inputs["attention_mask"].shape == inputs["input_ids"].shape
+        and inputs["attention_mask"].all()
+    ):
+        inputs = {name: given for name, given in inputs.items() if name != "attention_mask"}
     return dict(model.generate(**inputs, **{**told, **given}))
 
 
@@ -424,7 +456,8 @@ class _Played:
                 looped = looped and history.reuse != REUSES[2]  # who calls a model by themselves, has a cache alone
                 if looped and step.of is None and isinstance(cache, ChunkReuseCache):
                     cache.reset()  # else ids follow what it holds
-                found = (_loop if looped else _generate)(self._model, inputs, call, given)
+                with model_as(self._model, call.changed), mode(call.within):
+                    found = (_loop if looped else _generate)(self._model, inputs, call, given)
         except Planned:
             return
         except Wrong:
@@ -450,15 +483,15 @@ class _Played:
             with _with_place(call.raises[0], _At(call.raises[1], _raise), self._model, given):
                 yield
         elif call.nested is not None:
-            with _with_place(call.nested, _At(2, lambda: self._inner(given)), self._model, given):
+            with _with_place(call.nested, _At(2, lambda: self._inner(given, call)), self._model, given):
                 yield
         else:
             yield
 
-    def _inner(self, outer: dict[str, Any]) -> None:
+    def _inner(self, outer: dict[str, Any], around: Call) -> None:
         """Ask something else in the middle of a call."""
         state = torch.get_rng_state()
-        history, call = self._history, Call(rows=(INNER,))
+        history, call = self._history, Call(rows=(INNER,), within=around.within, changed=around.changed)
         inputs, given = as_inputs(INNER.ids), _arguments(call, history.family, self._dtype, self._store)
         expected = _plain(history.family, history.attention, self._dtype, _key(inputs), _frozen(call))
         if history.reuse == "a new cache":
@@ -564,6 +597,8 @@ class _Played:
 
 def _compare(number: int, step: Step, inputs: dict[str, torch.Tensor], found: Any, same: float) -> None:
     """Tokens and logits of a call beside those of plain `generate()`."""
+    if step.call.within == "autocast":
+        return
     expected, at = step.expected, f"call {number}"
     right = expected["sequences"][:, step.inputs["input_ids"].shape[1] :]
     other = found["sequences"][:, inputs["input_ids"].shape[1] :]

@@ -1,6 +1,6 @@
 """Names of `kvboost_hf.cache`."""
 
-from kvboost_hf.cache import costs, reuse
+from kvboost_hf.cache import codecs, costs, reuse, tiers
 from kvboost_hf.cache.codecs import Codec, Planes, Role, live_config, make_codec, turboquant
 from kvboost_hf.cache.codecs import base as packing
 from kvboost_hf.cache.codecs.base import ExactStart, centroids, pack, packed_width, round_to, unpack
@@ -75,6 +75,7 @@ from kvboost_hf.cache.planning.chunks import (
     shifted_ids,
     states_key,
     text_ids,
+    text_key,
     text_of,
     whole_pieces,
 )

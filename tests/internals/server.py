@@ -8,12 +8,10 @@ from kvboost_hf.server.app import make_app
 from kvboost_hf.server.chats import encoding, tool_formats
 from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.chats.encoding import UNSURE_CHARS, Encoder, Reach, reach_of
-from kvboost_hf.server.chats.heads import without_changing_lines
-from kvboost_hf.server.chats.known_tools import KnownTools
-from kvboost_hf.server.chats.merging import Abilities, abilities_of, adapted
+from kvboost_hf.server.chats.merging import Abilities, abilities_of, adapted, without_changing_lines
 from kvboost_hf.server.chats.reasoning import AfterReasoning, ReasoningMarks, ReasoningReader
 from kvboost_hf.server.chats.template import Markers, Rendering
-from kvboost_hf.server.chats.token_cache import TokenCache
+from kvboost_hf.server.chats.token_cache import KnownTools, TokenCache
 from kvboost_hf.server.chats.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, ToolSupport, format_of
 from kvboost_hf.server.chats.tools import Parsed, ToolCallStream, joined
 from kvboost_hf.server.chats.values import ValueReader, arguments_of, json_of
@@ -27,6 +25,8 @@ from kvboost_hf.server.engine.intake import WaitingLine
 from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit
 from kvboost_hf.server.engine.neighbours import MemoryPlans
+from kvboost_hf.server.engine.phases import Prefill
+from kvboost_hf.server.engine.task import Task
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.fair_share import FairCache, FairShare, FairTurns, may_hold
 from kvboost_hf.server.generation.batch import BatchKV, _BatchLayer
@@ -39,7 +39,7 @@ from kvboost_hf.server.grammars import program
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.grammars.fitting import fit
 from kvboost_hf.server.grammars.patterns import rust
-from kvboost_hf.server.grammars.schemas import closed
+from kvboost_hf.server.grammars.schemas import closed, require_ends
 from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema, regex, tool_calls
 from kvboost_hf.server.http.connections import ConnectionLimits, Connections, connections_that_fit
 from kvboost_hf.server.http.errors import ApiError

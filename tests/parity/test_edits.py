@@ -1,5 +1,6 @@
 """Prompts that an agent has edited: what is computed is what is new, the end of the prompt, and the repair."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,3 +115,56 @@ def test_edits_turn_by_turn() -> None:
         generate(model, text, cache)
         report = cache.report
         assert report.forwarded_tokens <= 6 + turn + 60 + LAST_TOKENS, report
+
+
+def turns(
+    *edits: tuple[int, int, int], swapped: tuple[int, int, int] | None = None
+) -> tuple[ChunkReuseCache, list[int]]:
+    """Four turns, each with another head and 100 tokens more; before the last one, the text behind it is edited.
+
+    Args:
+        edits: See `EDITS`.
+        swapped: The beginning of a text, that of the one behind it, and the end of that: they change places.
+
+    Returns:
+        The cache after the last one, and how many seams each but the first turn had.
+    """
+    model, policy = make_model("llama"), replace(blend("selective"), progressive=False)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=64), policy)
+    text, seams = TEXT, list[int]()
+    for turn in range(4):
+        said = random_ids(100, seed=300 + turn)
+        text = torch.cat([edited(text, list(edits) if turn == 3 else []), said], dim=1)
+        if swapped is not None and turn == 3:
+            start, middle, stop = swapped
+            text = torch.cat([text[:, :start], text[:, middle:stop], text[:, start:middle], text[:, stop:]], dim=1)
+        clock = random_ids(6 + turn % 2, seed=400 + turn)
+        generate(model, torch.cat([random_ids(20, seed=2), clock, text], dim=1), cache)
+        if turn:
+            seams.append(cache.report.recomputed_tokens // SEAM_TOKENS)
+    return cache, seams
+
+
+def test_what_an_earlier_turn_has_computed_is_behind_no_seam() -> None:
+    """Text behind a changed head has seen all text but that head: the head alone makes a seam, in each turn."""
+    cache, seams = turns()
+    assert seams == [1, 1, 1], cache.report
+    assert len(cache.report.moved_by) > 1  # though parts of it have moved by different distances
+
+
+@pytest.mark.parametrize("offset", [-40, -17, -16, -15, -1, 0, 1, 15, 16, 17, 40])
+@pytest.mark.parametrize("kind", ["inserted", "taken out", "replaced"])
+def test_an_edit_makes_one_seam_wherever_it_is(kind: str, offset: int) -> None:
+    """Also at any distance from where one turn has ended, and the next one's K/V begins."""
+    at = TEXT.shape[1] + 200 + offset
+    cache, seams = turns({"inserted": (at, at, 9), "taken out": (at, at + 9, 0), "replaced": (at, at + 9, 8)}[kind])
+    assert seams == [1, 1, 2], cache.report
+
+
+@pytest.mark.parametrize("offset", [-90, -80, -64, -17, -1, 0, 1, 10, 16])
+def test_two_texts_in_the_other_order_make_three_seams(offset: int) -> None:
+    """Before the second one, before the first one, and behind both, wherever turns have ended."""
+    at = TEXT.shape[1] + 100 + offset
+    cache, seams = turns(swapped=(at, at + 70, at + 150))
+    assert seams == [1, 1, 4], cache.report
+    assert cache.report.moved_tokens >= sum(cache.report.moved_by.values()) > 780 - 120

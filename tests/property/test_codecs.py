@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost_hf.config import KVQuantConfig
+from tests.codecs import assert_keeps_contract
 from tests.internals.cache import make_codec, pack, packed_width, random_rotation, rotated, rotated_back, unpack
 from tests.internals.compat import LayerRotation
 
@@ -90,18 +91,4 @@ def test_passes_are_the_product_of_matrices(dim: int, rows: int, seed: int) -> N
 def test_layers_one_by_one_are_all_at_once(config, role, rotations, tokens, head_dim, dtype) -> None:
     codec = make_codec(config)
     x = torch.randn(len(rotations), 2, tokens, head_dim, generator=torch.Generator().manual_seed(tokens)).to(dtype)
-    planes, again = codec.encode(x, role, rotations), codec.encode(x, role, rotations)
-    assert planes.keys() == again.keys()
-    assert all(torch.equal(planes[name], again[name]) for name in planes)
-    assert sum(plane.untyped_storage().nbytes() for plane in planes.values()) == codec.nbytes(x.shape, dtype, role)  # type: ignore[arg-type]
-    for i, rotation in enumerate(rotations):
-        alone = codec.encode(x[i : i + 1], role, [rotation])
-        for name, plane in alone.items():
-            # A product of matrices may round differently where it has more rows, and a code be another one for it.
-            assert int((planes[name][i : i + 1] != plane).sum()) <= 2 + plane.numel() // 1000
-        layer = {name: plane[i] for name, plane in planes.items()}
-        found = codec.decode(layer, tuple(x.shape[1:]), dtype, role, rotation)
-        run = {name: plane[i : i + 1] for name, plane in planes.items()}
-        assert torch.equal(found, codec.decode(run, (1, *x.shape[1:]), dtype, role, rotation)[0])
-        assert (found.shape, found.dtype) == (x.shape[1:], dtype)
-        assert torch.equal(found, codec.decode(layer, tuple(x.shape[1:]), dtype, role, rotation))
+    assert_keeps_contract(codec, x, role, rotations)

@@ -1,5 +1,6 @@
 """The fuzzer itself: a seed always gives the same, wrong K/V is found, and what is shown is small and runs."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 
 from tests.fuzz import __main__ as command
 from tests.fuzz.draw import draw_history
-from tests.fuzz.history import Call, History, Row
-from tests.fuzz.play import Wrong, play
+from tests.fuzz.families import family
+from tests.fuzz.history import CHANGES, Call, History, Row
+from tests.fuzz.play import Wrong, play, prepare
 from tests.internals.cache import fill
 
 ONCE_WRONG = [
@@ -74,6 +76,26 @@ def test_a_seed_gives_one_history_which_its_repr_makes_again() -> None:
 @pytest.mark.parametrize("history", ONCE_WRONG, ids=str)
 def test_what_was_wrong_once(history: History) -> None:
     assert play(history) == len(history.calls)
+
+
+ODD: dict[str, dict[str, Any]] = {
+    **{how: {"changed": (how, 1)} for how in CHANGES},
+    "holes": {"mask": "holes"},
+    "right": {"mask": "right"},
+    "other": {"embeds": "other"},
+}
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_odd_calls_are_served_and_are_odd(how: str) -> None:
+    """What is odd about them changes what the model says, so that a cache which does not see it is found."""
+    rows = Row(head=40), Row(head=33)
+    called, odd = (Call(rows=rows, new=1, **told) for told in ({}, ODD[how]))
+    history = History(reuse="a kept cache", calls=(called, odd, called))
+    assert play(history) == 3
+    steps = prepare(replace(history, calls=(called, odd)), family("llama"), torch.float32)
+    before, after = (torch.cat(step.expected["logits"]) for step in steps)
+    assert float((before - after).abs().max()) > 0.1
 
 
 def test_wrong_kv_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,15 @@
 """A tier keeps what a dictionary would, whatever is done to it through two clients; with a budget, within it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from uuid import uuid4
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from tests.internals.cache import Entry, FilesystemTier, Kind, Tier, ValkeyTier
-from tests.servers import BINARY, Server
-from tests.tier_contract import OpenTier, make_blob, make_entry, name_of
+from tests.internals.cache import Entry, Kind, Tier
+from tests.tier_contract import PLACES, OpenTier, make_blob, make_entry, name_of
 
 NUMBERS = st.integers(0, 11)
 WHICH = st.integers(0, 1)
@@ -103,39 +101,26 @@ class Counted(TierMachine):
 FEW = settings(max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def run(machine: type[TierMachine], open_tier: OpenTier, max_bytes: int | None, clients: int = 2) -> None:
+def run(machine: type[TierMachine], opened: Callable[[], OpenTier], max_bytes: int | None, clients: int = 2) -> None:
     """Run a machine, each time at another place."""
 
     def made() -> TierMachine:
-        place = uuid4().hex
-        opened = [open_tier(place, max_bytes) for _ in range(clients)]
-        return machine((opened[0], opened[-1]), max_bytes)
+        place = opened()
+        tiers = [place(max_bytes) for _ in range(clients)]
+        return machine((tiers[0], tiers[-1]), max_bytes)
 
     run_state_machine_as_test(made, settings=FEW)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"))
-    yield server
-    server.stop()
-
-
-@pytest.mark.skipif(BINARY is None, reason="neither valkey-server nor redis-server is on the PATH")
 @pytest.mark.parametrize("max_bytes", [None, BUDGET])
-def test_on_a_server(server, max_bytes):
-    pytest.importorskip("valkey")
-
-    def open_tier(place: str, max_bytes: int | None) -> Tier:
-        return ValkeyTier(server.url, prefix=place, max_bytes=max_bytes, timeout_s=20.0)
-
-    run(Counted, open_tier, max_bytes)
+def test_on_a_server(request, max_bytes):
+    run(Counted, lambda: PLACES["server"][1](request), max_bytes)
 
 
-def test_in_files_that_two_write():
-    run(TierMachine, lambda place, max_bytes: FilesystemTier(f"memory://{place}", max_bytes=max_bytes), None)
+def test_in_files_that_two_write(request):
+    run(TierMachine, lambda: PLACES["memory"][1](request), None)
 
 
 @pytest.mark.parametrize("max_bytes", [None, BUDGET])
-def test_in_files_that_one_writes(max_bytes):
-    run(Counted, lambda place, budget: FilesystemTier(f"memory://{place}", max_bytes=budget), max_bytes, clients=1)
+def test_in_files_that_one_writes(request, max_bytes):
+    run(Counted, lambda: PLACES["memory"][1](request), max_bytes, clients=1)

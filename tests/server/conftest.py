@@ -17,7 +17,7 @@ from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from tests.internals.server import Engine, JsonLines, ModelEngine, ServerSettings, TextLines, make_app
 from tests.server.browser import CHROMIUM, DRIVER, Browser
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import FakeEngine, FakeTicket
 
 SETTINGS = ServerSettings(model_name="reader", timeout_s=20)
 
@@ -104,6 +104,19 @@ def serve(tokenizer: Any) -> Iterator[Serve]:
             return stack.enter_context(listening(make_app(engine, tokenizer, replace(SETTINGS, **changes))))
 
         yield start
+
+
+@pytest.fixture
+def endless() -> FakeEngine:
+    """Says one piece, and then nothing until it is cancelled."""
+    engine = FakeEngine("a", "b")
+
+    def wait(ticket: FakeTicket, piece: int) -> None:
+        if piece:
+            assert ticket.cancelled.wait(20)
+
+    engine.before = wait
+    return engine
 
 
 @pytest.fixture

@@ -139,3 +139,11 @@ class FakeEngine:
         """See `Engine`."""
         self.drained = timeout_s
         return True
+
+
+def require_cancelled(engine: FakeEngine, jobs: int) -> None:
+    """All jobs that an engine has taken, so many, end because they are cancelled."""
+    assert len(engine.tickets) == jobs
+    for ticket in engine.tickets:
+        assert ticket.ended.wait(20)
+        assert ticket.cancelled.is_set()

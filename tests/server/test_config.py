@@ -55,7 +55,7 @@ def test_a_value_is_that_of_the_flag(file: Path, text: str, dest: str, value: An
 def test_the_command_line_wins(file: Path) -> None:
     text = "port = 9000\nallowed-host = ['a', 'b']\ntiers = ['disk:a']\nembeddings = true\nhost = 'h'"
     found = parsed(file, text, "--port", "1", "--allowed-host", "c", "--tiers", "disk:c")
-    assert (found.port, found.allowed_hosts, found.tiers) == (1, ["c"], ["disk:c"])
+    assert (found.port, found.allowed_host, found.tiers) == (1, ["c"], ["disk:c"])
     assert (found.embeddings, found.host, found.drain_s) == (True, "h", 30.0)
     assert not parsed(file, "oom-planning = true", "--no-oom-planning").oom_planning
 

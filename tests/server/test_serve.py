@@ -201,7 +201,7 @@ def test_flags_that_are_left_out_change_nothing() -> None:
     add_options(parser)
     options = parser.parse_args([])
     assert server_settings(options, "reader", None) == ServerSettings(model_name="reader")
-    assert engine_settings(options) == EngineSettings(tiers=[])
+    assert engine_settings(options) == EngineSettings()
     for told in (
         "run at once (default: 8)",
         "status 429 (default: 64)",

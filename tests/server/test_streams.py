@@ -10,64 +10,9 @@ import pytest
 
 from tests.internals.server import make_app
 from tests.server.conftest import SETTINGS, Listening, Serve, listening
-from tests.server.fake_engine import FakeEngine, FakeTicket
-from tests.server.wire import Wire, post_json, until
+from tests.server.fake_engine import FakeEngine, FakeTicket, require_cancelled
 
 ASK: list[Any] = [{"role": "user", "content": "Who?"}]
-
-
-@pytest.fixture
-def endless() -> FakeEngine:
-    """Says one piece, and then nothing until it is cancelled."""
-    engine = FakeEngine("a", "b")
-
-    def wait(ticket: FakeTicket, piece: int) -> None:
-        if piece:
-            assert ticket.cancelled.wait(20)
-
-    engine.before = wait
-    return engine
-
-
-def _require_cancelled(engine: FakeEngine, jobs: int) -> None:
-    assert len(engine.tickets) == jobs
-    for ticket in engine.tickets:
-        assert ticket.ended.wait(20)
-        assert ticket.cancelled.is_set()
-
-
-@pytest.mark.parametrize("route", ["chat", "text", "responses"])
-def test_closing_a_stream_ends_the_job(serve: Serve, endless: FakeEngine, route: str) -> None:
-    client = serve(endless).openai
-    stream: Any
-    if route == "chat":
-        stream = client.chat.completions.create(model="reader", messages=ASK, stream=True, n=2)
-    elif route == "text":
-        stream = client.completions.create(model="reader", prompt="Who", stream=True, n=2)
-    else:
-        stream = client.responses.create(model="reader", input="Who", stream=True)
-    next(iter(stream))
-    assert not any(ticket.cancelled.is_set() for ticket in endless.tickets)
-    stream.close()
-    _require_cancelled(endless, 1 if route == "responses" else 2)
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {"messages": ASK, "n": 2}),
-        ("/v1/completions", {"prompt": ["Who?", "Why?"]}),
-        ("/v1/responses", {"input": "Who?"}),
-    ],
-)
-def test_going_away_while_waiting_ends_the_job(
-    serve: Serve, endless: FakeEngine, path: str, body: dict[str, Any]
-) -> None:
-    at, jobs = serve(endless), 1 if path == "/v1/responses" else 2
-    with Wire(httpx.URL(at.url).port).open(post_json({"model": "reader"} | body, path)):
-        until(lambda: len(endless.tickets) == jobs, "it did not arrive")
-    _require_cancelled(endless, jobs)
-    assert 'kvboost_finished_total{reason="cancelled"}' in at.http.get("/metrics").text
 
 
 def test_answers_that_are_heard_are_not_cancelled(at: Listening, engine: FakeEngine) -> None:
@@ -127,7 +72,7 @@ def test_a_server_that_ends_gives_up_what_takes_too_long(tokenizer: Any, endless
         stream = at.openai.chat.completions.create(model="reader", messages=ASK, stream=True)
         next(iter(stream))
         at.server.should_exit = True
-        _require_cancelled(endless, 1)
+        require_cancelled(endless, 1)
         stream.close()
 
 

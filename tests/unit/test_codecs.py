@@ -3,7 +3,11 @@
 Errors are relative, of vectors of 128 dimensions. The data sets are those of `tests/codecs.py`.
 """
 
+import inspect
+import pkgutil
 import sys
+from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from math import erf, exp, pi, sqrt
 from typing import Any
@@ -14,12 +18,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvboost_hf.config import KVQuantConfig
-from tests.codecs import HEAD_DIM, ROTATION, error, gaussian, heavy_tailed, outliers, through
+from tests.codecs import (
+    CODECS,
+    HEAD_DIM,
+    ROTATION,
+    SPECS,
+    assert_keeps_contract,
+    error,
+    gaussian,
+    heavy_tailed,
+    outliers,
+    through,
+)
 from tests.internals.cache import (
     Codec,
     ExactStart,
     Role,
     centroids,
+    codecs,
     live_config,
     make_codec,
     packing,
@@ -31,6 +47,7 @@ from tests.internals.cache import (
 from tests.internals.compat import LayerRotation
 
 CPU = torch.device("cpu")
+ROLES: tuple[Role, Role] = ("keys", "values")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DATA = {"gaussian": gaussian(), "heavy-tailed": heavy_tailed(), "outliers": outliers()}
 
@@ -261,25 +278,10 @@ def test_kivi_is_off_by_half_a_step(offset: float, dtype: torch.dtype) -> None:
         assert bool(((found - x.float()).abs() <= 0.51 * step.unsqueeze(-2) + rounding).all())
 
 
-SPECS: list[str | KVQuantConfig] = [
-    "raw",
-    "int8",
-    "int4",
-    "int2",
-    "int8:4",
-    "turboquant",
-    "turboquant:3.5",
-    "turboquant:1",
-    KVQuantConfig(qjl=True, key_bits=2.5, rotation="haar"),
-    KVQuantConfig(grouped_values=True, norm_correction=False),
-]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [18, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: make_codec(spec).name)
-def test_edges(spec: str | KVQuantConfig, head_dim: int, dtype: torch.dtype) -> None:
-    codec, rotation = make_codec(spec), LayerRotation(torch.rand(8), "interleaved", 2)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{type(codec).__name__}-{codec.name}")
+def test_contract(codec: Codec, head_dim: int, dtype: torch.dtype) -> None:
     largest = min(torch.finfo(dtype).max, 1e16)
     random = torch.randn(2, 3, 70, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
     for x in (
@@ -293,23 +295,49 @@ def test_edges(spec: str | KVQuantConfig, head_dim: int, dtype: torch.dtype) -> 
         random.sign() * largest,
         random * 1e-7,
     ):
-        for role in ("keys", "values"):
-            found = through(codec, x, role, rotation)
-            assert found.isfinite().all()
-            assert (found.shape, found.dtype) == (x.shape, x.dtype)
-            if codec.lossless:
-                assert torch.equal(found, x)
-            elif x.numel() and bool(x.any()):
-                assert error(found, x) < 0.75
-            else:
-                assert not found.any()
+        for role in ROLES:
+            assert_keeps_contract(codec, x, role, [LayerRotation(torch.arange(8) / 8, "interleaved", 2), None])
 
 
-def test_what_is_encoded_is_left_as_it_was() -> None:
-    for spec in SPECS:
-        x = gaussian()
-        make_codec(spec).encode(x, "keys", [ROTATION])
-        assert torch.equal(x, gaussian())
+def test_all_codecs_are_tried() -> None:
+    """`CODECS` has every class of the package that encodes and decodes."""
+    modules = [import_module(found.name) for found in pkgutil.iter_modules(codecs.__path__, f"{codecs.__name__}.")]
+    classes = {value for module in modules for value in vars(module).values() if inspect.isclass(value)}
+    assert {each for each in classes - {Codec} if hasattr(each, "decode")} == {type(codec) for codec in CODECS}
+
+
+def _changed(old: Any, x: torch.Tensor, *told: Any) -> Any:
+    planes = old(x, *told)
+    x.zero_()
+    return planes
+
+
+def _padded(old: Any, *told: Any) -> Any:
+    return {name: torch.cat((plane, plane))[: len(plane)] for name, plane in old(*told).items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "change"),
+    [
+        ("encode", _changed),
+        ("encode", _padded),
+        ("encode", lambda old, x, *told: {name: plane.roll(1, 0) for name, plane in old(x, *told).items()}),
+        ("encode", lambda old, x, *told: {n: p.transpose(-1, -2) for n, p in old(x, *told).items()}),
+        ("encode", lambda old, x, *told: old(x + torch.randn_like(x), *told)),
+        ("decode", lambda old, *told: old(*told).double()),
+        ("decode", lambda old, *told: old(*told)[..., :1, :]),
+        ("decode", lambda old, planes, *told: torch.zeros_like(old(planes, *told))),
+        ("decode", lambda old, *told: old(*told) / 0),
+        ("nbytes", lambda old, *told: old(*told) + 1),
+    ],
+)
+@pytest.mark.parametrize("spec", ["raw", "int4", "turboquant"])
+def test_a_broken_codec_is_noticed(spec: str, method: str, change: Any) -> None:
+    codec, x = make_codec(spec), torch.randn(2, 3, 20, 64)
+    assert_keeps_contract(codec, x, "keys", [None, None])
+    setattr(codec, method, partial(change, getattr(codec, method)))
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_keeps_contract(codec, x, "keys", [None, None])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)

@@ -1,4 +1,4 @@
-"""The disk tier: what it keeps, what it gives up, and what it does about damage, full disks and other processes."""
+"""The disk tier beyond the contract of all tiers: its files, damage, full disks and other processes."""
 
 import errno
 import gc
@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from tests.blobs import is_right, key_of, make_blob
-from tests.internals.cache import Entry, Kind, Tier
-from tests.internals.disk import DiskTier, charge, disk, disk_files
+from tests.internals.cache import Entry
+from tests.internals.disk import DiskTier, charge, disk, disk_files, disk_index
 
 Open = Callable[..., DiskTier]
 fork = multiprocessing.get_context("fork")
@@ -92,33 +92,6 @@ def same(a: Entry, b: Entry) -> bool:
 # What is kept
 
 
-def test_what_is_written_is_found_and_read(opened: Open) -> None:
-    tier: Tier = opened()
-    told = {"parent": b"before", "start": 48, "root": b"r", "head": b"", "model": b"m", "kind": Kind.CONTENT}
-    entry, blob = make_blob(1, **told)  # type: ignore[arg-type]
-    assert tier.write(entry, blob)
-    found = tier.find([key_of(1), key_of(2)])
-    assert list(found) == [key_of(1)]
-    assert same(found[key_of(1)], entry)
-    read = tier.read(key_of(1))
-    assert read == b"".join(blob)
-    assert tier.read(key_of(2)) is None
-    assert [same(found, entry) for found in tier.entries()] == [True]
-    assert (tier.name, tier.stats()["chunks"], tier.stats()["errors"]) == ("disk", 1, 0)
-
-
-def test_it_is_there_after_the_next_start(opened: Open) -> None:
-    tier = opened()
-    entry, blob = make_blob(1)
-    tier.write(entry, blob)
-    tier.touch([key_of(1)])
-    tier.close()
-    again = opened()
-    assert same(again.find([key_of(1)])[key_of(1)], entry)
-    assert kept(again, 1) == [1]
-    assert again.hits() == {key_of(1): 1}
-
-
 def test_one_that_nobody_holds_leaves_no_file_open(folder: Path) -> None:
     def open_files() -> list[str]:
         found = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
@@ -132,25 +105,6 @@ def test_one_that_nobody_holds_leaves_no_file_open(folder: Path) -> None:
     gc.collect()
     assert reference() is None
     assert not open_files()
-
-
-def test_one_that_is_there_stays_as_it_is(opened: Open, folder: Path) -> None:
-    tier = opened()
-    assert put(tier, 1, 1000)
-    assert put(tier, 1, 2000)
-    assert tier.find([key_of(1)])[key_of(1)].nbytes == bytes_in(folder) < 2000
-
-
-def test_parts_may_be_of_any_type_and_empty(opened: Open) -> None:
-    tier = opened()
-    entry, _ = make_blob(1)
-    numbers = memoryview(torch.arange(6, dtype=torch.int16).numpy())  # type: ignore[arg-type]
-    assert tier.write(entry, [b"", numbers, b"end"])
-    assert tier.read(entry.key) == numbers.tobytes() + b"end"
-    assert tier.find([entry.key])[entry.key].nbytes == 15
-    nothing, _ = make_blob(2)
-    assert tier.write(nothing, [])
-    assert tier.read(nothing.key) == b""  # type: ignore[comparison-overlap]
 
 
 def test_a_blob_stays_readable_whatever_happens(opened: Open, folder: Path) -> None:
@@ -185,70 +139,7 @@ def test_many_blobs_are_held_at_once_with_few_descriptors(opened: Open, monkeypa
     assert all(blob is not None and is_right(key_of(n), blob) for n, blob in enumerate(blobs))
 
 
-def test_alike_are_found_newest_first(opened: Open) -> None:
-    tier = opened(2**22)
-    for n in range(300):
-        put(tier, n, 1, head=b"one")
-    put(tier, 1000, head=b"other")
-    put(tier, 1001, head=b"")
-    newest = [key_of(n) for n in range(299, 43, -1)]
-    assert [entry.key for entry in tier.find_alike([b"one", b"one"])] == newest
-    assert [entry.key for entry in tier.find_alike([b"other", b"one"])] == [key_of(1000), *newest]
-    assert tier.find_alike([b"", b"none"]) == []
-
-
-def test_entries_of_a_root_may_go_while_they_are_listed(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost_hf.cache.tiers.disk._AT_ONCE", 3)
-    tier = opened()
-    for n in range(20):
-        put(tier, n, 10, root=b"even" if n % 2 == 0 else b"odd")
-    assert len(list(tier.entries())) == 20
-    listed = []
-    for entry in tier.entries(b"even"):
-        listed.append(entry.key)
-        tier.delete([entry.key])
-    assert listed == [key_of(n) for n in range(0, 20, 2)]
-    assert kept(tier, *range(20)) == list(range(1, 20, 2))
-
-
-def test_giving_up(opened: Open, folder: Path) -> None:
-    tier = opened()
-    for n in range(6):
-        put(tier, n, model=b"one" if n < 3 else b"other")
-    tier.delete([key_of(0), key_of(99)])
-    assert kept(tier, *range(6)) == [1, 2, 3, 4, 5]
-    tier.clear(b"one")
-    assert kept(tier, *range(6)) == [3, 4, 5]
-    assert len(files_in(folder)) == 3
-    tier.delete(key_of(n) for n in range(6))
-    assert (tier.stats()["bytes"], files_in(folder)) == (0, [])
-
-
 # The budget
-
-
-def test_what_was_not_used_for_longest_goes_first(opened: Open, folder: Path) -> None:
-    tier = opened(room_for(4))
-    sizes = [put(tier, n) for n in range(4)]
-    assert sizes == [True] * 4
-    tier.touch([key_of(0), key_of(2)])
-    put(tier, 4)
-    put(tier, 5)
-    assert kept(tier, *range(6)) == [0, 2, 4, 5]
-    assert tier.stats()["evictions"] == 2
-    assert bytes_in(folder) <= int(tier.stats()["bytes"]) <= room_for(4)
-
-
-def test_the_end_of_a_text_goes_before_its_beginning(opened: Open) -> None:
-    tier = opened(room_for(4))
-    for n in range(4):
-        put(tier, n, parent=key_of(n - 1), start=16 * n)
-    put(tier, 10)
-    assert kept(tier, *range(4), 10) == [0, 1, 2, 10]
-    tier.touch([key_of(1), key_of(0), key_of(2), key_of(10)])
-    put(tier, 11, start=1)
-    put(tier, 12, start=1)
-    assert kept(tier, *range(3), 10, 11, 12) == [0, 10, 11, 12]
 
 
 def test_what_a_chunk_continues_is_not_given_up_for_it(opened: Open) -> None:
@@ -256,14 +147,6 @@ def test_what_a_chunk_continues_is_not_given_up_for_it(opened: Open) -> None:
     stored = [put(tier, n, parent=key_of(n - 1), start=16 * n) for n in range(5)]
     assert stored == [True] * 4 + [False]
     assert kept(tier, *range(5)) == [0, 1, 2, 3]
-
-
-def test_too_large_a_blob_costs_nothing(opened: Open) -> None:
-    tier = opened(room_for(4))
-    put(tier, 1)
-    assert not put(tier, 2, 10_000)
-    assert kept(tier, 1, 2) == [1]
-    assert tier.stats()["errors"] == 0
 
 
 def test_each_keeps_its_own_budget(opened: Open, folder: Path) -> None:
@@ -279,6 +162,7 @@ def test_each_keeps_its_own_budget(opened: Open, folder: Path) -> None:
     put(small, 24)
     assert bytes_in(folder) <= room_for(4)
     assert kept(small, *range(25)) == [21, 22, 23, 24]
+    assert (large.stats()["evictions"], small.stats()["evictions"]) == (0, 21)
 
 
 @pytest.mark.parametrize("max_bytes", [0, -1, True, 1.5, "1 GB"])
@@ -585,6 +469,21 @@ def test_an_index_of_another_version_is_made_anew(opened: Open, folder: Path, ve
     assert kept(opened(), 1) == [1]
 
 
+@pytest.mark.parametrize("later", [0, 1])
+def test_an_index_of_another_version_is_not_read_where_it_cannot_be_made_anew(
+    opened: Open, folder: Path, later: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its tables are the same."""
+    tier = opened()
+    put(tier, 1)
+    tier.close()
+    with sqlite3.connect(folder / "index.sqlite3") as db:
+        db.execute(f"PRAGMA user_version={disk_index.VERSION + later}")
+    db.close()
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    assert kept(opened(), 1) == ([] if later else [1])
+
+
 def test_a_new_index_keeps_the_budget(opened: Open, folder: Path) -> None:
     tier = opened(room_for(16))
     for n in range(16):
@@ -766,38 +665,6 @@ def test_after_close_everything_looks_like_a_miss(opened: Open) -> None:
 # Several at once
 
 
-def test_two_handles_see_the_same(opened: Open) -> None:
-    tier, other = opened(), opened()
-    put(tier, 1)
-    assert kept(other, 1) == [1]
-    other.touch([key_of(1)])
-    assert tier.hits() == {key_of(1): 1}
-    other.delete([key_of(1)])
-    assert kept(tier, 1) == []
-
-
-def test_threads(opened: Open, folder: Path) -> None:
-    tier = opened(60_000)
-    wrong: list[int] = []
-
-    def work(seed: int) -> None:
-        draw = random.Random(seed)
-        for _ in range(60):
-            n = draw.randrange(40)
-            put(tier, n)
-            blob = tier.read(key_of(n))
-            if blob is not None and not is_right(key_of(n), blob):
-                wrong.append(n)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (wrong, tier.stats()["errors"]) == ([], 0)
-    assert 0 < bytes_in(folder) <= 60_000
-
-
 def test_a_forked_process_has_a_connection_of_its_own(opened: Open) -> None:
     tier = opened()
     put(tier, 1)
@@ -936,8 +803,9 @@ def test_the_soak_finds_nothing(tmp_path: Path) -> None:
     tally = result["tally"]
     for stores in (result["stores"], result["stores_with_states"]):
         assert tally["rounds"] == stores["rounds"] == 16
-        assert stores["compared"] > stores["flushed"] > 10
-        assert stores["checked"] > 10
+        # How many prompts are written before a kill is a matter of the machine: with some, the soak can find a loss.
+        assert min(stores["compared"], stores["checked"]) > 10
+        assert stores["flushed"] > 3
     assert tally["kept"] > 16
     assert tally["in_flight"] > 5
 

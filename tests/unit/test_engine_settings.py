@@ -91,7 +91,7 @@ def test_a_policy_that_is_given_is_used(embedded: tuple[PreTrainedModel, Any]) -
         ({"chunk_boundary_window": 200}, "less than `chunk_size`"),
         ({"chunk_boundary_window": 8, "chunk_size": 16}, "at least 32"),
         ({"chunk_boundary_window": -1}, "`chunk_boundary_window` must be .* got -1"),
-        ({"recompute_overlap": -1}, "`recompute_overlap` must be an int of 0 or more"),
+        ({"recompute_overlap": -1}, "`recompute_overlap` must be 0 or more"),
         ({"chat_template": "{{ messages }}"}, r"Set tokenizer\.chat_template"),
     ],
 )

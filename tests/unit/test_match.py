@@ -19,6 +19,7 @@ from tests.internals.cache import (
     Segment,
     Tokens,
     find_moved,
+    text_key,
     text_of,
     window_hashes,
 )
@@ -79,7 +80,7 @@ def check(segments: tuple[Segment, ...], tokens: Tokens, start: int, stop: int) 
         runs = [*runs[:-1], runs[-1] + n] if segment.continues else [*runs, n]
     assert all(n >= MIN_MOVED_TOKENS for n in runs[1:])
     for before, segment in pairwise(segments):
-        if segment.continues:
+        if segment.continues and segment.chunk.parent != text_key(tokens, segment.start):
             assert before.stop == segment.start
             assert before.shift == segment.shift
             assert before.chunk.key == segment.chunk.parent
@@ -267,6 +268,30 @@ class TestVariants:
         assert not find_moved(tokens, 30, len(tokens), index, behind=b"other")[0].continues
         shifted = np.concatenate([text(31), self.document])
         assert not find_moved(shifted, 31, len(shifted), index, behind=b"exact")[0].continues
+
+    @pytest.mark.parametrize("before", [0, 10, 64, 100])
+    @pytest.mark.parametrize("chunks", [True, False], ids=["stored text before it", "new text before it"])
+    def test_behind_the_same_text_there_is_no_seam(self, before: int, chunks: bool) -> None:
+        """Whatever distance it has moved by, and whether what serves the text before it has moved as far."""
+        head = text(100, 9)[:before]
+        behind = FakeChunk(
+            self.document, 500 + before, parent=text_key(np.concatenate([text(500), head]), 500 + before)
+        )
+        other = FakeChunk(head, 0, key=b"other") if chunks and before >= 16 else FakeChunk(700 + text(30), 0)
+        row = np.concatenate([text(500)[-70:], head, self.document, 400 + text(20)])
+        segments = moved(row, index_of(behind, other))
+        assert segments[-1].chunk is behind
+        assert segments[-1].continues
+        for at, continues in ((-1, False), (-32, False), (-33, True)):
+            changed = row.copy()
+            changed[70 + before + at] += 1000
+            assert moved(changed, index_of(behind, other))[-1].continues is continues
+
+    def test_nor_before_a_part_of_it(self) -> None:
+        before = text(80, 9)
+        behind = FakeChunk(self.document, 80, parent=text_key(before, 80))
+        row = np.concatenate([before, self.document[10:]])
+        assert [s.continues for s in moved(row, index_of(behind))] == [False]
 
 
 def test_a_collision_cannot_match() -> None:

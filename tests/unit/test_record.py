@@ -191,3 +191,22 @@ def test_what_it_was_made_with_is_text(made_with: Any) -> None:
     forged.entry["made_with"] = made_with
     with pytest.raises(DamagedBlobError):
         Blob(memoryview(forged.joined()))
+
+
+@pytest.mark.parametrize(
+    ("entry", "shape"),
+    [
+        (lambda most: replace(ENTRY, made_with=replace(MADE_WITH, versions="v" * (1024 + 1 - most))), (1, 8)),
+        (lambda most: replace(ENTRY, start=2**48 - most), (1, 8)),
+        (lambda most: ENTRY, (1,) * 8),
+    ],
+    ids=["characters", "tokens", "dimensions"],
+)
+def test_limits_are_read_and_nothing_beyond(entry: Any, shape: tuple[int, ...]) -> None:
+    """Each limit exactly, and one more."""
+    dimensions = len(shape) == 8
+    _, data = joined(entry(1), {"codes": torch.zeros(shape)}, {})
+    assert same_bits(checked(data).tensor("codes"), torch.zeros(shape))
+    _, data = joined(entry(0), {"codes": torch.zeros((1,) * (9 if dimensions else 2))}, {})
+    with pytest.raises(DamagedBlobError):
+        Blob(memoryview(data))

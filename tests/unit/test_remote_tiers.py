@@ -24,20 +24,13 @@ from tests.internals.cache import (
     unpack_entry,
 )
 from tests.servers import BINARY, Impostor, Server, free_port
-from tests.tier_contract import ROOT, OpenTier, TierContract, assert_same, keys, make_blob, make_entry, name_of, write
+from tests.tier_contract import ROOT, assert_same, keys, make_blob, make_entry, name_of, write
 
 valkey = pytest.importorskip("valkey")
 needs_server = pytest.mark.skipif(BINARY is None, reason="neither valkey-server nor redis-server is on the PATH")
 
 COOLDOWN_S = 0.05
 TIMEOUT_S = 0.3
-
-
-@pytest.fixture(scope="session")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture
@@ -74,39 +67,19 @@ def eventually(succeeds: Callable[[], object]) -> None:
         time.sleep(COOLDOWN_S / 2)
 
 
-@needs_server
-class TestValkeyTier(TierContract):
-    @pytest.fixture
-    def open_tier(self, shared_server: Server, connect: Callable[..., ValkeyTier]) -> OpenTier:
-        prefix = f"test{uuid4().hex}"
-        return lambda max_bytes=None: connect(shared_server.url, prefix=prefix, max_bytes=max_bytes, timeout_s=20.0)
+def test_a_read_that_comes_too_early_takes_nothing_away(files, monkeypatch):
+    """Another thread writes the chunk after this one has found that it is not there."""
+    entry = make_entry(0)
 
+    def too_early(path):
+        write(files, entry)
+        raise FileNotFoundError(path)
 
-class TestTierInMemory(TierContract):
-    @pytest.fixture
-    def open_tier(self) -> OpenTier:
-        url = f"memory://{uuid4().hex}/kv"
-        return lambda max_bytes=None: FilesystemTier(url, max_bytes=max_bytes)
-
-
-class TestTierInFiles(TierContract):
-    @pytest.fixture
-    def open_tier(self, tmp_path: Path) -> OpenTier:
-        return lambda max_bytes=None: FilesystemTier(tmp_path.as_uri(), max_bytes=max_bytes)
-
-    def test_a_read_that_comes_too_early_takes_nothing_away(self, open_tier, monkeypatch):
-        """Another thread writes the chunk after this one has found that it is not there."""
-        tier, entry = open_tier(), make_entry(0)
-
-        def too_early(path):
-            write(tier, entry)
-            raise FileNotFoundError(path)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(tier._fs, "cat_file", too_early)
-            assert tier.read(entry.key) is None
-        assert tier.read(entry.key) is not None
-        assert list(tier.find([entry.key])) == [entry.key]
+    with monkeypatch.context() as patched:
+        patched.setattr(files._fs, "cat_file", too_early)
+        assert files.read(entry.key) is None
+    assert files.read(entry.key) is not None
+    assert list(files.find([entry.key])) == [entry.key]
 
 
 # Guard
@@ -295,7 +268,6 @@ def test_what_the_server_gives_up_is_dropped_from_all_lists(start, connect):
         assert tier.read(entry.key) == b"".join(make_blob(entry))
 
 
-@needs_server
 def test_a_blob_without_some_piece_is_none(shared_server, connect):
     tier = connect(shared_server.url, prefix=uuid4().hex)
     entry = make_entry(1, nbytes=3 * 2**20)
@@ -306,7 +278,6 @@ def test_a_blob_without_some_piece_is_none(shared_server, connect):
     assert tier.stats()["errors"] == 0
 
 
-@needs_server
 def test_an_entry_that_is_none_is_a_miss(shared_server, connect):
     tier = connect(shared_server.url, prefix=uuid4().hex)
     first, second = make_entry(1), make_entry(2)
@@ -321,7 +292,6 @@ def test_an_entry_that_is_none_is_a_miss(shared_server, connect):
     assert tier.read(second.key) == b"".join(make_blob(second))
 
 
-@needs_server
 def test_a_field_that_is_no_piece_is_passed_over(shared_server, connect):
     """One bad chunk is no reason to leave the server alone."""
     tier, entry = connect(shared_server.url, prefix=uuid4().hex), make_entry(1)
@@ -332,7 +302,6 @@ def test_a_field_that_is_no_piece_is_passed_over(shared_server, connect):
     assert (tier.stats()["errors"], tier.stats()["state"]) == (0, "open")
 
 
-@needs_server
 def test_what_is_not_used_for_its_time_to_live_is_gone(shared_server, connect):
     tier = connect(shared_server.url, prefix=uuid4().hex, ttl_s=0.5)
     write(tier, make_entry(1))
@@ -343,7 +312,6 @@ def test_what_is_not_used_for_its_time_to_live_is_gone(shared_server, connect):
     assert (tier.stats()["chunks"], tier.stats()["bytes"]) == (0, 0)
 
 
-@needs_server
 def test_use_keeps_alive(shared_server, connect):
     tier = connect(shared_server.url, prefix=uuid4().hex, ttl_s=100.0)
     write(tier, make_entry(1))
@@ -354,7 +322,6 @@ def test_use_keeps_alive(shared_server, connect):
     assert kinds == {b"chunk", b"head", b"root"}
 
 
-@needs_server
 def test_counts_again_what_a_client_that_died_has_left_wrong(shared_server, connect):
     prefix = uuid4().hex
     tier = connect(shared_server.url, prefix=prefix)
@@ -365,14 +332,12 @@ def test_counts_again_what_a_client_that_died_has_left_wrong(shared_server, conn
     assert connect(shared_server.url, prefix=prefix).stats()["bytes"] == 6000
 
 
-@needs_server
 def test_listens_at_a_unix_socket(shared_server, connect):
     tier = connect(f"unix://{shared_server.socket}?db=1", prefix=uuid4().hex)
     write(tier, make_entry(1))
     assert tier.location == f"unix://{shared_server.socket}"
 
 
-@needs_server
 def test_only_its_prefix_is_touched(shared_server, connect):
     first, second = (connect(shared_server.url, prefix=uuid4().hex) for _ in range(2))
     write(first, make_entry(1))
@@ -491,7 +456,7 @@ def test_a_relative_folder_stays_where_it_was_opened(
     assert (tmp_path / "kv").is_dir()
 
 
-@pytest.mark.parametrize("option", [{"ttl_s": 0}, {"timeout_s": -1}, {"max_bytes": 0}, {"cooldown_s": 0}])
+@pytest.mark.parametrize("option", [{"ttl_s": 0}, {"timeout_s": -1}, {"cooldown_s": 0}])
 def test_refuses_numbers_that_are_not_positive(option):
     with pytest.raises(ValueError, match=f"`{next(iter(option))}` must be"):
         ValkeyTier("redis://127.0.0.1:1/0", **option)
@@ -617,11 +582,6 @@ def test_names_the_extra_that_is_missing(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "valkey", None)
     with pytest.raises(ImportError, match=r"\.\[valkey\]"):
         ValkeyTier("redis://127.0.0.1/0")
-
-
-def test_refuses_a_budget_that_is_none():
-    with pytest.raises(ValueError, match="`max_bytes` must be a positive number"):
-        FilesystemTier("memory://kv", max_bytes=-1)
 
 
 def test_all_are_tiers(tmp_path):

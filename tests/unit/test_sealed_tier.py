@@ -20,22 +20,13 @@ from tests.internals.cli import main
 from tests.internals.disk import DiskTier
 from tests.internals.engine import EngineSettings
 from tests.parity.test_tiers import BASE, fill, generate, restart, serve
-from tests.tier_contract import OTHER_MODEL, OpenTier, TierContract, make_blob, make_entry
+from tests.tier_contract import OTHER_MODEL, make_blob, make_entry
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 COUNT = 5  # chunks of `BASE`
 
 
 pytestmark = pytest.mark.usefixtures("loading_is_worth_it")
-
-
-class TestSealedTier(TierContract):
-    beside_blobs = 32
-
-    @pytest.fixture
-    def open_tier(self) -> OpenTier:
-        url = f"memory://{uuid4().hex}/kv"
-        return lambda max_bytes=None: SealedTier(FilesystemTier(url, max_bytes=max_bytes), KEY)
 
 
 # One tier

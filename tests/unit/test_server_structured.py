@@ -22,6 +22,7 @@ from tests.internals.server import (
     json_schema,
     program,
     regex,
+    require_ends,
     tool_calls,
 )
 from tests.tool_calls import parse_tool_calls
@@ -393,3 +394,11 @@ def test_what_must_come_may_be_long(tokenizer: PreTrainedTokenizerFast) -> None:
         assert constraint.allowed()[token]
         constraint.advance(token)
     assert constraint.finished
+
+
+@pytest.mark.parametrize("place", ["text/b", "text/0", "list/x", "list/1", "list/-1", "no/where"])
+def test_a_reference_to_nothing_says_nothing_of_others(place: str) -> None:
+    """Whoever compiles the schema refuses it; here a loop is looked for."""
+    require_ends({"$ref": f"#/{place}", "text": "b", "list": [{"type": "string"}]})
+    with pytest.raises(ValueError, match="leads back to itself"):
+        require_ends({"$ref": "#/list/0", "list": [{"$ref": "#/list/0"}]})

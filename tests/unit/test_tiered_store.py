@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, StoreClosedError, StoreFullError
+from tests.blobs import make_blob
 from tests.conftest import as_inputs, make_model, random_ids
 from tests.internals.cache import (
     Block,
@@ -26,6 +27,7 @@ from tests.internals.cache import (
     DeviceMemory,
     Entry,
     LayerKV,
+    MeasuredTier,
     ModelForm,
     Put,
     RowPlan,
@@ -219,6 +221,19 @@ def test_a_full_tier_keeps_what_it_has_when_it_is_opened(folder: Path) -> None:
     assert store.stats()["tiers"]["disk"]["chunks"] == before == 20
     assert store.stats()["tiers"]["disk"]["evictions"] == 0
     store.close()
+
+
+@pytest.mark.parametrize("nbytes", [2**16, 2**16 - 1])
+def test_how_fast_a_tier_is_is_found_out_with_what_it_has(folder: Path, nbytes: int) -> None:
+    """With a blob of 64 KiB or more; only without one is another written, if there is room, and here is none."""
+    header = make_blob(1, 60_000)[0].nbytes - 60_000
+    entry, parts = make_blob(1, nbytes - header)
+    assert entry.nbytes == nbytes
+    tier = DiskTier(folder, 2**17)
+    assert tier.write(entry, parts)
+    assert (MeasuredTier(tier).seconds_per_byte > 0) == (nbytes == 2**16)
+    assert tier.stats()["chunks"] == 1
+    tier.close()
 
 
 def test_a_probe_that_was_left_behind_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

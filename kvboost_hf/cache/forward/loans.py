@@ -5,7 +5,7 @@ that the cache could keep track of. It takes over those that do. A server reads 
 with others, and hands over what that has computed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from kvboost_hf.cache.forward.running import CacheParts, Forward, least_of_prompt
 from kvboost_hf.cache.layers.base import LayerState, kv_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.live.ledger import Ledger
+from kvboost_hf.cache.live.ledger import KnownRow, Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.planning.chunks import whole_pieces
 from kvboost_hf.compat import attn_implementation, rope_regime
@@ -138,14 +138,29 @@ def root_of(parts: CacheParts, tokens: int) -> bytes | None:
     return parts.binding.root(regime, hidden_layers=parts.binding.always_hidden(model) if grows else None)
 
 
-def stored_tokens(parts: CacheParts, ids: torch.Tensor) -> int:
-    """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""
+def look_up(
+    parts: CacheParts,
+    ids: torch.Tensor,
+    known: KnownRow | None = None,
+    is_current: Callable[[], bool] = lambda: False,
+) -> KnownRow:
+    """What the store can serve now of a prompt [1, tokens], whose last token is left to compute.
+
+    Args:
+        parts: The parts of a cache for the prompt.
+        ids: The tokens.
+        known: What was known of them before: it is returned if it still holds.
+        is_current: Tells from now on whether the store is as it is now.
+    """
     binding, live, root = parts.binding, parts.live, root_of(parts, ids.shape[1])
     model = binding.model()
-    if root is None:
-        return 0
-    ledger = Ledger.empty(np.zeros(1, dtype=np.int64), root)
     tokens = ids.cpu().numpy().astype(np.int64, copy=False)
+    if root is None:
+        return KnownRow(b"", tokens[0], 0, None, is_current)
     limit = ids.shape[1] - (least_of_prompt(model) if live.stateful and model is not None else 1)
-    filled = ledger.plan(tokens, 0, limit, binding.store, 0, stateful=live.stateful).filled
-    return whole_pieces(filled) if binding.policy.reproducible else filled
+    if known is not None and known.of(root, tokens[0], limit) is not None:
+        return known
+    ledger = Ledger.empty(np.zeros(1, dtype=np.int64), root)
+    found = ledger.plan(tokens, 0, limit, binding.store, 0, stateful=live.stateful)
+    filled = whole_pieces(found.filled) if binding.policy.reproducible else found.filled
+    return KnownRow(root, tokens[0], filled, found.rows[0], is_current)

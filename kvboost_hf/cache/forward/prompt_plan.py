@@ -65,6 +65,7 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
     stems_to = _stems_to(parts, ledger, prompt)
     lost: frozenset[bytes] = frozenset()
     store.wait_for_others(ledger.root, ids)
+    known, live.known = live.known, None
     while True:
         plan = ledger.plan(
             ids,
@@ -77,6 +78,7 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
             first=prompt.first,
             without=lost,
             ranks=ranks,
+            known=known,
         )
         if ledger.in_pieces is not None:
             plan = replace(plan, filled=whole_pieces(plan.filled))

@@ -12,7 +12,7 @@ from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates, copy_states
 from kvboost_hf.cache.kv.model_form import ColumnFormat, copy_columns
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.planning.chunks import Tokens, content_only_key, prefix_key, whole_pieces
+from kvboost_hf.cache.planning.chunks import Tokens, content_only_key, prefix_key, text_key, whole_pieces
 from kvboost_hf.cache.planning.moved import MovedColumns
 from kvboost_hf.cache.planning.plan import (
     HEAD_TOKENS,
@@ -28,6 +28,38 @@ from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
 from kvboost_hf.compat import Ranks
 from kvboost_hf.config import Progressive
+
+
+@dataclass(slots=True)
+class KnownRow:
+    """What a store could serve of a prompt of one row that nothing is held of, when it was looked up.
+
+    Args:
+        root: The root that it was looked up under.
+        tokens: Its tokens.
+        filled: How many of them the store could serve.
+        plan: Serves them; None once the store has changed.
+        is_current: Tells whether the store is as it was.
+    """
+
+    root: bytes
+    tokens: Tokens
+    filled: int
+    plan: RowPlan | None
+    is_current: Callable[[], bool]
+
+    def let_go(self) -> None:
+        """Hold none of the store's K/V any longer, if the store has changed: some of it may have been evicted."""
+        if self.plan is not None and not self.is_current():
+            self.plan = None
+
+    def of(self, root: bytes, tokens: Tokens, limit: int) -> RowPlan | None:
+        """The plan for the first `tokens` of the prompt, of which `limit` may be served; None to look it up again."""
+        self.let_go()
+        plan = self.plan
+        if plan is None or root != self.root or plan.hit > limit:
+            return None
+        return plan if np.array_equal(self.tokens[: len(tokens)], tokens) else None
 
 
 @dataclass(slots=True)
@@ -113,14 +145,19 @@ class Ledger:
         first: int = 0,
         without: frozenset[bytes] = frozenset(),
         ranks: Ranks | None = None,
+        known: KnownRow | None = None,
     ) -> ReusePlan:
         """Plan the columns [held, limit) of `ids` [batch, columns], without what is under some keys.
 
-        See `plan_shared` for `stems_to` and `first`. What one of `ranks` cannot serve, none does.
+        See `plan_shared` for `stems_to` and `first`. What one of `ranks` cannot serve, none does. What is `known` of
+        the only row is not looked up again.
         """
         pads = self.log.pads.tolist()
         plans: list[RowPlan] = []
         same: dict[bytes, RowPlan] = {}  # beams and num_return_sequences repeat rows
+        if known is not None and not held and not without and pads == [0]:
+            if (found := known.of(self.root, ids[0], limit)) is not None:
+                same[ids[0].tobytes()] = found
         for row, pad in enumerate(pads):
             tokens = ids[row, pad:]
             key = tokens.tobytes()
@@ -205,12 +242,13 @@ class Ledger:
         """Offer the tokens after a row's last border as a short chunk."""
         if self.blended is not None and self.blended.is_tainted(row):
             self.store_row(row, layers, store, pinned=pinned)  # moved chunks are no part of the tail
-        border = self.borders[row][-1]
-        tail = self.storable(row)[border.at :]
+        border, tokens = self.borders[row][-1], self.storable(row)
+        tail = tokens[border.at :]
         if len(tail) < HEAD_TOKENS:
             return Put.PRESENT
         if self.blended is not None and self.blended.is_tainted(row):
-            return self._put_piece(self.blended, row, border, border.key, tail, layers, store, pinned, unfinished=True)
+            parent = _parent(tokens, border)
+            return self._put_piece(self.blended, row, border, parent, tail, layers, store, pinned, unfinished=True)
         return self._put(row, border, tail, layers, store, pinned, unfinished=True)
 
     def _store_blended_row(
@@ -219,27 +257,24 @@ class Ledger:
         """Offer what was computed of a row with moved chunks: the pieces between them, each cut from its beginning."""
         tokens, borders, pad = self.log.row(row), self.borders[row], int(self.log.pads[row])
         results: list[Put] = []
-        behind: bytes | None = None  # key of the piece that ends where the next one begins
         while borders[-1].at < len(tokens):
             border = borders[-1]
             moved, stop = blended.run_at(row, border.at + pad)
             end = min(stop - pad, len(tokens)) if stop is not None else None
-            cut = end
+            cut, own = end, None
             if not moved:
                 cut = store.chunker.next_cut(tokens[:end], border.at) or end
                 if cut is None:
                     break
-                parent = behind if behind is not None else border.key
+                parent = _parent(tokens, border)
                 piece = tokens[border.at : cut]
                 put = self._put_piece(
                     blended, row, border, parent, piece, layers, store, pinned, unfinished=cut == end
                 )
                 results.append(put)
-                behind = content_only_key(self.root, parent, border.at, piece)
-            else:
-                behind = None
+                own = content_only_key(self.root, parent, border.at, piece)
             assert cut is not None
-            borders.append(Border(cut, prefix_key(border.key, tokens[border.at : cut])))
+            borders.append(Border(cut, prefix_key(border.key, tokens[border.at : cut]), own))
         return results
 
     def _put_piece(
@@ -376,6 +411,11 @@ class Ledger:
 
 def _is_tainted(blended: MovedColumns | None, row: int) -> bool:
     return blended is not None and blended.is_tainted(row)
+
+
+def _parent(tokens: Tokens, border: Border) -> bytes:
+    """What names the history of a piece that begins at a border, and is found by its content only."""
+    return border.piece if border.piece is not None else text_key(tokens, border.at)
 
 
 def copier(

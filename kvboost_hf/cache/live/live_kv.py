@@ -28,7 +28,7 @@ from kvboost_hf.cache.layers.stateful import states_of
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.live.compiled import StaticDecoding
-from kvboost_hf.cache.live.ledger import Ledger
+from kvboost_hf.cache.live.ledger import KnownRow, Ledger
 from kvboost_hf.cache.planning.chunks import Tokens, is_text
 from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt.token_log import MaskShape
@@ -102,6 +102,7 @@ class LiveKV:
         lost: An interrupted forward took with it what the layers held.
         behind: Tokens that were cropped out of states only, and that the next forward computes again; or None.
         tally: What is reported of the last prompt.
+        known: What is known of the next prompt, so that it is not looked up again; None for nothing.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class LiveKV:
         self.static, self.tally = static, Tally()
         self.unsupported = self.plain_reason = known_reason(model)
         self.ledger: Ledger | None = None
+        self.known: KnownRow | None = None
         self.regime = b""
         self.changed = self.untracked = self.lost = False
         self.behind: Behind | None = None

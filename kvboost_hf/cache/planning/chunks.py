@@ -45,6 +45,7 @@ _SHORTEST = 8  # tokens before an explicit boundary: a shorter chunk could not b
 _SHORTEST_BY_CONTENT = 16
 _HASHED = 4  # tokens before a place that tell how good it is
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_TEXT_BEFORE = 32  # tokens: K/V hardly depends on what is farther away, and templates have no text as long
 _SHIFT = np.uint64(32)
 _SENTENCE_END, _SEPARATOR = np.uint8(1), np.uint8(2)
 _SENTENCE_MARKS = (".", "!", "?", "…", "。", "！", "？", "．", "｡", "।", "؟")  # noqa: RUF001
@@ -138,6 +139,14 @@ def content_only_key(root: bytes, parent: bytes, start: int, tokens: Tokens) -> 
         tokens: The tokens of the text.
     """
     return digest(b"content only", root, parent, start.to_bytes(8, "little"), tokens.tobytes())
+
+
+def text_key(tokens: Tokens, start: int) -> bytes:
+    """A name for the text directly before row token `start`: the last `_TEXT_BEFORE` tokens of it.
+
+    A chunk that is found by its content only has it for a parent where no key of a chunk is known.
+    """
+    return digest(b"text before", tokens[max(0, start - _TEXT_BEFORE) : start].tobytes())
 
 
 def common_length(a: Tokens, b: Tokens) -> int:

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvboost_hf.cache.planning.chunks import CODE_BYTES, Tokens, common_length, text_of
+from kvboost_hf.cache.planning.chunks import CODE_BYTES, Tokens, common_length, text_key, text_of
 from kvboost_hf.cache.planning.plan import Chunk, Segment
 
 # Fewer tokens of a chunk are never moved: recomputing tokens after the seam would leave nothing of them.
@@ -119,7 +119,7 @@ def find_moved(
         gaps.fill(segments, segment.start, segment)
         segments.append(segment)
     gaps.fill(segments, stop, None)
-    return tuple(_joined(segments, start, behind))
+    return tuple(_joined(tokens, segments, start, behind))
 
 
 def _chosen(
@@ -214,12 +214,13 @@ class _Gaps:
         return found
 
 
-def _joined(segments: list[Segment], start: int, behind: bytes | None) -> Iterator[Segment]:
-    """The segments, each marked if it `continues` the one before; `behind` is the key of what ends at `start`."""
+def _joined(tokens: Tokens, segments: list[Segment], start: int, behind: bytes | None) -> Iterator[Segment]:
+    """The segments, each marked if it `continues` what is before it; `behind` is the key of what ends at `start`."""
     border, shift = start, 0
     for segment in segments:
-        same = segment.start == border and segment.shift == shift and segment.offset == 0
-        yield replace(segment, continues=same and segment.chunk.parent == behind)
+        whole, parent = segment.offset == 0, segment.chunk.parent
+        same = segment.start == border and segment.shift == shift and parent == behind
+        yield replace(segment, continues=whole and (same or parent == text_key(tokens, segment.start)))
         behind = segment.chunk.key if segment.to_end else None
         border, shift = segment.stop, segment.shift
 

@@ -71,6 +71,7 @@ class Border:
 
     at: int  # in row tokens
     key: bytes
+    piece: bytes | None = None  # key of the chunk that ends there, if that is found by its content only
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Segment:
     start: int
     stop: int
     moved: bool = False  # the chunk may have stood elsewhere, and behind other tokens
-    continues: bool = False  # a moved one that was computed directly behind what serves the tokens before it: no seam
+    continues: bool = False  # a moved one that was computed directly behind the text that is before it now: no seam
 
     @property
     def shift(self) -> int:

@@ -100,7 +100,7 @@ class Tier(Protocol):
         ...
 
     def find_alike(self, heads: Sequence[bytes]) -> list[Entry]:
-        """Entries with one of these `Entry.head`; newest first, no more than 256 of each."""
+        """Entries with one of these `Entry.head`: of each head the newest first, no more than 256."""
         ...
 
     def entries(self, root: bytes | None = None) -> Iterator[Entry]:

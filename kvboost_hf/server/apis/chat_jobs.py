@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from fastapi import Request
 
+from kvboost_hf.cache.planning.order import Order, search_order
 from kvboost_hf.server.apis.answers import CallReaders
-from kvboost_hf.server.apis.any_order import in_best_order
 from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.apis.request_jobs import RequestJobs
 from kvboost_hf.server.chats.reasoning import AfterReasoning, AnswerReader, ReasoningMarks, ReasoningReader, marks_of
@@ -21,9 +21,9 @@ from kvboost_hf.server.chats.tools import REASONING_FIELDS, ToolCallStream
 from kvboost_hf.server.grammars.fitting import Fitted, fit
 from kvboost_hf.server.grammars.structured import choice, json_schema, regex, tool_calls, written
 from kvboost_hf.server.http.errors import refused
-from kvboost_hf.server.http.notes import note_left
+from kvboost_hf.server.http.notes import note_changed, note_left
 from kvboost_hf.server.jobs import Constraint, Keep, ReasoningSpan
-from kvboost_hf.server.requests.chat import ChatRequest, ToolChoice
+from kvboost_hf.server.requests.chat import ChatRequest, Message, ToolChoice
 from kvboost_hf.server.requests.sampled import AnswerForm, Sampled
 
 _TAIL = 32  # tokens at the end of a prompt, of which the opening mark is the last text
@@ -57,7 +57,7 @@ async def start_chat(
     salt = context.salt(request, body.cache_salt)
     what: Literal["messages", "prompt"] = "messages" if ids is None else "prompt"
     if ids is None:
-        body = await in_best_order(context, body, request)
+        body = await _in_best_order(context, body, request)
         ids = await context.encode_asked(body, request, new=context.wanted(asked))
     ids = context.fitted(ids, asked, what=what, truncates=body.truncates)
     reading = reading_of(context, body, ids)
@@ -288,3 +288,33 @@ def _grammar_of_calls(context: RouteContext, body: ChatRequest, salt: bytes) -> 
         return tool_calls(context.tokenizer, tools, parallel=calls_many(body), answer=answer)
 
     return context.grammars.fitting(grammar_of, schemas, salt)
+
+
+async def _in_best_order(context: RouteContext, body: ChatRequest, request: Request) -> ChatRequest:
+    """The request with parts of messages that have `any_order` where more of the prompt is stored then."""
+    for at, message in enumerate(body.messages):
+        if (count := len(message.movable)) > 1:
+            order = await _order_of(context, body, request, at, count)
+            if order != tuple(range(count)):
+                note_changed("parts-reordered")
+                body = _with(body, at, message.with_movable(order))
+    return body
+
+
+async def _order_of(context: RouteContext, body: ChatRequest, request: Request, at: int, count: int) -> Order:
+    search, salt = search_order(count), context.salt(request, body.cache_salt)
+    asked = next(search)
+    while True:
+        message = body.messages[at]
+        prompts = [await context.encode_asked(_with(body, at, message.with_movable(some)), request) for some in asked]
+        found = await context.read(request, partial(context.engine.known_tokens, prompts, salt))
+        try:
+            asked = search.send(found)
+        except StopIteration as end:
+            order: Order = end.value[0]
+            return order
+
+
+def _with(body: ChatRequest, at: int, message: Message) -> ChatRequest:
+    messages = [*body.messages[:at], message, *body.messages[at + 1 :]]
+    return body.model_copy(update={"messages": messages})

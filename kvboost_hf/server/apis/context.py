@@ -11,7 +11,7 @@ from starlette.requests import Request
 from kvboost_hf.cache.prompt.chats import Start
 from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.chats.encoding import Encoder
-from kvboost_hf.server.chats.heads import without_changing_lines
+from kvboost_hf.server.chats.merging import without_changing_lines
 from kvboost_hf.server.chats.template import Rendering
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.http.errors import ApiError, refused

@@ -16,10 +16,9 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from kvboost_hf.cache.prompt.chats import ChatTemplate, Messages, Start, chat_start
-from kvboost_hf.server.chats.known_tools import KnownTools
 from kvboost_hf.server.chats.merging import Abilities, abilities_of, adapted
 from kvboost_hf.server.chats.template import CutText, ForgedMarkerError, Markers, Rendering, forget_words, texts_in
-from kvboost_hf.server.chats.token_cache import Owner, TokenCache
+from kvboost_hf.server.chats.token_cache import KnownTools, Owner, TokenCache
 from kvboost_hf.server.http.errors import ApiError, refused
 from kvboost_hf.server.http.notes import note_changed
 from kvboost_hf.server.http.turns import Turns, in_thread

@@ -1,4 +1,6 @@
-"""Rewrites messages for chat templates that take fewer kinds of chats than APIs do.
+"""Rewrites messages for chat templates that take fewer kinds of chats than APIs do, and leaves changing lines out.
+
+Lines of system prompts that change with each request mean nothing to a model, and nothing behind them would be found.
 
 Templates raise errors for roles that do not alternate, for messages of the system, or for results of tools; or they
 leave such messages out. `Abilities` says which, by rendering small chats, so that a message is written in the same way
@@ -7,15 +9,24 @@ in each request of a chat, and prompts that go on begin as before.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
+
+from kvboost_hf.server.http.notes import note_changed
 
 Messages = list[dict[str, Any]]
 Ability = Literal["taken", "dropped", "refused"]
 _BETWEEN = "\n\n"  # texts of several messages
 _ID_CHARS = 9  # which Mistral's templates want
 _NO_USER = "(The assistant begins.)"
+BILLING = "x-anthropic-billing-header"  # Claude Code's first line, with a number that changes with each request
+_START = re.compile(rf"[ \t]*{BILLING}:[ \t]*", re.IGNORECASE)
+_PAIR = re.compile(r"[\w.-]+=[^;\s]*;?[ \t]*")
+_LINE_CHARS = 1000  # of a line that patterns are tried on
+_BREAKS = "\r\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,3 +242,58 @@ def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     if calls := [*one.get("tool_calls", ()), *other.get("tool_calls", ())]:
         found["tool_calls"] = calls
     return found
+
+
+def without_changing_lines(messages: Sequence[dict[str, Any]], patterns: Sequence[str]) -> list[dict[str, Any]]:
+    """Messages without changing lines of the system; what is left out is noted.
+
+    Args:
+        messages: As chat templates take them.
+        patterns: Regular expressions of Python; a line that one of them matches as a whole is left out.
+
+    Example:
+        >>> text = "x-anthropic-billing-header: cc_version=2; cch=1a;\\nBe short."
+        >>> without_changing_lines([{"role": "system", "content": text}], [])
+        [{'role': 'system', 'content': 'Be short.'}]
+    """
+    found = []
+    for message in messages:
+        text = message.get("content")
+        if message.get("role") == "system" and isinstance(text, str):
+            kept = _without(text, patterns)
+            if not kept and text:
+                continue
+            message = message if kept == text else {**message, "content": kept}
+        found.append(message)
+    return found or list(messages)
+
+
+def _without(text: str, patterns: Sequence[str]) -> str:
+    if not patterns and BILLING not in text.lower():
+        return text
+    lines = text.splitlines(keepends=True)
+    kept = [_kept(line, patterns) for line in lines]
+    whole = "".join(kept)
+    return whole if kept[:1] == lines[:1] else whole.lstrip(_BREAKS)
+
+
+def _kept(line: str, patterns: Sequence[str]) -> str:
+    """A line without what changes; empty if all of it does."""
+    if start := _START.match(line):
+        note_changed(f"left-out:{BILLING}")
+        end = start.end()
+        while pair := _PAIR.match(line, end):
+            end = pair.end()
+        return line[end:].lstrip(_BREAKS) if end > start.end() else ""
+    bare = line.rstrip(_BREAKS)
+    if len(bare) <= _LINE_CHARS:
+        for number, pattern in enumerate(patterns, 1):
+            if _compiled(pattern).fullmatch(bare):
+                note_changed(f"left-out:strip-head-{number}")
+                return ""
+    return line
+
+
+@lru_cache(maxsize=64)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)

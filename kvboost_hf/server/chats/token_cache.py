@@ -1,9 +1,13 @@
-"""`TokenCache`: tokens of the parts of chats, so that what is known of a chat that grows is not tokenized again.
+"""What is remembered of owners: tokens of the parts of chats (`TokenCache`), and lists of tools (`KnownTools`).
+
+So a chat that grows is not tokenized again, and lists of tools that are equal as JSON give equal prompts.
 
 A tokenizer cuts a text at its special tokens before it does anything else. So the tokens from one special token up to
 the next one are the same whatever stands around them, if no special token takes white space of its neighbours.
 """
 
+import hashlib
+import json
 import re
 import sys
 from array import array
@@ -18,6 +22,7 @@ from kvboost_hf.server.fair_share import FairCache
 
 _ENTRY = 300  # bytes of an entry of a dict, with its keys, about
 _PROBED = 8  # special tokens
+_MOST_CHARS = 2**19  # of a list of tools that is remembered
 _PROBES = ("{0}", "a{0}b", "a {0} b", "{0}\n\nb  {0}{0}", "é{0}  a\n{0}\tb. {0}", " a{0}user\n{{x}}", "\n{0}\n")
 
 Owner = tuple[bytes, bytes]  # client and salt: what is kept for one is not used for another
@@ -123,3 +128,39 @@ def _size(key: Any, ids: "array[int]") -> int:
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+class KnownTools:
+    """The lists of tools that each owner has sent, in the order of keys in which they came first. Safe for threads.
+
+    Clients that keep schemas in maps without an order send the same tools in another order after each start. Tools
+    stand at the beginning of prompts, so that nothing behind them would be found.
+
+    Example:
+        >>> known, owner = KnownTools(), (b"key", b"salt")
+        >>> known.ordered([{"name": "look", "type": "function"}], owner)
+        ([{'name': 'look', 'type': 'function'}], False)
+        >>> known.ordered([{"type": "function", "name": "look"}], owner)
+        ([{'name': 'look', 'type': 'function'}], True)
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._lists: FairCache[Owner, str] = FairCache(256, 16)  # by a hash of what does not depend on the order
+
+    def ordered(self, tools: list[dict[str, Any]], owner: Owner) -> tuple[list[dict[str, Any]], bool]:
+        """Tools in the order of keys in which their owner has sent them first, and whether that is another one.
+
+        Args:
+            tools: As chat templates take them. The order of lists in them counts, and stays.
+            owner: Who asks. Nothing is known of the lists of others.
+        """
+        given = json.dumps(tools)
+        if not tools or len(given) > _MOST_CHARS:
+            return tools, False
+        key = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
+        with self._lock:
+            first = self._lists.get(owner, key)
+            if first is None:
+                self._lists.put(owner, key, given)
+        return (tools, False) if first in (None, given) else (json.loads(str(first)), True)

@@ -191,8 +191,14 @@ class Intake:
             self.changed.notify_all()
 
     def unseen(self, most: int) -> list[Task]:
-        """Up to `most` waiting tasks with long prompts of which nobody has looked up what is known."""
+        """Up to `most` waiting tasks with long prompts of which nobody has looked up what is known.
+
+        What is known of the others holds nothing of a store that has changed.
+        """
         with self.changed:
+            for task in self._waiting:
+                if task.known is not None:
+                    task.known.let_go()
             return list(islice((task for task in self._waiting if task.known is None and self._is_long(task)), most))
 
     def end(self, task: Task, reason: FinishReason, error: str | None = None) -> None:

@@ -1,8 +1,11 @@
 """`ModelRunner`: the model of an engine, and the caches that single rows are computed with."""
 
 import logging
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from weakref import WeakSet
 
 import psutil
@@ -11,8 +14,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvboost_hf.assisted.heads import hidden_bytes
+from kvboost_hf.cache.forward.loans import look_up
 from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.layers.stateful import states_of
+from kvboost_hf.cache.live.ledger import KnownRow
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import (
@@ -37,6 +42,7 @@ from kvboost_hf.server.generation.sharing import sharing_reason
 from kvboost_hf.server.jobs import Job
 
 _log = logging.getLogger("kvboost_hf.server")
+_OTHERS_AFTER_S = 1.0  # after which others may have stored more in tiers that are shared
 _COPIES = 2  # of K/V under way: a row's own, and the one in the batch
 
 
@@ -71,6 +77,8 @@ class ModelRunner:
     ) -> None:
         self.model, self.store, self.policy, self.device = model, store, policy, input_device(model)
         self._live_quant = live_quant
+        self._changes = 0  # of what is stored, as far as this process knows
+        store.watch(self._note_change)
         require_one_process(model, "A server")
         self._caches: WeakSet[ChunkReuseCache] = WeakSet()  # those of tasks
         cache = ChunkReuseCache(model, store, live_quant=live_quant)
@@ -130,17 +138,45 @@ class ModelRunner:
             self.leave_store()
             return self.forward(task.cache, ids, task.length)
 
-    def known(self, task: Task) -> int:
-        """How many tokens of what a task computes the store has, less than all of them; nothing is loaded."""
-        return self.known_tokens(task.to_compute, task.job.salt)
+    def look_up(self, task: Task) -> KnownRow:
+        """What the store has of what a task computes, which is then known of the task; nothing is loaded.
+
+        The store is asked again if it has changed since, or if others may have changed it. A cache that the task has
+        is told, so that its next prompt is not looked up once more.
+        """
+        cache = task.cache or self._cache(self.policy_of(task.job), task.job.salt)
+        self.store.hear()  # what others have removed is not served, whenever it was looked up
+        until = time.monotonic() + _OTHERS_AFTER_S if self.store.is_shared else math.inf
+        is_current = partial(self._is_current, self._changes, until)
+        ids = torch.tensor([task.to_compute])
+        found = task.known
+        try:
+            found = look_up(cache.parts, ids, found if cache.store is self.store else None, is_current)
+        except StoreClosedError:
+            if task.cache is not None:
+                raise
+            return KnownRow(b"", ids[0].numpy(), 0, None, is_current)  # who computes the prompt will notice
+        if cache.store is self.store:
+            task.known = cache.parts.live.known = found
+        return found
 
     def known_tokens(self, ids: Sequence[int], salt: bytes) -> int:
         """How many first tokens of a prompt the store has, less than all of them; nothing is loaded."""
         try:
-            cache = ChunkReuseCache(self.model, self.store, self.policy, salt, live_quant=self._live_quant)
-            return cache.stored_tokens(torch.tensor([ids], device=self.device)) if len(ids) > 1 else 0
+            cache = self._cache(self.policy, salt)
+            return cache.stored_tokens(torch.tensor([ids])) if len(ids) > 1 else 0
         except StoreClosedError:  # who computes the prompt will notice
             return 0
+
+    def _cache(self, policy: ReusePolicy, salt: bytes) -> ChunkReuseCache:
+        return ChunkReuseCache(self.model, self.store, policy, salt, live_quant=self._live_quant)
+
+    def _is_current(self, changes: int, until: float) -> bool:
+        return changes == self._changes and time.monotonic() <= until
+
+    def _note_change(self, keys: Iterable[bytes] | None) -> None:
+        """Chunks of the store have come or gone; called with the store's lock held."""
+        self._changes += 1
 
     def open(self, task: Task, others: Sequence[Task]) -> tuple[ChunkReuseCache, int]:
         """A cache for a task: a fork of the cache of one of `others`, where that has more of the prompt than a chunk.
@@ -168,7 +204,7 @@ class ModelRunner:
             cache.begin_anew()
         else:
             most = 0
-            cache = ChunkReuseCache(self.model, self.store, policy, job.salt, live_quant=self._live_quant)
+            cache = self._cache(policy, job.salt)
         self._caches.add(cache)
         if task.unwanted:
             self.keep_nothing(cache)
@@ -191,7 +227,7 @@ class ModelRunner:
 
     def root_of(self, salt: bytes) -> bytes | None:
         """The key that the chains of a salt start from, but for prompts with other rotary frequencies."""
-        return ChunkReuseCache(self.model, self.store, self.policy, salt, live_quant=self._live_quant).root_of(1)
+        return self._cache(self.policy, salt).root_of(1)
 
     def keep_nothing(self, cache: ChunkReuseCache) -> None:
         """From now on, store nothing that a cache holds."""
@@ -201,6 +237,7 @@ class ModelRunner:
         """Go on without the store, which somebody has closed: open caches and later ones keep nothing."""
         _log.warning("The store was closed: from now on nothing is kept.")
         self.store = self.store.without_room(with_roots=False)
+        self._changes += 1
         for cache in self._caches:
             cache.store = self.store
 

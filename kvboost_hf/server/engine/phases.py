@@ -94,7 +94,7 @@ class Prefill:
             task.cache, shared = runner.open(task, () if wants_all else others)
             task.cache.in_own_loop = True
             if not wants_all:
-                known = max(task.cache.stored_tokens(ids), shared)
+                known = max(runner.look_up(task).filled, shared)
                 task.spans = task.cache.movable_spans(ids, known)
         stop = _piece_end(known, room, task.spans, ids.shape[1]) if runner.in_pieces else ids.shape[1]
         if runner.one_by_one:

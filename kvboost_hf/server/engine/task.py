@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kvboost_hf.cache.kv.records import Belongings, Heads
+from kvboost_hf.cache.live.ledger import KnownRow
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens, digest
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
@@ -122,7 +123,7 @@ class Task:
     done: int = 0  # tokens of the prompt that were computed or reused
     scored: int = 0  # tokens of the prompt whose log probabilities were reported
     spans: list[tuple[int, int]] = field(default_factory=list)  # of the prompt, that moved K/V may serve
-    known: int | None = None  # tokens of the prompt that were in the store when it was last looked up
+    known: KnownRow | None = None  # what the store had of the prompt when it was last looked up
     passed: int = 0  # pieces of other prompts since the last one of this
     ids: list[int] = field(default_factory=list)  # of the answer
     sampler: Sampler | None = None
@@ -173,7 +174,7 @@ class Task:
     @property
     def left(self) -> int:
         """How many of `to_compute` are not computed yet, as far as is known."""
-        return len(self.job.ids) + self.said - max(self.done, self.known or 0)
+        return len(self.job.ids) + self.said - max(self.done, self.known.filled if self.known is not None else 0)
 
     @property
     def length(self) -> int:

@@ -276,7 +276,7 @@ class ModelEngine:
         if unseen:  # before it is looked up what serves them
             self._sessions.hear(self._intake.begun)
         for task in unseen:
-            task.known = self._runner.known(task)
+            self._runner.look_up(task)
         admitted = self._intake.admit()
         if admitted:
             self._sessions.hear(self._intake.begun)
@@ -342,7 +342,7 @@ class ModelEngine:
                 return computed
         except StoreClosedError:
             self._runner.leave_store()
-            task.cache, task.done, task.known = None, 0, 0
+            task.cache, task.done, task.known = None, 0, None
             return 0
         except Exception as error:
             self._fail([task], error)
