@@ -139,8 +139,11 @@ def prepare(history: History, models: Family, dtype: torch.dtype) -> list[Step]:
             inputs, of, held = left_pad(*(row.ids for row in call.rows)), None, 0
         else:
             inputs, of, held = _continued(history, call, earlier, before)
-            if earlier.call.changed != call.changed or "autocast" in (earlier.call.within, call.within):
-                of = None  # what it holds was computed by another model
+            rounded = "autocast" in (earlier.call.within, call.within)
+            if earlier.call.changed != call.changed or rounded or earlier.call.embeds == "other":
+                of = None  # what it holds is not what the model computes of its tokens
+            if earlier.call.mask == "right":
+                of = None  # plain generate() that goes on with a cache says something else there
             latest = max((i for i in range(number % history.threads, number, history.threads)), default=None)
             gone_on = any(step.of == of for step in steps) if history.reuse == "attach" else of != latest
             if of is not None and gone_on:
