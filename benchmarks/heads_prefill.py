@@ -2,9 +2,10 @@
 
     python benchmarks/heads_prefill.py --out benchmarks/results
 
-Multi-token-prediction layers, EAGLE-3 heads and DFlash drafters are given the hidden states of the whole prompt in
-each call, stored ones included, and compute K/V of their own from them. That comes behind the first token: the second
-one waits for it. Operations of matrix products are counted on tensors without contents, of models of real shapes.
+Multi-token-prediction layers, EAGLE-3 heads and DFlash drafters compute K/V of their own from the hidden states of the
+prompt. That comes behind the first token: the second one waits for it. Where their K/V is stored with the prompt, they
+compute that of the new columns; without, of all of it. Operations of matrix products are counted on tensors without
+contents, of models of real shapes.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.assisted.eagle import EagleHeads
+from kvboost_hf.assisted.eagle import EagleHeads, KeysValues
 
 PROMPT, RESTS = 8_000, (1, 100, 300, 1_000, 8_000)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -72,32 +73,42 @@ def _head_dim(config: LlamaConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def of_heads(config: LlamaConfig) -> dict[str, int]:
-    """Of each kind of heads, over the whole prompt."""
+def of_heads(config: LlamaConfig, new: int) -> dict[str, int]:
+    """Of each kind of heads, over the last `new` columns of the prompt, behind K/V of the others."""
     width, values = config.hidden_size, config.num_key_value_heads * _head_dim(config)
     one = LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 1})
     with torch.device("meta"):
         eagle: Any = EagleHeads(one).eval()
-        ids, states = torch.zeros(1, PROMPT, dtype=torch.long), [torch.zeros(1, PROMPT, width)] * 3
+        ids, states = torch.zeros(1, new, dtype=torch.long), [torch.zeros(1, new, width)] * 3
+        kept = torch.zeros(1, config.num_key_value_heads, PROMPT - new, _head_dim(config))
+        past = KeysValues(kept, kept) if new < PROMPT else None
+        seen = torch.ones(new, PROMPT, dtype=torch.bool) if past is not None else None
 
         def run() -> None:
-            found, _ = eagle(ids, hidden=eagle.fused(states), position_ids=ids)
+            found, _ = eagle(ids, hidden=eagle.fused(states), position_ids=ids, past=past, seen=seen)
             eagle.draft_logits(found[:, -1:])
 
         of_eagle = operations(run)
-    own = of_target(one, PROMPT) + 2 * PROMPT * 2 * width * width
-    blocks = 2 * PROMPT * width * (_READ_LAYERS * width + _DRAFTER_LAYERS * 2 * values)
+    own = of_target(one, new) + 2 * new * 2 * width * width
+    blocks = 2 * new * width * (_READ_LAYERS * width + _DRAFTER_LAYERS * 2 * values)
     return {"a layer of MTP": own, "EAGLE-3": of_eagle, "DFlash": blocks}
 
 
 def measure() -> Result:
-    """By shape and kind of heads, the share of their operations in those of a first token, for each of `RESTS`."""
+    """By shape and kind of heads, the shares of their operations in those of a first token, for each of `RESTS`.
+
+    First where they compute K/V of all of the prompt, then of what is new.
+    """
     reader, _ = load_embedded()
     shapes = {"the embedded reader": reader.config, **{name: LlamaConfig(**each) for name, each in SHAPES.items()}}
     found: Result = {}
     for name, config in shapes.items():
         targets = [of_target(config, rest) for rest in RESTS]
-        found[name] = {heads: [count / each for each in targets] for heads, count in of_heads(config).items()}
+        whole, parts = of_heads(config, PROMPT), [of_heads(config, rest) for rest in RESTS]
+        found[name] = {}
+        for heads, count in whole.items():
+            pairs = list(zip(targets, parts, strict=True))
+            found[name][heads] = [count / each for each in targets], [part[heads] / each for each, part in pairs]
     return found
 
 
@@ -106,15 +117,17 @@ def markdown(result: Result) -> str:
         measured_on(result["provenance"]),
         "",
         f"Operations of heads that take in a prompt of {PROMPT:,} tokens, as a share of those of its first token, for "
-        "which the model computes the last tokens of the prompt. Attention is counted as if nothing were masked.",
+        "which the model computes the last tokens of the prompt: without their K/V of the others, and with it stored. "
+        "Attention is counted as if nothing were masked.",
         "",
-        "| shape | heads | " + " | ".join(f"{rest:,} computed" for rest in RESTS) + " |",
-        "| --- | --- |" + " ---: |" * len(RESTS),
+        "| shape | heads | their K/V | " + " | ".join(f"{rest:,} computed" for rest in RESTS) + " |",
+        "| --- | --- | --- |" + " ---: |" * len(RESTS),
     ]
     for name, kinds in result["found"].items():
-        for heads, shares in kinds.items():
-            cells = [f"{share:.0%}" if share >= 0.1 else f"{share:.1%}" for share in shares]
-            lines.append(f"| {name} | {heads} | {' | '.join(cells)} |")
+        for heads, both in kinds.items():
+            for kept, shares in zip(("computed", "stored"), both, strict=True):
+                cells = [f"{share:.0%}" if share >= 0.1 else f"{share:.1%}" for share in shares]
+                lines.append(f"| {name} | {heads} | {kept} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 

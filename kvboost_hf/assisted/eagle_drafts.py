@@ -11,13 +11,14 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.eagle import EagleHeads, KeysValues, layer_numbers
 from kvboost_hf.assisted.head_drafts import SourceCandidates
-from kvboost_hf.assisted.heads import DraftedAnswer, HeadKind, prepared, require_can_read
+from kvboost_hf.assisted.heads import DraftedAnswer, HeadKind, Heads, prepared, require_can_read
 from kvboost_hf.assisted.hidden import TextStates, asking_for
+from kvboost_hf.assisted.kept_kv import KeptKV
 from kvboost_hf.assisted.limits import vocab_size
 from kvboost_hf.assisted.rounds import Drafter
 from kvboost_hf.assisted.schedule import DraftLength
 from kvboost_hf.assisted.tree import depths, lineage
-from kvboost_hf.compat import HiddenForm
+from kvboost_hf.compat import CACHE, HiddenForm
 
 _OF_TARGET = {"embed_tokens.weight", "lm_head.weight"}  # which a target lends where the files have none
 _MAPS = {"d2t", "t2d"}
@@ -171,6 +172,13 @@ def _in_order(numbered: Any, numbers: Sequence[int]) -> list[int]:
     return [key for number in numbers for key in numbered(number)]
 
 
+def _like(heads: EagleHeads) -> KeysValues:
+    """Keys and values of no column."""
+    layer = heads.midlayer.self_attn
+    none = layer.k_proj.weight.new_empty(1, layer.k_proj.out_features // layer.head_dim, 0, layer.head_dim)
+    return KeysValues(none, none)
+
+
 class EagleSource:
     """Continues a text by EAGLE-3 heads, with their K/V of it.
 
@@ -186,6 +194,7 @@ class EagleSource:
     def __init__(self, heads: EagleHeads, states: TextStates, order: Sequence[int], asked: Any = None) -> None:
         self._heads, self._states, self._order = heads, states, order
         self.asks = {"output_hidden_states": asked}
+        self._kept = KeptKV(heads, 1, lambda: _like(heads), Heads.of(heads).stats)
         self._kv: KeysValues | None = None  # of the text
         self._length = 0  # tokens of the text
         self._tree: KeysValues | None = None  # of the tokens behind it
@@ -195,6 +204,7 @@ class EagleSource:
     def show(self, output: Any, length: int, pads: int, rejected: int) -> None:
         """As `ShownSource.show`."""
         states, first = self._states, pads if not self._states.stop else 0
+        states.cache = getattr(output, CACHE, None)
         count = length - 1 - states.stop
         states.append({layer: output.hidden_states[layer][:, first : first + count] for layer in states.layers})
 
@@ -208,7 +218,11 @@ class EagleSource:
         heads, stop = self._heads, ids.shape[1] - 1
         if self._states.stop != stop or not (new := self._states.take()):
             return None
-        hidden = heads.fused([new[layer] for layer in self._order])
+        known = 0  # of the new ones
+        if self._kv is None and (found := self._kept.begin(self._states.cache, ids)) is not None:
+            self._kv = KeysValues(*found)
+            known = self._kv.keys.shape[2]
+        hidden = heads.fused([new[layer][:, known:] for layer in self._order])
         count, device = hidden.shape[1], hidden.device
         at = torch.arange(stop - count, stop, device=device)
         seen = None
@@ -217,6 +231,7 @@ class EagleSource:
         found, kv = heads(ids[:, -count:].to(device), hidden=hidden, position_ids=at[None], past=self._kv, seen=seen)
         self._kv, self._length = kv.behind(self._kv), stop + 1
         self._tree, self._parents, self._hidden = None, [], [found[:, -1:]]
+        self._kept.offer(ids, self._read)
         logits: torch.Tensor = heads.logits(found[0, -1:])
         return logits
 
@@ -239,6 +254,10 @@ class EagleSource:
         self._hidden += found.split(1, dim=1)
         logits: torch.Tensor = heads.logits(found[0])
         return logits
+
+    def _read(self, start: int, stop: int) -> KeysValues:
+        assert self._kv is not None
+        return KeysValues(*(each[:, :, start:stop] for each in self._kv))
 
     def keep(self, path: Sequence[int]) -> None:
         """Nothing: the K/V of accepted tokens is computed again, from hidden states of the target."""

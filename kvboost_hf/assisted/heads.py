@@ -21,9 +21,10 @@ from transformers.generation import candidate_generator
 
 from kvboost_hf.assisted.head_drafts import CountedCandidates, HeadDraft
 from kvboost_hf.assisted.hidden import TextStates
+from kvboost_hf.assisted.kept_kv import KeptKV, WarmCandidates, keys_and_values
 from kvboost_hf.assisted.rounds import Drafter, DraftSource, SpeculationStats, TreeDraft
 from kvboost_hf.assisted.tree import Growth
-from kvboost_hf.compat import LAST, HiddenForm, KeptOnModel, decoder_layers, hidden_form, input_device
+from kvboost_hf.compat import LAST, HiddenForm, KeptOnModel, decoder_layers, hidden_form, input_device, remember
 from kvboost_hf.config import DraftTreeConfig
 
 _MAKE = "_get_candidate_generator"  # the method of a model that makes the drafts of a generate() call
@@ -148,6 +149,13 @@ class Heads(KeptOnModel):
         return found if isinstance(found, cls) else None
 
 
+class _Loaded(KeptOnModel):
+    """The multi-token-prediction layers that were loaded for a model, as long as somebody holds them."""
+
+    def __init__(self) -> None:
+        self.layers: Any = lambda: None
+
+
 class _OwnLayers:
     """Multi-token-prediction layers of the target's own checkpoint.
 
@@ -164,10 +172,32 @@ class _OwnLayers:
         return LAST
 
     def drafting(self, target: Any, form: HiddenForm, answer: DraftedAnswer) -> Drafter:
-        made = self.generator(target, lambda: None, _greedy(), answer.processors)
-        return HeadDraft(made, answer.states, form.count, answer.growth, answer.ends)
+        made = self._made(target, _greedy(), answer.processors)
+        warm = self._warm(made, lambda: answer.states.cache)
+        return HeadDraft(warm, answer.states, form.count, answer.growth, answer.ends)
 
     def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
+        return self._warm(self._made(target, config, processors))
+
+    def _warm(self, made: Any, cache_of: Callable[[], Any] = lambda: None) -> WarmCandidates:
+        heads = self._layers
+        kept = KeptKV(heads, heads.num_mtp_layers, lambda: _once(heads, self._like), _stats(heads))
+        return WarmCandidates(made, "mtp_cache", kept, cache_of)
+
+    @torch.no_grad()
+    def _like(self) -> list[torch.Tensor]:
+        """Keys and values of the layers, of a few tokens."""
+        heads = self._layers
+        ids = torch.zeros(1, heads.num_mtp_layers, dtype=torch.long, device=heads.embed_tokens.weight.device)
+        weight = next(heads.layers.parameters())
+        states = weight.new_zeros(1, ids.shape[1], heads.config.hidden_size)
+        cache: Any = transformers.cache_utils.MtpCache(config=heads.config)
+        at = torch.arange(ids.shape[1], device=weight.device)[None]
+        run = heads.forward  # past hooks
+        run(input_ids=ids, last_hidden_states=states, attention_mask=None, position_ids=at, mtp_cache=cache)
+        return keys_and_values(cache)
+
+    def _made(self, target: Any, config: Any, processors: Any) -> Any:
         """transformers' generator of candidates, with layers that were loaded before: it has `_FIELDS`."""
         layers, kind = self._layers, candidate_generator.MTPCandidateGenerator
         made: Any = kind.__new__(kind)
@@ -198,16 +228,50 @@ class _Blocks:
         kind: Any = candidate_generator.DFlashTokenCandidateGenerator
         given = (self._draft, target.get_input_embeddings(), target.get_output_embeddings(), _greedy())
         made = kind(*given, logits_processor=answer.processors if len(answer.processors) else None)
-        return HeadDraft(made, answer.states, form.count, answer.growth, answer.ends)
+        warm = self._warm(made, target, lambda: answer.states.cache)
+        return HeadDraft(warm, answer.states, form.count, answer.growth, answer.ends)
 
     def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
         config.speculation_type = "dflash"
-        return make()
+        return self._warm(make(), target)
+
+    def _warm(self, made: Any, target: Any, cache_of: Callable[[], Any] = lambda: None) -> WarmCandidates:
+        draft = self._draft
+        kept = KeptKV(draft, 0, lambda: _once(draft, lambda: self._like(target)), _stats(draft))
+        return WarmCandidates(made, "cache", kept, cache_of, draft.config.block_size)
+
+    @torch.no_grad()
+    def _like(self, target: Any) -> list[torch.Tensor]:
+        """Keys and values of the layers, of a few tokens."""
+        draft, size = self._draft, self._draft.config.block_size
+        weight, read = next(draft.parameters()), len(draft.config.target_layer_ids)
+        width = target.config.get_text_config(decoder=True).hidden_size
+        kind: Any = transformers.cache_utils.DFlashCache
+        cache = kind(config=draft.config)
+        cache.set_previous_accepted_tokens(1)
+        draft.forward(  # past hooks
+            noise_embeds=weight.new_zeros(1, size, width),
+            context_hidden_states=weight.new_zeros(1, 1, read * width),
+            position_ids=torch.arange(1 + size, device=weight.device)[None],
+            attention_mask=None,
+            cache=cache,
+        )
+        return keys_and_values(cache)
 
 
 def _greedy() -> GenerationConfig:
     """Of drafts that are chosen greedily, whatever the target does, and end where somebody else says it."""
     return GenerationConfig(do_sample=False, max_length=sys.maxsize)  # type: ignore[no-untyped-call]
+
+
+def _once(draft: PreTrainedModel, like: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    """What `like` gives, once for each type and device of a draft."""
+    weight = next(draft.parameters())
+    return remember(draft, ("K/V of heads", weight.dtype, weight.device), like)
+
+
+def _stats(draft: PreTrainedModel) -> SpeculationStats:
+    return Heads.of(draft).stats
 
 
 def hidden_bytes(draft: PreTrainedModel) -> int:
@@ -248,6 +312,7 @@ def load_own_heads(target: PreTrainedModel) -> PreTrainedModel | str:
         raise
     except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         return f"its multi-token-prediction layers cannot be loaded ({type(error).__name__}: {error})"
+    _Loaded.of(target).layers = weakref.ref(heads)
     return prepared(heads, target, _OwnLayers(heads))
 
 
@@ -319,10 +384,14 @@ def prepared(draft: PreTrainedModel, target: PreTrainedModel, kind: HeadKind) ->
 def _make_generator(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands before the method of this name: heads that come as `assistant_model` make the drafts of a call.
 
+    Multi-token-prediction layers that were loaded before make those of `use_mtp=True`, too.
+
     Raises:
         ValueError: the heads were prepared for another model.
     """
     draft = kwargs.get("assistant_model")
+    if draft is None and getattr(generation_config, "use_mtp", None):
+        draft = _Loaded.of(self).layers()
     heads = Heads.known(draft)
     if heads is None:
         return getattr(type(self), _MAKE)(self, generation_config, *args, **kwargs)

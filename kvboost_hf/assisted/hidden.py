@@ -1,6 +1,7 @@
 """Hidden states of a text on their way to the heads that draft from them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -32,11 +33,13 @@ class TextStates:
         stop: Tokens of the text up to the last one whose states were appended.
         read_kv: Reads keys and values [1, num_kv_heads, columns, head_dim] of some layers, of all of the text but its
             last token, as far as a layer holds them. Set by whoever runs rounds.
+        cache: The cache that holds the text but for its last token, where one does. Set by whoever runs rounds.
     """
 
     def __init__(self, layers: Sequence[int], *, whole: bool = True) -> None:
         self.layers, self.whole, self.stop = tuple(layers), whole, 0
         self.read_kv: ReadKV | None = None
+        self.cache: Any = None
         self._new: list[Mapping[int, torch.Tensor]] = []
 
     def append(self, states: Mapping[int, torch.Tensor], stop: int | None = None) -> None:

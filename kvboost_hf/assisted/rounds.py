@@ -326,6 +326,10 @@ class SpeculationStats:
         rollback_s: Seconds of removing K/V of rejected tokens from the target's cache.
         plain: Passes of the target without a draft, each of which has appended one token. Not counted with
             `assistant_model`.
+        text_computed: Columns of texts, before their first drafts, that heads with K/V of their own have computed.
+        text_reused: Columns there that heads have not computed, because their K/V was stored. Both are counted for the
+            heads, whoever runs rounds with them.
+        text_reason: Why nothing was served or is kept of the last of these texts; None if something may be.
     """
 
     rounds: int = 0
@@ -337,6 +341,9 @@ class SpeculationStats:
     verify_s: float = 0.0
     rollback_s: float = 0.0
     plain: int = 0
+    text_computed: int = 0
+    text_reused: int = 0
+    text_reason: str | None = None
 
     @property
     def passes_per_token(self) -> float:

@@ -262,6 +262,7 @@ class TreeDecoding:
         if states is not None and states.whole:
             found, (pads,) = output.hidden_states, padding_of(answer.ids, keep)
             states.append({layer: found[layer][:, pads:] for layer in states.layers})
+            states.cache = getattr(output, CACHE)
         taken = answer.take(chain, output.logits[0, -1 - len(chain) :])
         verified, cache = self._rounds.clock(), getattr(output, CACHE)
         if len(chain):

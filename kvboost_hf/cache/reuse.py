@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from kvboost_hf.cache.codecs import LiveQuant, live_config
 from kvboost_hf.cache.forward.edits import cut_live, leave_behind, plan_live, require_editable, run_live
 from kvboost_hf.cache.forward.flow import carrying_forward, may_carry, next_forward
+from kvboost_hf.cache.forward.head_kv import HeadKV
 from kvboost_hf.cache.forward.loans import (
     Lent,
     extend_layers,
@@ -848,6 +849,20 @@ class ChunkReuseCache(DynamicCache):
         """
         self._settle()
         return read_hidden(self._live, layers, start)
+
+    def head_kv(self, heads: PreTrainedModel, like: Callable[[], Sequence[torch.Tensor]]) -> HeadKV:
+        """What finds and keeps the K/V that heads of drafts compute of the text in the cache; see `HeadKV`.
+
+        Args:
+            heads: The heads.
+            like: Gives, for each of their tensors, one [1, heads, columns, dim] of the same form.
+        """
+        return HeadKV(self._parts, heads, like, self._settle)
+
+    @property
+    def head_roots(self) -> frozenset[bytes]:
+        """The roots of the chains of K/V that heads have computed of texts of the cache."""
+        return frozenset(self._binding.head_roots)
 
     def read_states(self) -> list[LayerState | None]:
         """Of each layer, views of the only row's state: not to be kept. None for a layer that has none."""

@@ -466,14 +466,12 @@ def test_layers_that_were_loaded_before_make_the_generator_of_transformers(monke
     model = make_target("glm4_moe", 2)
     use_layers(model, monkeypatch)
     config, made = GenerationConfig(do_sample=True), []
-    given: dict[str, Any]
-    for given in ({"use_mtp": True}, {"assistant_model": load_assistant(model)}):
-        config.use_mtp = given.get("use_mtp")
-        given = {"assistant_model": None, **given, "logits_processor": None}
-        given.pop("use_mtp", None)
-        rest = {"input_ids": PROMPT, "inputs_tensor": PROMPT, "model_kwargs": {}}
-        made.append(model._get_candidate_generator(config, **rest, **given))
-    ours, theirs = vars(made[1]._inner), vars(made[0])
+    rest = {"input_ids": PROMPT, "inputs_tensor": PROMPT, "model_kwargs": {}, "logits_processor": None}
+    for use_mtp in (True, None):
+        config.use_mtp = use_mtp
+        heads = load_assistant(model) if not use_mtp else None
+        made.append(model._get_candidate_generator(config, **rest, assistant_model=heads))
+    ours, theirs = vars(made[1]._inner._inner), vars(made[0])
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert type(ours[name]) is type(value)

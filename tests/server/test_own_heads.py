@@ -318,3 +318,22 @@ def test_over_http_with_a_client(monkeypatch: pytest.MonkeyPatch, make: Make, se
     assert cached == [0, 0, len(PROMPT) - 1, len(PROMPT) - 1]
     assert counts[1] == counts[2] == counts[3]
     assert counts[1]["drafted"] > 0
+
+
+def test_a_warm_prompt_costs_heads_its_new_columns(pair: tuple[Any, Any, str], make: Make) -> None:
+    """Their K/V is kept with the prompt, and goes with the session."""
+    model, heads, _ = pair
+    plain, engine, stats = make(model), make(model, draft=heads), speculation_stats(heads)
+    wanted, computed = run(plain, job())[0].ids, []
+    for _ in range(2):
+        before = stats.text_computed
+        assert run(engine, job())[0].ids == wanted
+        computed.append(stats.text_computed - before)
+    assert computed[0] == len(PROMPT)
+    assert computed[1] <= 2
+    (session,) = engine.sessions(b"", None)
+    assert engine.drop_session(b"", session.id, b"") is not None
+    assert engine.store.stats()["chunks"] == 0
+    before = stats.text_computed
+    assert run(engine, job())[0].ids == wanted
+    assert stats.text_computed - before == len(PROMPT)

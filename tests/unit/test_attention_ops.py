@@ -9,9 +9,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvboost_hf import KVQuantConfig
 from tests.attention import UNIT, Problem
-from tests.internals.attention import AttentionCall, Visibility, kernel_calls, no_log, ops, reference, sdpa, use_tier
+from tests.internals.attention import (
+    AttentionCall,
+    Visibility,
+    dense,
+    kernel_calls,
+    no_log,
+    ops,
+    reference,
+    sdpa,
+    use_tier,
+)
 from tests.internals.cache import make_codec
-from tests.internals.top import CodePlanes, KVHandle, PieceTable, make_reach, read_reach
+from tests.internals.top import (
+    CodedKV,
+    CodePlanes,
+    KVHandle,
+    PiecedKV,
+    PieceTable,
+    make_reach,
+    read_in_place,
+    read_reach,
+)
 
 OPERATORS = torch.ops.kvboost_hf
 
@@ -212,3 +231,34 @@ def test_a_callers_autocast_leaves_codes_in_full_precision(tier: Any) -> None:
             found, _ = ops.attend_codes(call, *planes, lengths)  # type: ignore[arg-type, call-arg]
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)
+
+
+def test_a_mask_is_made_only_where_nothing_else_tells_who_sees_what() -> None:
+    tree, columns = torch.zeros(1, 2, 2, dtype=torch.bool), torch.arange(4)[None]
+    regular = (
+        Visibility(),
+        Visibility(causal=False),
+        Visibility(window=1),
+        Visibility(columns=columns),
+        Visibility(tree=tree),
+    )
+    assert not any(map(dense.is_irregular, regular))
+    irregular = (
+        Visibility(causal=False, window=1),
+        Visibility(tree=tree, window=1),
+        Visibility(tree=tree, columns=columns),
+        Visibility(mask=tree),
+    )
+    assert all(map(dense.is_irregular, irregular))
+
+
+def test_a_cpu_reads_codes_where_they_are_and_makes_pieces_dense() -> None:
+    with use_tier("cpu"):
+        assert [read_in_place(kind, torch.device("cpu")) for kind in (CodedKV, PiecedKV)] == [True, False]
+
+
+def test_a_step_that_asks_for_more_than_a_plain_output_is_none() -> None:
+    query, key = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8)
+    assert dense._is_step(AttentionCall(query, 0.2, Visibility()), key, key)
+    for more in ({"softcap": 5.0}, {"partial": True}, {"sinks": torch.zeros(2)}):
+        assert not dense._is_step(AttentionCall(query, 0.2, Visibility(), **more), key, key)

@@ -143,9 +143,7 @@ class ModelFingerprint:
         """
         with self._lock:
             found = self._look(model) if found is None else found
-            if self._codes is None or self._codes[0] != found.number:
-                self._codes = found.number, _codes_of(found.parts)
-            codes = self._codes[1]
+            codes = self._codes_in(found)
             if isinstance(codes, str):
                 return codes
             weights = self._weights_of(found, full=full)
@@ -159,6 +157,17 @@ class ModelFingerprint:
                 versions = (*library_versions(), *kernels_of_states(model))
                 self._durable = state, self._digest(model, (switches, full, versions), read)
             return self._durable[1]
+
+    def unnamed(self, found: ModelParts) -> str | None:
+        """Why some code in what `look` has found just now has no name in other processes; None if all of it has."""
+        with self._lock:
+            codes = self._codes_in(found)
+            return codes if isinstance(codes, str) else None
+
+    def _codes_in(self, found: ModelParts) -> list[str] | str:
+        if self._codes is None or self._codes[0] != found.number:
+            self._codes = found.number, _codes_of(found.parts)
+        return self._codes[1]
 
     def reason_in_training(self, model: PreTrainedModel) -> str | None:
         """Why K/V of the model, as it was last looked at, may be drawn at random, or None."""

@@ -48,6 +48,7 @@ class Binding:
 
     Attributes:
         hidden_layers: The layers whose hidden states are kept beside K/V, of the text that the cache holds.
+        head_roots: The roots that K/V of heads was looked for under, for texts of the cache.
         model: Gives the model, or None if it no longer exists.
     """
 
@@ -63,6 +64,7 @@ class Binding:
         self.model = weakref.ref(model)
         self._fingerprint = weakref.ref(ModelState.of(model).fingerprint)  # it may hold hooks that hold the model
         self.hidden_layers: tuple[int, ...] = ()
+        self.head_roots: set[bytes] = set()
         if policy.keep_logprobs and known_hidden_states_reason(model) is None:
             self.hidden_layers = (LAST,)
         self._mark = mark(live_quant) if live_quant is not None else b""

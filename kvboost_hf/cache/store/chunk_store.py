@@ -148,6 +148,7 @@ class ChunkStore:
         self.require_open, self.wait_for_others = records.require_open, records.wait_for_others
         self.view, self.moved_index, self.chain = records.view, records.moved_index, records.chain
         self.root, self.hidden_kinds, self.worth = self._roots.root, self._roots.hidden_kinds, records.worth
+        self.beside = self._roots.beside
         self.fetch, self.lose = records.fetch, records.lose
         self.held, self.entries, self.places = records.held, records.entries, records.places
         self.made_with = records.made_with

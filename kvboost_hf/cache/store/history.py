@@ -19,6 +19,7 @@ from kvboost_hf import forks
 from kvboost_hf.cache.identity.fingerprint import ModelState
 from kvboost_hf.cache.identity.foreign import library_versions
 from kvboost_hf.cache.identity.walk import ModelParts
+from kvboost_hf.cache.kv.model_form import ModelForm
 from kvboost_hf.cache.kv.records import Stored, StoredChunk
 from kvboost_hf.cache.planning.chunks import Tokens, prefix_key, root_key
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, RowPlan, Segment, trim_row
@@ -55,8 +56,9 @@ class History:
     def note_stored(self, chunk: StoredChunk) -> None:
         """Remember how a prompt begins, and that a chunk is here."""
         self._evicted.pop(chunk.key, None)
-        if not chunk.content_only and chunk.parent == chunk.root:
-            head = prefix_key(self._salts.get(chunk.root, b""), chunk.tokens[:HEAD_TOKENS])
+        salt = self._salts.get(chunk.root)
+        if salt is not None and not chunk.content_only and chunk.parent == chunk.root:
+            head = prefix_key(salt, chunk.tokens[:HEAD_TOKENS])
             remember(self._first_heads, head, chunk.root)
 
     def known_under_other_root(self, root: bytes, tokens: Tokens) -> bool:
@@ -165,6 +167,25 @@ class Roots:
                     noted_by._note_passing(root, follower.age)
                 self._last = derived_from, root
             return self._last[1]
+
+    def beside(self, root: bytes, mark: bytes, form: ModelForm, *, durable: bool) -> bytes:
+        """The root of what others than the model compute of texts, such as heads, beside the chains under `root`.
+
+        No salt is known of it: it is no text that anybody is told of, or looks up.
+
+        Args:
+            root: The root of the texts, as the model is now.
+            mark: Names who computes it, and all that it depends on besides.
+            form: The form in which it is stored.
+            durable: Other processes give them the same name.
+        """
+        found = root_key(root, mark, b"beside")
+        with self._lock:
+            if durable:
+                self._lower.keep_beside(root, found, form)
+            if root in self._passing:
+                self._passing.add(found)
+        return found
 
     def _note_passing(self, root: bytes, age: tuple[int, int]) -> None:
         """A root is that of the model at an age of its fingerprint: drop what is under those of an earlier one."""

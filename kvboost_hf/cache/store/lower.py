@@ -72,6 +72,12 @@ class BlobReader:
         """Remember which fingerprint of the model a root is of, and which hidden states are kept under it."""
         remember(self._kinds, root, (fingerprint, hidden_layers))
 
+    def note_form(self, root: bytes, form: ModelForm) -> None:
+        """Remember the form of what is under a root that is not of the model's own K/V."""
+        kind = root, ()
+        remember(self._kinds, root, kind)
+        remember(self._forms, kind, form)
+
     def read(self, blob: Blob, root: bytes) -> LayerKV | LayerStates | None:
         """The K/V or the states in a blob, or None where the form that they should have is not known.
 
@@ -162,6 +168,18 @@ class LowerMemory:
         """
         self._durable_roots.setdefault(root, made_with)
         self._reader.note_root(root, fingerprint, hidden_layers=hidden_layers)
+
+    def keep_beside(self, root: bytes, beside: bytes, form: ModelForm) -> None:
+        """From now on, write what is stored under a root `beside` another one, if that is written; and find it.
+
+        Args:
+            root: The other one.
+            beside: The root.
+            form: The form of what is stored under it.
+        """
+        if (made_with := self._durable_roots.get(root)) is not None:
+            self._durable_roots.setdefault(beside, made_with)
+            self._reader.note_form(beside, form)
 
     def keeps(self, root: bytes) -> bool:
         """Whether records under a root are written to lower tiers."""

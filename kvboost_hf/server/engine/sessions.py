@@ -107,7 +107,9 @@ class SessionTable:
         cache = task.cache
         if task.session is not None and cache is not None and cache.root is not None:
             store, session = self._runner.store, task.session
-            if session.note_text(cache.root, task.job.ids, store.chunker, cache.content_keys):
+            found = [session.note_text(cache.root, task.job.ids, store.chunker, cache.content_keys)]
+            found += [session.note_text(each, task.job.ids, store.chunker, frozenset()) for each in cache.head_roots]
+            if any(found):
                 self._tell_session(session)
 
     # What other servers are told, and tell
