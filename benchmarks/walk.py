@@ -211,7 +211,7 @@ def chat() -> Walk:
             noted = all_of_it
 
     asyncio.run(ask())
-    threading.setprofile(None)  # type: ignore[arg-type]
+    threading.setprofile(None)
     engine.close()
     return found
 

@@ -31,6 +31,7 @@ class FakeChunk:
     start: int = 0
     parent: bytes = b"root"
     key: bytes = b"key"
+    content_only: bool = False
 
     @property
     def length(self) -> int:
@@ -275,7 +276,10 @@ class TestVariants:
         """Whatever distance it has moved by, and whether what serves the text before it has moved as far."""
         head = text(100, 9)[:before]
         behind = FakeChunk(
-            self.document, 500 + before, parent=text_key(np.concatenate([text(500), head]), 500 + before)
+            self.document,
+            500 + before,
+            parent=text_key(np.concatenate([text(500), head]), 500 + before),
+            content_only=True,
         )
         other = FakeChunk(head, 0, key=b"other") if chunks and before >= 16 else FakeChunk(700 + text(30), 0)
         row = np.concatenate([text(500)[-70:], head, self.document, 400 + text(20)])
@@ -289,7 +293,7 @@ class TestVariants:
 
     def test_nor_before_a_part_of_it(self) -> None:
         before = text(80, 9)
-        behind = FakeChunk(self.document, 80, parent=text_key(before, 80))
+        behind = FakeChunk(self.document, 80, parent=text_key(before, 80), content_only=True)
         row = np.concatenate([before, self.document[10:]])
         assert [s.continues for s in moved(row, index_of(behind))] == [False]
 

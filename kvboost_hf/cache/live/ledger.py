@@ -247,7 +247,7 @@ class Ledger:
         if len(tail) < HEAD_TOKENS:
             return Put.PRESENT
         if self.blended is not None and self.blended.is_tainted(row):
-            parent = _parent(tokens, border)
+            parent = border.piece or text_key(tokens, border.at)
             return self._put_piece(self.blended, row, border, parent, tail, layers, store, pinned, unfinished=True)
         return self._put(row, border, tail, layers, store, pinned, unfinished=True)
 
@@ -266,7 +266,7 @@ class Ledger:
                 cut = store.chunker.next_cut(tokens[:end], border.at) or end
                 if cut is None:
                     break
-                parent = _parent(tokens, border)
+                parent = border.piece or text_key(tokens, border.at)
                 piece = tokens[border.at : cut]
                 put = self._put_piece(
                     blended, row, border, parent, piece, layers, store, pinned, unfinished=cut == end
@@ -411,11 +411,6 @@ class Ledger:
 
 def _is_tainted(blended: MovedColumns | None, row: int) -> bool:
     return blended is not None and blended.is_tainted(row)
-
-
-def _parent(tokens: Tokens, border: Border) -> bytes:
-    """What names the history of a piece that begins at a border, and is found by its content only."""
-    return border.piece if border.piece is not None else text_key(tokens, border.at)
 
 
 def copier(

@@ -218,9 +218,11 @@ def _joined(tokens: Tokens, segments: list[Segment], start: int, behind: bytes |
     """The segments, each marked if it `continues` what is before it; `behind` is the key of what ends at `start`."""
     border, shift = start, 0
     for segment in segments:
-        whole, parent = segment.offset == 0, segment.chunk.parent
-        same = segment.start == border and segment.shift == shift and parent == behind
-        yield replace(segment, continues=whole and (same or parent == text_key(tokens, segment.start)))
+        chunk = segment.chunk
+        same = segment.start == border and segment.shift == shift and chunk.parent == behind
+        if not same and chunk.content_only:  # others were computed behind a chunk
+            same = chunk.parent == text_key(tokens, segment.start)
+        yield replace(segment, continues=segment.offset == 0 and same)
         behind = segment.chunk.key if segment.to_end else None
         border, shift = segment.stop, segment.shift
 

@@ -40,6 +40,8 @@ class Chunk(Protocol):
     def length(self) -> int: ...  # of these
     @property
     def text(self) -> bytes: ...  # `text_of` these
+    @property
+    def content_only(self) -> bool: ...  # its K/V is not that of a prompt computed whole
 
 
 class SavedState(Protocol):
