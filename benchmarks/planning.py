@@ -36,6 +36,7 @@ class FakeChunk:
     parent: bytes
     start: int
     tokens: Tokens
+    content_only: bool = False
 
     @property
     def length(self) -> int:

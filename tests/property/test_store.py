@@ -173,7 +173,7 @@ class StoreMachine(RuleBasedStateMachine):
         index = self.store.view(self.root, tokens, border)
         plan = plan_row(tokens, 0, border, len(tokens) - 1, chunker, index)
         for segment in plan.segments:
-            assert not segment.chunk.content_only  # type: ignore[attr-defined]
+            assert not segment.chunk.content_only
             part = slice(segment.offset, segment.offset + segment.stop - segment.start)
             keys, values = segment.chunk.kv.reader().layer(0)  # type: ignore[attr-defined]
             assert keys[0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()

@@ -30,7 +30,7 @@ ROOT = root_key(b"model", b"")
 
 class FakeChunk:
     def __init__(self, key: bytes, tokens: Tokens, parent: bytes = ROOT, start: int = 0) -> None:
-        self.key, self.tokens, self.parent, self.start = key, tokens, parent, start
+        self.key, self.tokens, self.parent, self.start, self.content_only = key, tokens, parent, start, False
         self.length, self.text = len(tokens), text_of(tokens)
 
 
