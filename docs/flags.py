@@ -1,6 +1,7 @@
 """The page of all flags, from the parser: `python docs/flags.py > docs/flags.md`."""
 
 import argparse
+import re
 import sys
 from collections.abc import Container, Iterator
 
@@ -17,6 +18,8 @@ The command is `kvboost-hf`, with one of the words below behind it. `kvboost-ser
 name. `kvboost-hf COMMAND --help` prints what is here. Where no model is named, the small one that comes with the
 package runs.
 """
+_NAME = re.compile(r"`(--(?!no-)[\w-]+)")
+_CHOICES = re.compile(r", of [^()]*$")  # that the page of the command has
 _FULL = "serve"  # other commands refer to its flags where they take them in the same words
 
 
@@ -41,8 +44,8 @@ def page() -> str:
 def _told(rows: list[str], shared: Container[str]) -> Iterator[str]:
     """Rows, and one line for all those that another command has in full."""
     yield from (row for row in rows if row not in shared)
-    if known := [row.partition(":")[0].removeprefix("- ") for row in rows if row in shared]:
-        yield f"- as for [`{_FULL}`](#{_FULL}): {', '.join(known)}"
+    if known := [_NAME.findall(row.partition(":")[0])[-1] for row in rows if row in shared]:
+        yield f"- as for [`{_FULL}`](#{_FULL}): {', '.join(f'`{name}`' for name in known)}"
 
 
 def _all_rows(parser: argparse.ArgumentParser) -> set[str]:
@@ -55,7 +58,7 @@ def _rows(group: argparse._ArgumentGroup) -> Iterator[str]:
             continue
         if action.help is None:
             raise ValueError(f"{action.option_strings or action.dest} must have a help text. Give it one.")
-        text = action.help % vars(action)  # as argparse does: what is said of defaults
+        text = _CHOICES.sub("", action.help % vars(action))  # as argparse does: what is said of defaults
         yield f"- {_flag(action)}: {text}"
 
 

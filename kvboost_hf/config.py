@@ -263,8 +263,7 @@ class StreamingConfig:
         host_budget: Host memory that streamed layers may take, given as `vram_budget`; the others stay in files in
             `disk_folder`.
         disk_folder: A folder for files of the streamed layers that `host_budget` has no room for, or of all without a
-            `host_budget`. Any models and processes may share it. Files with the same layers are used again;
-            `kvboost-hf prune` removes what nobody uses.
+            `host_budget`. Models and processes may share it; `kvboost-hf prune` removes what nobody uses.
         max_tokens: Tokens in the context, of all sequences together, that a budget makes room for.
         prefill_chunk_size: The most tokens of one forward that a budget makes room for, as you pass it to
             `generate()`; None for a prompt of `max_tokens` at once.

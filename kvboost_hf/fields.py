@@ -195,10 +195,11 @@ def _options(kind: type, each: Field[Any], unset: bool) -> dict[str, Any]:
     text, of_none = _described(kind).get(each.name, ("", None))
     several = get_origin(annotation) is tuple
     default = None if unset or each.default is MISSING else [] if each.default == () else each.default
-    told: dict[str, Any] = {"default": default, "metavar": found.metavar, "help": found.help or text}
-    shown = of_none if each.default in (None, MISSING) else "yes" if each.default is True else each.default
-    if found.help is None and shown is not False and shown not in (None, (), ""):
-        told["help"] += f" (default: {str(shown).replace('`', '')})"
+    told: dict[str, Any] = {"default": default, "metavar": found.metavar, "help": found.help}
+    if found.help is None:
+        shown = of_none if each.default in (None, MISSING) else "yes" if each.default is True else each.default
+        told["help"] = text + (f" (default: {shown})" if shown is not False and shown not in (None, (), "") else "")
+        told["help"] = _on_the_command_line(kind, told["help"])
     parse = found.parse or (get_args(annotation)[0] if several else annotation)
     if parse is bool:
         del told["metavar"]
@@ -213,6 +214,12 @@ def _options(kind: type, each: Field[Any], unset: bool) -> dict[str, Any]:
     if parse is not str:
         told["type"] = parse if isinstance(parse, type) else _reading(parse)
     return told
+
+
+def _on_the_command_line(kind: type, text: str) -> str:
+    """A text of a docstring, with flags in place of the fields that have some."""
+    flags = {each.name: _flags(each, of)[0] for each, of in _settings(kind) if of.groups}
+    return re.sub(r"`([^`]*)`", lambda name: f"--{flags[name[1]]}" if name[1] in flags else name[1], text)
 
 
 def _reading(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -237,6 +244,6 @@ def _described(kind: type) -> Mapping[str, tuple[str, str | None]]:
             continue
         text = match[2].rstrip(".")
         unset = _UNSET.search(text)
-        text = (text[: unset.start()] if unset else text).replace("`", "").replace("%", "%%")
+        text = (text[: unset.start()] if unset else text).replace("%", "%%")
         found[match[1]] = text[:1].lower() + text[1:], unset[1] if unset else None
     return found

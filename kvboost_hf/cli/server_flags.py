@@ -45,7 +45,7 @@ class ServeFlags:
             environment alone.
         log_level: Least level to log.
         otel: Send traces by OpenTelemetry to the OTEL_EXPORTER_OTLP_ENDPOINT of the environment; needs the extra
-            `otel`; None is if that is set.
+            "otel"; None is if that is set.
         oom_planning: Start a request only when its K/V has room in memory.
         warm: Compute this beginning of prompts before the server listens, and never evict it; for completions, since
             the chat template writes something before the texts of chats.

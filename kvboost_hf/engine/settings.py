@@ -93,7 +93,13 @@ class EngineSettings:
     max_chunks: int | None = setting(None, least=1)
     kv_cache_bits: int | None = setting(None, group=ALIKE, choices=(4, 8, 16))
     codec: str | KVQuantConfig | None = setting(None, group=ALIKE, parse=str)
-    live_quant: str | float | KVQuantConfig | None = setting(None, group=ALIKE, metavar="BITS", parse=str)
+    live_quant: str | float | KVQuantConfig | None = setting(
+        None,
+        group=ALIKE,
+        metavar="BITS",
+        parse=str,
+        help="quantize the K/V of running requests, too: bits of turboquant, or the name of a codec (default: no)",
+    )
     disk_cache_dir: str | Path | None = setting(None, group=ALIKE, metavar="FOLDER", parse=str)
     tiers: "Sequence[str | Tier]" = setting((), group=ALIKE, metavar="ADDRESS", parse=str, nargs="+")
     tier_key: bytes | None = field(default=None, repr=False)

@@ -49,7 +49,7 @@ CLAIMS = [
 MEASURED = re.compile(rf"(?<![\w.-]){NUMBER}(?:{'|'.join(UNITS)}|{SECONDS}|(?P<percent> ?%))?")
 
 SCRIPT = re.compile(
-    r"\bpython\s+(?P<script>benchmarks/\w+\.py)|\bpython\s+-m\s+(?P<module>(?:kvboost_hf|recipes|benchmarks)\.[\w.]+)"
+    r"\bpython\s+(?P<script>benchmarks/\w+\.py)|\bpython\s+-m\s+(?P<module>(?:kvboost_hf|recipes|benchmarks|tests)\.[\w.]+)"
 )
 TARGET = re.compile(r"\bmake\s+((?:bench|demo|gpu|libraries|soak)[\w-]*)")
 OURS = re.compile(r"\bkvboost-hf\s+(bench|demo|verify)\b")

@@ -59,7 +59,7 @@ def test_flags_give_the_settings() -> None:
 def test_help_is_the_docstring() -> None:
     told = " ".join(parser().format_help().split())
     for text in (
-        "--rows ROWS rows of a table, at 100% of its width (default: 3)",
+        "--rows ROWS rows of a table, at 100% of its --line-width (default: 3)",
         "characters of a line (default: those of the terminal)",
         "--name NAME names of columns; repeatable",
         "--short print less",
