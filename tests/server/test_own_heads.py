@@ -4,6 +4,7 @@ import argparse
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,18 @@ from tests import eagle, gemma4
 from tests.conftest import make_model, random_ids
 from tests.internals.assisted import EagleHeads, LookupAssistant
 from tests.internals.cli import add_options, load_draft
-from tests.internals.server import BatchKV, Finished, Job, Meter, ModelEngine, SamplingOptions, jobs, task, worker
+from tests.internals.server import (
+    BatchKV,
+    Finished,
+    Job,
+    Meter,
+    ModelEngine,
+    SamplingOptions,
+    jobs,
+    prompt_salt,
+    task,
+    worker,
+)
 from tests.mtp import make_target, save_with_layers, use_layers
 from tests.parity.test_eagle import watched as eagle_watched
 from tests.parity.test_own_heads import Rounds, assert_alike, make_blocks, watched
@@ -318,6 +330,39 @@ def test_over_http_with_a_client(monkeypatch: pytest.MonkeyPatch, make: Make, se
     assert cached == [0, 0, len(PROMPT) - 1, len(PROMPT) - 1]
     assert counts[1] == counts[2] == counts[3]
     assert counts[1]["drafted"] > 0
+
+
+@pytest.mark.parametrize("served_again", [False, True])
+def test_a_session_that_is_dropped_after_a_restart_leaves_nothing_of_heads(
+    served_again: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Make
+) -> None:
+    """Whether or not the new engine has served anybody; what other sessions have stays."""
+    model = make_target("glm4_moe")
+    use_layers(model, monkeypatch)
+    heads, salts = load_assistant(model), {name: prompt_salt("", None, name) for name in "ab"}
+
+    def started() -> ModelEngine:
+        store = ChunkStore(model, chunk_size=16, tiers=[f"disk:{tmp_path}:100MB"])
+        return make(model, draft=heads, store=store)
+
+    def stored(engine: ModelEngine) -> int:
+        engine.store.flush()
+        return sum(1 for file in tmp_path.rglob("*.safetensors"))
+
+    engine = started()
+    for salt in salts.values():
+        run(engine, replace(job(), salt=salt))
+    both = stored(engine)
+    engine.close()
+    engine.store.close()
+    engine = started()
+    if served_again:
+        run(engine, replace(job(), salt=salts["b"]))
+    assert engine.drop_session(b"", "a", salts["a"]) is not None
+    assert stored(engine) == both / 2
+    assert engine.drop_session(b"", "b", salts["b"]) is not None
+    assert stored(engine) == 0
+    engine.store.close()
 
 
 def test_a_warm_prompt_costs_heads_its_new_columns(pair: tuple[Any, Any, str], make: Make) -> None:

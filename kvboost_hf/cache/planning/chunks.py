@@ -119,6 +119,11 @@ def root_key(fingerprint: bytes, salt: bytes, regime: bytes = b"") -> bytes:
     return digest(b"root", fingerprint, salt, regime)
 
 
+def root_beside(root: bytes, mark: bytes) -> bytes:
+    """The key before the first chunk of what others than the model compute of texts under `root`; `mark` says who."""
+    return root_key(root, mark, b"beside")
+
+
 def prefix_key(parent: bytes, tokens: Tokens) -> bytes:
     """The key of a chunk with this history: `parent` is the prefix key of the chunk before, or the root."""
     return digest(parent, tokens.tobytes())

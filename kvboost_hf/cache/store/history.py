@@ -21,7 +21,7 @@ from kvboost_hf.cache.identity.foreign import library_versions
 from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.kv.model_form import ModelForm
 from kvboost_hf.cache.kv.records import Stored, StoredChunk
-from kvboost_hf.cache.planning.chunks import Tokens, prefix_key, root_key
+from kvboost_hf.cache.planning.chunks import Tokens, prefix_key, root_beside, root_key
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, RowPlan, Segment, trim_row
 from kvboost_hf.cache.store.lower import BlobReader, LowerMemory, remember
 from kvboost_hf.cache.tiers.base import MadeWith
@@ -179,7 +179,7 @@ class Roots:
             form: The form in which it is stored.
             durable: Other processes give them the same name.
         """
-        found = root_key(root, mark, b"beside")
+        found = root_beside(root, mark)
         with self._lock:
             if durable:
                 self._lower.keep_beside(root, found, form)

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -187,7 +187,8 @@ class ModelEngine:
         def drop() -> tuple[SessionRecord | None, Belongings, Heads]:
             table.hear(self._intake.begun)
             known = next(iter(table.of(client, id)), None)
-            return known, *table.drop(client, id, roots, self._intake.begun)
+            own, heads = table.drop(client, id, roots, self._intake.begun)
+            return known, replace(own, roots=own.roots | self._ahead.head_roots(own.roots)), heads
 
         known, own, heads = self._intake.call(drop)
         if known is not None:  # first: who hands K/V over after this has listed the tiers lets go of it
