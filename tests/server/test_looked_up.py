@@ -11,7 +11,18 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from tests.conftest import as_inputs, make_model, random_ids
 from tests.internals.cache import records_of
-from tests.internals.server import Job, ModelRunner, Prefill, SamplingOptions, Task
+from tests.internals.server import (
+    Job,
+    ModelEngine,
+    ModelRunner,
+    Prefill,
+    SamplingOptions,
+    Task,
+)
+from tests.internals.server import (
+    memory as model_runner,
+)
+from tests.server.test_worker import Told, numbers
 
 CHUNK, STORED = 16, 96  # the rest of the prompt is no whole chunk
 PROMPT = random_ids(100, 0)[0].tolist()
@@ -227,3 +238,30 @@ def test_a_task_whose_session_was_dropped_is_served_nothing() -> None:
         task.unwanted = True
         run(runner, task)
         assert reused(task) == 0
+
+
+def test_an_error_ends_the_request_that_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other one, neither running nor waiting."""
+    model = make_model("llama")
+    bad, good = random_ids(100, 5)[0].tolist(), PROMPT
+    look_up = model_runner.look_up
+
+    def failing(parts: object, ids: torch.Tensor, *args: object) -> object:
+        if ids[0, 0] == bad[0]:
+            raise RuntimeError("This look-up fails.")
+        return look_up(parts, ids, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model_runner, "look_up", failing)
+    with ChunkStore(model, chunk_size=CHUNK) as store:
+        engine = ModelEngine(model, numbers(), store=store, max_batch_size=1, prefill_chunk_size=64)
+        try:
+            told = [Told() for _ in range(4)]
+            for number, each in enumerate(told):
+                options = SamplingOptions(max_tokens=20)
+                engine.submit(Job(ids=bad if number % 2 else good, options=options), each)
+            ends = [each.end for each in told]
+        finally:
+            engine.close()
+    assert [end.reason for end in ends] == ["length", "error", "length", "error"]
+    assert all("This look-up fails." in str(end.error) for end in ends[1::2])
+    assert ends[0].ids == ends[2].ids

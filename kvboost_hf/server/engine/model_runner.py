@@ -151,10 +151,11 @@ class ModelRunner:
         try:
             cache = task.cache or self._cache(self.policy_of(task.job), task.job.salt)
             found = look_up(cache.parts, ids, task.known if cache.store is self.store else None, is_current)
-        except StoreClosedError:
+        except Exception:
             if task.cache is not None:
                 raise
-            task.known = KnownRow(b"", ids[0].numpy(), 0, None, is_current)  # who computes the prompt will notice
+            # Whoever computes the prompt meets the error, which ends this task alone.
+            task.known = KnownRow(b"", ids[0].numpy(), 0, None, is_current)
             return task.known
         if cache.store is self.store:
             task.known = cache.parts.live.known = found
