@@ -244,7 +244,7 @@ def test_an_error_ends_the_request_that_it_is_of(monkeypatch: pytest.MonkeyPatch
     """And no other one, neither running nor waiting."""
     model = make_model("llama")
     bad, good = random_ids(100, 5)[0].tolist(), PROMPT
-    look_up = model_runner.look_up
+    look_up = vars(model_runner)["look_up"]
 
     def failing(parts: object, ids: torch.Tensor, *args: object) -> object:
         if ids[0, 0] == bad[0]:
