@@ -249,7 +249,7 @@ def test_an_error_ends_the_request_that_it_is_of(monkeypatch: pytest.MonkeyPatch
     def failing(parts: object, ids: torch.Tensor, *args: object) -> object:
         if ids[0, 0] == bad[0]:
             raise RuntimeError("This look-up fails.")
-        return look_up(parts, ids, *args)  # type: ignore[arg-type]
+        return look_up(parts, ids, *args)
 
     monkeypatch.setattr(model_runner, "look_up", failing)
     with ChunkStore(model, chunk_size=CHUNK) as store:
