@@ -95,7 +95,7 @@ def test_who_does_not_hear_serves_what_was_dropped(
     with opened(reader, tiers) as one, opened(reader, tiers) as deaf:
         for engine in (one, deaf):
             cached(engine, reader, "s0")
-        monkeypatch.setattr(deaf.store, "hear", lambda take: [])
+        monkeypatch.setattr(deaf.store, "hear", lambda take=False: [])
         monkeypatch.setattr(deaf.store._records, "hear", list)
         assert one.drop_session(b"", "s0", b"?")
         assert cached(deaf, reader, "s0") > 60

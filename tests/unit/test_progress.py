@@ -189,7 +189,7 @@ def test_verify_and_warm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(command) == 0
     told = capsys.readouterr()
     assert "(0 s)" in told.err
-    assert f"--dtype float32 --chunk-size 64 --salt '…' --tiers {tier}" in told.out
+    assert f"--dtype float32 --chunk-size 64 --tiers {tier} --salt '…'" in told.out
     assert "secret" not in told.out
     assert typed(told.out) == ["serve", "inspect"]
     assert main(["inspect", "--tiers", tier]) == 0
