@@ -83,7 +83,7 @@ class RoundTimes:
         passes: Forwards of the draft.
         draft_s: Seconds that they took.
         target_s: Seconds of the target's pass.
-        per_column: Its seconds by the number of its columns.
+        per_column: How many more seconds that pass takes for each further column.
     """
 
     def __init__(self, fade: float = FADE_ROUND) -> None:

@@ -1,4 +1,4 @@
-"""What agents do to their prompts between two turns: answers are plain once repaired, and what is stored is exact."""
+"""Agents edit their prompts between two turns: answers are plain once repaired, and what is stored is exact."""
 
 import threading
 from collections.abc import Iterator

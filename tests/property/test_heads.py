@@ -73,7 +73,7 @@ class Played:
         seed: What is drawn follows from it.
         target: The model.
         heads: Those that draft for it.
-        folder: Of a disk tier.
+        folder: Where a disk tier is, if there is one.
     """
 
     def __init__(self, seed: int, target: Any, heads: Any, folder: Path) -> None:

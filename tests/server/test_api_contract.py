@@ -1,4 +1,4 @@
-"""What every API that answers with text does: those of `APIS`, which has every route that is posted to."""
+"""Every API that answers with text keeps one contract: those of `APIS`, which has every route that is posted to."""
 
 import json
 import re

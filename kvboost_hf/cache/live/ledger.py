@@ -36,7 +36,7 @@ class KnownRow:
 
     Args:
         root: The root that it was looked up under.
-        tokens: Its tokens.
+        tokens: The tokens of the prompt, [tokens].
         filled: How many of them the store could serve.
         plan: Serves them; None once the store has changed.
         is_current: Tells whether the store is as it was.

@@ -1,4 +1,4 @@
-"""What is remembered of owners: tokens of the parts of chats (`TokenCache`), and lists of tools (`KnownTools`).
+"""Remembers of owners the tokens of the parts of chats (`TokenCache`), and lists of tools (`KnownTools`).
 
 So a chat that grows is not tokenized again, and lists of tools that are equal as JSON give equal prompts.
 
