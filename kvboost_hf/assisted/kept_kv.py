@@ -45,7 +45,7 @@ class KeptKV:
     def __init__(
         self, heads: PreTrainedModel, shift: int, like: Callable[[], Tensors], stats: SpeculationStats
     ) -> None:
-        self._heads, self._shift, self._like, self._stats = heads, shift, like, stats
+        self._heads, self.shift, self._like, self._stats = heads, shift, like, stats
         self._kept: _HeadKV | None = None
         self._is_new = True
 
@@ -63,8 +63,8 @@ class KeptKV:
         computed, found = ids.shape[1] - 1, list[torch.Tensor]()
         if hasattr(cache, "head_kv"):
             self._kept = cache.head_kv(self._heads, self._like)
-            limit = ids.shape[1] - (1 if self._shift else 2)
-            found = [each[:, :, self._shift :] for each in self._kept.find(_tokens(ids), limit) or ()]
+            limit = ids.shape[1] - (1 if self.shift else 2)
+            found = [each[:, :, self.shift :] for each in self._kept.find(_tokens(ids), limit) or ()]
             self._stats.text_reason = self._kept.reason
         reused = found[0].shape[2] if found else 0
         self._stats.text_computed += computed - reused
@@ -83,12 +83,12 @@ class KeptKV:
             return
 
         def columns(start: int, stop: int) -> Tensors:
-            lacking = min(max(self._shift - start, 0), stop - start)
-            found = read(max(start - self._shift, 0), stop - self._shift)
+            lacking = min(max(self.shift - start, 0), stop - start)
+            found = read(max(start - self.shift, 0), stop - self.shift)
             return [F.pad(each, (0, 0, lacking, 0)) for each in found] if lacking else found
 
         tail, self._is_new = self._is_new, False
-        self._kept.offer(_tokens(ids[:, :-1]), columns, first + self._shift if first else 0, tail=tail)
+        self._kept.offer(_tokens(ids[:, :-1]), columns, first + self.shift if first else 0, tail=tail)
         self._stats.text_reason = self._kept.reason
 
 
@@ -148,7 +148,7 @@ class WarmCandidates:
             n_last_matches=n_last_matches,
             **kwargs,
         )
-        if self._keeps and not self._inner.is_main_model_prefill:
+        if self._keeps and not self._inner.is_main_model_prefill and self._holds(input_ids.shape[1] - 1):
             self._kept.offer(input_ids, self._read, self._first)
         return result
 
@@ -168,6 +168,11 @@ class WarmCandidates:
         inner.is_main_model_prefill = False
         rest = [each[:, known:] if each is not None else None for each in states]
         return type(model_outputs)(**{**model_outputs, "hidden_states": tuple(rest)})
+
+    def _holds(self, columns: int) -> bool:
+        """Whether the heads have taken in so many columns of the text: they do not where there is nothing to draft."""
+        held = min(int(layer.get_seq_length()) for layer in self._own.layers)
+        return held - self._ahead + self._kept.shift >= columns
 
     @property
     def _first(self) -> int:
