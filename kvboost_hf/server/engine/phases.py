@@ -265,8 +265,9 @@ class Decoding:
         # Moved chunks are computed for the one text that they are in.
         owner = task.job.salt if task.cache.policy.mode == "exact" else task
         cache, tokens = task.cache, [*task.job.ids, *task.ids[:-1]]
-        self._batch.join(cache.read(), tokens, owner, cache.read_states(), cache.kept_layers)
-        task.repair = RowRepair(*rides) if (rides := cache.rides_from) is not None else None
+        rides = cache.rides_from
+        self._batch.join(cache.read(), tokens, owner, cache.read_states(), cache.kept_layers, rides=rides is not None)
+        task.repair = RowRepair(*rides) if rides is not None else None
 
     def _leave_batch(self, task: Task) -> None:
         self.sync(task)
