@@ -23,10 +23,10 @@ from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_
 from kvboost_hf.cache.forward.scatter import Columns, ScatterPass, Stopped
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.live.live_kv import LiveKV
+from kvboost_hf.cache.live import LiveKV
 from kvboost_hf.cache.planning.chunks import is_text
 from kvboost_hf.cache.planning.moved import Mask, choose_columns
-from kvboost_hf.cache.prompt.forward_call import ForwardInputs, Kwargs
+from kvboost_hf.cache.prompt import ForwardInputs, Kwargs
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import PrivateCache, input_device, is_running, run_model
 from kvboost_hf.device_link import link
