@@ -15,7 +15,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvboost_hf.assisted.heads import hidden_bytes
 from kvboost_hf.cache.forward.loans import look_up
-from kvboost_hf.cache.identity.fingerprint import ModelState
+from kvboost_hf.cache.identity import ModelState
 from kvboost_hf.cache.layers.stateful import states_of
 from kvboost_hf.cache.live.ledger import KnownRow
 from kvboost_hf.cache.reuse import ChunkReuseCache

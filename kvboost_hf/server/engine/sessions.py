@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvboost_hf.cache.kv.records import Belongings, Heads
-from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS
+from kvboost_hf.cache.kv import Belongings, Heads
+from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.server.engine.model_runner import ModelRunner

@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.rounds import Taken
-from kvboost_hf.cache.kv.records import Belongings, Heads, count_bytes
+from kvboost_hf.cache.kv import Belongings, Heads, count_bytes
 from kvboost_hf.cache.planning.plan import Border
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.store.lower import Row
