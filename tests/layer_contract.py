@@ -100,7 +100,8 @@ FORMS = {
 
 def kinds(kind: type = ReuseLayer) -> Iterator[type]:
     """All classes of layers that the package makes, bases of others left out."""
-    for each in kind.__subclasses__():
+    below: list[type] = kind.__subclasses__()
+    for each in below:
         if (
             each.__module__.startswith("kvboost_hf.")
             and not each.__name__.startswith("_")
@@ -349,6 +350,8 @@ def moves_rows(form: Form) -> None:
         layer.batch_repeat_interleave(2)
         layer.reorder_cache(torch.tensor([2, 0, 0, 3]))
         layer.batch_select_indices(torch.tensor([True, True, False, True]))
+        for move in ("offload", "prefetch"):
+            getattr(layer, move)()
         rows = [1, 0, 1]
     layer.note_state()
     run.batch, run.given = len(rows), [each[rows] for each in run.given]

@@ -23,18 +23,18 @@ def test_no_kind_is_left_out() -> None:
     assert {kind.__name__ for kind in kinds()} == {name.partition(" ")[0] for name in FORMS}
 
 
-class Shared(GrowingLayer):  # type: ignore[no-untyped-call]
+class Shared(GrowingLayer):
     """Its twin is itself."""
 
     def share(self) -> Any:
         return self
 
 
-class Lossy(GrowingLayer):  # type: ignore[no-untyped-call]
+class Lossy(GrowingLayer):
     """It rounds."""
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().update(keys.half().float(), values, *args, **kwargs)
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().update(key_states.half().float(), value_states, *args, **kwargs)
 
 
 class Forgetful(StateLayer):
