@@ -78,9 +78,6 @@ class Still:
     """A model as it is now, if all that its K/V depends on is in dicts whose changes are counted.
 
     Neither its modules nor its tensors are kept alive: with the first module that is gone, the dicts are let go.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:

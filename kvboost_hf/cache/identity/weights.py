@@ -310,11 +310,7 @@ _lock = forks.rlock()  # between handing memory out and finding that nobody hold
 
 
 class Memory:
-    """The memory of one or more weights, referred to weakly.
-
-    Args:
-        storage: The memory of a weight.
-    """
+    """The memory of one or more weights, referred to weakly."""
 
     __slots__ = ("__weakref__", "_content", "_storage", "address", "writes")
 

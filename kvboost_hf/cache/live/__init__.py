@@ -44,7 +44,6 @@ class Behind(NamedTuple):
     """Tokens that follow what the layers hold: the next forward computes them in front of its own.
 
     Args:
-        column: Columns that the layers hold.
         ids: [batch, tokens].
         positions: [batch or 1, tokens] or [planes, batch, tokens]; None where they are left to the model.
     """
@@ -467,7 +466,6 @@ class LiveKV:
         To be called within `changing`.
 
         Args:
-            ledger: The ledger that it gives.
             length: Columns to claim.
             offer: Offers to the store what is held: without states, the next forward looks there.
         """
