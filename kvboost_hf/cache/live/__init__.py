@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -348,7 +349,7 @@ class LiveKV:
         known = [layer for layer in self.layers if isinstance(layer, GrowingLayer | HiddenStates)]
         if len(known) < len(self.layers):
             return True
-        return are_held_by_more([buffer.untyped_storage() for layer in known for buffer in layer.buffers])
+        return are_held_by_more(chain.from_iterable([layer.buffers for layer in known]))
 
     @property
     def has_layers_elsewhere(self) -> bool:

@@ -452,6 +452,8 @@ def positions_count_up(position_ids: torch.Tensor | None, pads: NDArray[np.int64
     if position_ids is None or position_ids.ndim > 2:
         return True  # column ids contain those of several dimensions
     found = position_ids.cpu().numpy()
+    if not pads.any():
+        return bool((found == np.arange(start, start + found.shape[1])).all())
     expected = np.arange(start, start + found.shape[1])[None, :] - pads[:, None]
     return bool(((found == expected) | (expected < 0)).all())
 
