@@ -420,7 +420,11 @@ class TieredRecords:
                 _log.warning("Notices of other processes were missed: what is in host memory is not used any more.")
                 self.clear()
             for notice in notices:
-                self._heed(notice)
+                try:
+                    self._heed(notice)
+                except Exception:
+                    _log.exception("A notice of another process failed: what is in host memory is not used any more.")
+                    self.clear()
             return [self._inbox.popleft() for _ in range(len(self._inbox))] if take else []
 
     def _heed(self, notice: dict[str, Any]) -> None:

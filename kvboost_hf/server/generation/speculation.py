@@ -222,7 +222,11 @@ class DraftedText:
     def tree(self, ids: Sequence[int]) -> Tree:
         """Drafts behind the answer so far, `ids`, for a pass over several answers."""
         room = self._job.options.max_tokens - len(ids) - 1  # the last token is the model's
-        return self._drafting.grow(torch.tensor([[*self._job.ids, *ids]]), room) if room > 0 else Tree()
+        try:
+            return self._drafting.grow(torch.tensor([[*self._job.ids, *ids]]), room) if room > 0 else Tree()
+        except _DraftFailedError as failed:
+            self._drafts.give_up(failed.__cause__)
+            return Tree()
 
 
 class RowDrafts:
