@@ -33,9 +33,9 @@ from targets import Result
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.cache.kv.layer_kv import Block, LayerKV
-from kvboost_hf.cache.planning.chunks import Tokens, prefix_key
+from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens, prefix_key
 from kvboost_hf.cache.planning.match import find_moved
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, plan_row
+from kvboost_hf.cache.planning.plan import Border, plan_row
 from kvboost_hf.cache.tiers import disk_index
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.disk import DiskTier

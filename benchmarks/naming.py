@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from transformers.utils import logging
 
 from kvboost_hf import StreamingConfig, load_streamed
-from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
+from kvboost_hf.cache.identity import ModelFingerprint
 
 T = TypeVar("T")
 

@@ -21,10 +21,18 @@ import numpy as np
 from record import write
 from reuse import Result, measured_on, provenance
 
-from kvboost_hf.cache.planning.chunks import Chunker, ContentChunker, FixedChunker, Tokens, prefix_key, text_of
+from kvboost_hf.cache.planning.chunks import (
+    HEAD_TOKENS,
+    Chunker,
+    ContentChunker,
+    FixedChunker,
+    Tokens,
+    prefix_key,
+    text_of,
+)
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.match import find_moved
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, plan_row
+from kvboost_hf.cache.planning.plan import Border, plan_row
 
 PROMPT_TOKENS, CHUNKS = 32_768, 10_000
 ROOT = b"root"

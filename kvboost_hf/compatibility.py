@@ -12,7 +12,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.forward.admission import blend_reason
-from kvboost_hf.cache.identity.fingerprint import ModelState
+from kvboost_hf.cache.identity import ModelState
 from kvboost_hf.cache.planning.moved import Measure
 from kvboost_hf.compat import decoder_layers, known_reason, probe_reason, require_reusable_model, steps_reason
 from kvboost_hf.offload.awq.formats import PackedFormat

@@ -15,12 +15,12 @@ from transformers.generation.configuration_utils import GenerationMode
 from kvboost_hf import forks
 from kvboost_hf.cache.codecs import LiveQuant, live_config
 from kvboost_hf.cache.forward.running import CacheParts
-from kvboost_hf.cache.identity.fingerprint import ModelState
+from kvboost_hf.cache.identity import ModelState
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.identity.versions import PREPARE_CACHE
 from kvboost_hf.cache.live.compiled import static_reason
 from kvboost_hf.cache.live.decoding_form import AUTO, GROWS, NOT_ON_GPU, MaxCacheLen
-from kvboost_hf.cache.prompt.forward_call import (
+from kvboost_hf.cache.prompt import (
     ALL_LOGITS,
     GRADIENTS,
     Kwargs,

@@ -1,6 +1,6 @@
 """`ChunkReuseCache`: a transformers `Cache` that never computes the same K/V twice.
 
-It delegates to its parts: `live/` has the layers and the record of what they hold, `forward/flow.py` decides what each
+It delegates to its parts: `live/` has the layers and the record of what they hold, `forward/` decides what each
 forward is given, and `forward/running.py` has the forward under way.
 
 generate() reads `get_seq_length()` and cuts the ids by it before any hook can see them. Before that, it sets
@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvboost_hf.cache.codecs import LiveQuant, live_config
-from kvboost_hf.cache.forward.edits import cut_live, leave_behind, plan_live, require_editable, run_live
-from kvboost_hf.cache.forward.flow import carrying_forward, may_carry, next_forward
+from kvboost_hf.cache.forward import carrying_forward, may_carry, next_forward
+from kvboost_hf.cache.forward.edits import Ids, cut_live, edited, leave_behind, plan_live, require_editable, run_live
 from kvboost_hf.cache.forward.head_kv import HeadKV
 from kvboost_hf.cache.forward.loans import (
     Lent,
@@ -50,14 +50,13 @@ from kvboost_hf.cache.forward.running import (
     note_hooks,
 )
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
+from kvboost_hf.cache.live import LiveKV
 from kvboost_hf.cache.live.binding import Binding, StoreWriter, require_policy, require_store
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
-from kvboost_hf.cache.live.live_kv import LiveKV
-from kvboost_hf.cache.planning.edits import Ids, edited
-from kvboost_hf.cache.planning.order import BestOrder, D, best_order
+from kvboost_hf.cache.planning.beginnings import BestOrder, D, best_order
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
-from kvboost_hf.cache.prompt.forward_call import Kwargs, install, read_pads
+from kvboost_hf.cache.prompt import Kwargs, install, read_pads
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
 from kvboost_hf.compat import (
     GenerateCall,

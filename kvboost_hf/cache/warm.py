@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.forward.admission import blend_reason
-from kvboost_hf.cache.identity.fingerprint import ModelState
+from kvboost_hf.cache.identity import ModelState
 from kvboost_hf.cache.live.ledger import offer_content
 from kvboost_hf.cache.planning.moved import Measure
 from kvboost_hf.cache.planning.report import ReuseReport, Tally

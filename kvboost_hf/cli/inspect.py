@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.cache.planning.chunks import text_ids
-from kvboost_hf.cache.tiers.addresses import open_tier, open_tiers, parse_tier, require_lasting
+from kvboost_hf.cache.tiers import open_tier, open_tiers, parse_tier, require_lasting
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
 from kvboost_hf.cli.arguments import needs_extra, next_steps
 from kvboost_hf.outputs import STANDARD_OUTPUT, Progress, say, write, written

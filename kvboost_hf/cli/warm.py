@@ -8,7 +8,7 @@ from typing import Any
 
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.tiers.addresses import require_lasting
+from kvboost_hf.cache.tiers import require_lasting
 from kvboost_hf.cache.tiers.base import without_secrets
 from kvboost_hf.cli.arguments import needs_extra, next_steps, read_text
 from kvboost_hf.cli.loading import load_shown

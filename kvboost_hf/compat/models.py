@@ -102,6 +102,15 @@ def weights_come_and_go(model: nn.Module) -> bool:
     return any("_hf_hook" in module.__dict__ for module in model.modules())
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether calling a model runs what `torch.compile` has made of it, of its forward or of one of its modules."""
+    return any(
+        module.__dict__.get("_compiled_call_impl") is not None
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
+
+
 def require_cache(model: PreTrainedModel) -> None:
     """Refuse models that take no cache.
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kvboost_hf.cache.planning.chunks import Chunker, Tokens
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS
+from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Chunker, Tokens
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.prompt.chats import Start
 from kvboost_hf.cache.store.chunk_store import ChunkStore

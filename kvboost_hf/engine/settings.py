@@ -115,7 +115,7 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         from kvboost_hf.cache.codecs import config_of
-        from kvboost_hf.cache.tiers.addresses import parse_tier
+        from kvboost_hf.cache.tiers import parse_tier
 
         if self.recompute_strategy is not None:
             choice(
@@ -198,7 +198,7 @@ class EngineSettings:
             tokenizer: The tokenizer of the model.
         """
         from kvboost_hf.cache.store.chunk_store import ChunkStore
-        from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES
+        from kvboost_hf.cache.tiers import DEFAULT_DISK_BYTES
         from kvboost_hf.compat import bytes_per_token
 
         max_bytes = self.max_cache_bytes

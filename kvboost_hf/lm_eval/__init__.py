@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 from kvboost_hf.cache.attach import attach
-from kvboost_hf.cache.identity.fingerprint import ModelState
+from kvboost_hf.cache.identity import ModelState
 from kvboost_hf.compat import unwrapped
 from kvboost_hf.scoring import scored
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from kvboost_hf import __version__
-from kvboost_hf.cache.identity.fingerprint import ModelState
+from kvboost_hf.cache.identity import ModelState
 from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.compat import attn_implementation, bytes_per_token, input_device
 from kvboost_hf.engine.settings import EngineSettings

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs import config_of, make_codec
-from kvboost_hf.cache.identity.fingerprint import ModelState, model_name
+from kvboost_hf.cache.identity import ModelState, model_name
 from kvboost_hf.cache.layers.quantized import mark
 from kvboost_hf.cache.planning.chunks import Chunker, root_key
 from kvboost_hf.cache.store.chunk_store import ChunkStore

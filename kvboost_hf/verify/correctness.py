@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs import LiveQuant, make_codec
-from kvboost_hf.cache.identity.fingerprint import ModelState
+from kvboost_hf.cache.identity import ModelState
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore

@@ -23,9 +23,8 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy
-from kvboost_hf.cache.identity import fingerprint as identity_fingerprint
-from kvboost_hf.cache.identity import foreign
-from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
+from kvboost_hf.cache import identity as identity_fingerprint
+from kvboost_hf.cache.identity import ModelFingerprint, foreign
 from kvboost_hf.cache.store.history import ComputePace
 
 CHUNK = 32

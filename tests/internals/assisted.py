@@ -11,7 +11,7 @@ from kvboost_hf.assisted.eagle_drafts import EagleSource
 from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.learner import Calibration
 from kvboost_hf.assisted.limits import learned_positions
-from kvboost_hf.assisted.lookup import LookupAssistant
+from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft
 from kvboost_hf.assisted.rounds import TreeDraft
 from kvboost_hf.assisted.schedule import Adaptive, ConfidentLength, Constant, DraftLength, Heuristic
 from kvboost_hf.assisted.tree import ROOT, Growth, Tree, as_bits, depths, lineage

@@ -1,6 +1,8 @@
 """Names of `kvboost_hf.cache`."""
 
 from kvboost_hf.cache import codecs, costs, reuse, tiers
+from kvboost_hf.cache import forward as flow
+from kvboost_hf.cache import identity as fingerprint
 from kvboost_hf.cache.codecs import Codec, Planes, Role, live_config, make_codec, turboquant
 from kvboost_hf.cache.codecs import base as packing
 from kvboost_hf.cache.codecs.base import ExactStart, centroids, pack, packed_width, round_to, unpack
@@ -9,7 +11,6 @@ from kvboost_hf.cache.costs import TOKENS_PER_GRAPH, CompileCosts, Graph
 from kvboost_hf.cache.forward import (
     admission,
     fill,
-    flow,
     idle,
     loading,
     moved,
@@ -25,8 +26,7 @@ from kvboost_hf.cache.forward.head_kv import HeadKV
 from kvboost_hf.cache.forward.idle import Idle
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
-from kvboost_hf.cache.identity import fingerprint, foreign
-from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState, ModelWalk, model_name
+from kvboost_hf.cache.identity import ModelFingerprint, ModelState, ModelWalk, foreign, model_name
 from kvboost_hf.cache.identity.foreign import foreign_functions, holder_of_cache, only_looks
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
 from kvboost_hf.cache.identity.versions import _SAID_OF_CLASSES, COMPILED_CALL, NOTES, _are_counted
@@ -40,27 +40,33 @@ from kvboost_hf.cache.identity.weights import (
     _window,
     plain_tensors,
 )
-from kvboost_hf.cache.kv import layer_kv
+from kvboost_hf.cache.kv import StoredStates, layer_kv
 from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateCodes, StateFormat
 from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ColumnFormat, ModelForm, read_kv, read_states
-from kvboost_hf.cache.kv.records import StoredStates
+from kvboost_hf.cache.layers import EmptyLayer, OpaqueLayer, make_layers
 from kvboost_hf.cache.layers import base as layers
-from kvboost_hf.cache.layers import make_layers
-from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
-from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
+from kvboost_hf.cache.layers.growing import ColumnLayer, GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import CodedTensor, QuantizedLayer, exact_layers, live_bytes
-from kvboost_hf.cache.layers.stateful import view_states
-from kvboost_hf.cache.layers.static import StaticReuseLayer
-from kvboost_hf.cache.layers.windows import HiddenStates, SlidingLayer
+from kvboost_hf.cache.layers.stateful import (
+    HybridLayer,
+    HybridSlidingLayer,
+    StateLayer,
+    view_states,
+)
+from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
+from kvboost_hf.cache.layers.windows import HiddenStates, IndexedLayer, SlidingLayer, SparseLayer
 from kvboost_hf.cache.live import binding, decoding_form
 from kvboost_hf.cache.live.compiled import StepLog, Windows, seen_columns
 from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager
 from kvboost_hf.cache.live.ledger import copier, offer_content
 from kvboost_hf.cache.planning import content_index
+from kvboost_hf.cache.planning.beginnings import best_order, find_stems, paths_of
 from kvboost_hf.cache.planning.chunks import (
+    HEAD_TOKENS,
     PIECE,
     Chunker,
     ContentChunker,
@@ -83,9 +89,7 @@ from kvboost_hf.cache.planning.content_index import ContentIndex, SortedTexts, W
 from kvboost_hf.cache.planning.eviction import EvictionOrder
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, find_moved, window_hashes
 from kvboost_hf.cache.planning.moved import REPAIRS, Measure, MovedColumns, RepairRow, Scores, choose_columns
-from kvboost_hf.cache.planning.order import best_order
 from kvboost_hf.cache.planning.plan import (
-    HEAD_TOKENS,
     Border,
     ReusePlan,
     RowPlan,
@@ -95,22 +99,19 @@ from kvboost_hf.cache.planning.plan import (
     plan_shared,
     trim_row,
 )
-from kvboost_hf.cache.planning.stems import find_stems, paths_of
-from kvboost_hf.cache.prompt import media
+from kvboost_hf.cache.prompt import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, media, read_inputs
 from kvboost_hf.cache.prompt.chats import ChatTemplate
-from kvboost_hf.cache.prompt.forward_call import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, read_inputs
 from kvboost_hf.cache.prompt.media import _hash, _split_items, read_prompt
 from kvboost_hf.cache.prompt.token_log import MaskShape, Prompt, TokenLog, common_shift, position_shifts
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import history, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
 from kvboost_hf.cache.store.history import ComputePace, History
-from kvboost_hf.cache.store.indexes import StoredText
+from kvboost_hf.cache.store.insertion import StoredText
 from kvboost_hf.cache.store.memory import DeviceMemory
 from kvboost_hf.cache.store.settings import chunk_bytes
 from kvboost_hf.cache.store.tiered import TieredRecords
-from kvboost_hf.cache.tiers import below, record
-from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, TierSpec, open_tier, parse_tier
+from kvboost_hf.cache.tiers import DEFAULT_DISK_BYTES, TierSpec, below, open_tier, parse_tier, record
 from kvboost_hf.cache.tiers.base import Entry, Guard, Kind, MadeWith, NoticeBoard, Tier, secrets_in, without_secrets
 from kvboost_hf.cache.tiers.below import MeasuredTier
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier

@@ -17,6 +17,7 @@ from kvboost_hf.compat import (
     generate_frame,
     hidden_form,
     hidden_states_reason,
+    is_compiled,
     key_rotation,
     known_reason,
     kv_bytes_per_token,

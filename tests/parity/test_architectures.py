@@ -73,7 +73,7 @@ def test_each_argument_of_a_forward_is_known() -> None:
     assert now.keys() <= known.keys(), (
         f"Forwards of transformers {arguments.RELEASE} get {sorted(now.keys() - known.keys())}, which are not in "
         f"{arguments.TABLE.name}. Read what each does to K/V. If it leaves K/V alone, add it to LEAVE_KV_ALONE in "
-        "kvboost_hf/cache/prompt/forward_call.py. Then write the table: python -m tests.architectures.arguments"
+        "kvboost_hf/cache/prompt/__init__.py. Then write the table: python -m tests.architectures.arguments"
     )
     written = {name: row[arguments.RELEASE] for name, row in known.items() if arguments.RELEASE in row}
     assert written in ({}, now), "run python -m tests.architectures.arguments"

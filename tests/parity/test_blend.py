@@ -191,20 +191,6 @@ def test_a_longer_prompt_is_repaired_in_thirds(monkeypatch: pytest.MonkeyPatch, 
     assert max(off[steps:]) < 1e-4
 
 
-def test_an_idle_cache_can_be_repaired_at_once() -> None:
-    model = make_model("llama")
-    store = store_with_documents(model)
-    cache = ChunkReuseCache(model, store, blend("first_k"))
-    asked = prompt([2, 0, 3, 1])
-    generate(model, as_inputs(asked), cache, max_new_tokens=1)
-    assert cache.repair() == cache.report.repaired_tokens == 276 - 9  # the first nine behind the head were computed
-    assert cache.repair() == 0
-    longer = torch.cat([asked, random_ids(9, seed=4)], dim=1)
-    assert_same(generate(model, as_inputs(longer), cache), generate(model, as_inputs(longer)))
-    assert cache.report.moved_tokens == 0
-    assert ChunkReuseCache(model, store).repair() == 0
-
-
 def test_rows_are_repaired_each_from_its_own_first_moved_column() -> None:
     """One of them has nothing moved, and the rows are of unequal lengths."""
     model = make_model("llama")
@@ -434,19 +420,6 @@ def test_the_same_history_elsewhere_needs_no_repair() -> None:
     generate(model, as_inputs(text), fresh, max_new_tokens=1)
     for layer, other in zip(cache.layers, fresh.layers, strict=True):
         torch.testing.assert_close(layer.values[:, :, 37 : 37 + 224], other.values[:, :, :224])
-
-
-def test_nothing_of_a_blended_pass_is_found_by_its_history() -> None:
-    model = make_model("llama")
-    store = store_with_documents(model)
-    asked = prompt([2, 0, 3, 1])
-    cache = ChunkReuseCache(model, store, blend("none"))
-    blended = generate(model, as_inputs(asked), cache, max_new_tokens=40)
-    cache.reset()
-    longer = torch.cat([blended.sequences, random_ids(5, seed=3)], dim=1)
-    exact = ChunkReuseCache(model, store)
-    assert_same(generate(model, as_inputs(longer), exact), generate(model, as_inputs(longer)))
-    assert exact.report.exact_tokens <= 21  # what is before the first moved chunk
 
 
 def test_what_is_behind_moved_chunks_never_continues_exact_ones() -> None:

@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
 from tests.conftest import as_inputs, make_model, random_ids
+from tests.internals.cache import idle_of
+from tests.internals.compat import is_compiled
 
 BASE = random_ids(100, seed=1)
 
@@ -84,6 +86,38 @@ def test_moved_chunks(llama: PreTrainedModel) -> None:
         found.append(generate(**inputs, past_key_values=cache, **kwargs).logits[0])
         assert (cache.report.moved_tokens, cache.report.recomputed_tokens) == (64, 32), cache.report.moved_reason
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_compiled_is_seen(way: str, llama: PreTrainedModel) -> None:
+    assert not is_compiled(llama)
+    assert is_compiled(WAYS[way](llama))
+    assert is_compiled(llama) == (way != "torch.compile(model)")  # which leaves the model itself as it was
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [None, *WAYS])
+def test_no_second_thread_runs_what_is_compiled(way: str | None, llama: PreTrainedModel) -> None:
+    """It would crash the process where this thread compiles, or resets the compiler, at the same time."""
+    document = random_ids(64, seed=2)
+    inputs = as_inputs(torch.cat([random_ids(21, seed=3), document, random_ids(20, seed=4)], dim=1))
+    policy = ReusePolicy(mode="blend", repair="none", progressive="ride", min_prefill_saving=0, sink_tokens=0)
+    check_model_compatibility(llama)
+    compiled = WAYS[way](llama) if way is not None else llama
+    store = ChunkStore(llama, chunk_size=32)
+    store.warm(document)
+    cache = ChunkReuseCache(llama, store, policy)
+    compiled.generate(**inputs, past_key_values=cache, max_new_tokens=1)
+    assert cache.report.moved_tokens == 64, cache.report.moved_reason
+    assert idle_of(cache).wait(30)
+    is_plain = way in (None, "torch.compile(model)")  # whose generate() is that of the model itself
+    assert (cache.report.repaired_tokens > 0) == is_plain
+    cache.repair()  # this thread may
+    assert cache.report.repaired_tokens > 0
+    cache.reset()
+    found = compiled.generate(**inputs, past_key_values=cache, max_new_tokens=2)
+    assert cache.report.reused_tokens > 96
+    assert torch.equal(found, compiled.generate(**inputs, max_new_tokens=2))
 
 
 @torch.no_grad()

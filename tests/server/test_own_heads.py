@@ -425,5 +425,5 @@ def test_heads_that_fail_in_a_batch(make: Make, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(heads, "forward", failing)
     assert together(engine, asked) == wanted
-    assert left[0] == -1
+    assert -4 < left[0] < 0  # for the rows of one step
     assert engine.stats()["speculation"]["shared_tokens"] > 0

@@ -106,15 +106,6 @@ def test_crop_takes_what_both_supported_releases_pass() -> None:
     assert layer.get_seq_length() == 2
 
 
-def test_fill_pads_rows_on_the_left() -> None:
-    layer = GrowingLayer()
-    a, b = torch.randn(2, 2, 5, 4)
-    layer.fill(0, 8, [[(a, a), (b[:, :3], b[:, :3])], [(b, b)]])
-    assert torch.equal(layer.keys[0], torch.cat([a, b[:, :3]], dim=1))
-    assert torch.equal(layer.values[1, :, 3:], b)
-    assert not layer.keys[1, :, :3].any()
-
-
 class TestTokenLog:
     def test_rows_leave_padding_out(self) -> None:
         log = TokenLog(np.array([0, 2]))

@@ -213,32 +213,6 @@ def test_every_row_begins_exactly() -> None:
     assert not torch.equal(found[0][:, : 51 + SINKS], keys[1, :, : 51 + SINKS])
 
 
-def test_rows_are_selected_repeated_and_moved() -> None:
-    layer, keys = layer_of(CONFIGS[1]), columns(100, batch=3)
-    layer.update(keys, keys + 1)
-    before = [layer.columns(row, 0, 100) for row in range(3)]
-    layer.reorder_cache(torch.tensor([2, 0, 1]))  # type: ignore[arg-type]
-    layer.batch_select_indices(torch.tensor([True, False, True]))
-    layer.batch_repeat_interleave(2)
-    layer.offload()
-    layer.prefetch()
-    for row, came_from in enumerate([2, 2, 1, 1]):
-        found, kept = layer.columns(row, 0, 100), before[came_from]
-        assert found is not None
-        assert kept is not None
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, kept, strict=True))
-
-
-def test_reset_forgets_everything() -> None:
-    layer = layer_of(CONFIGS[0])
-    layer.update(columns(100), columns(100))
-    layer.reset()
-    assert layer.length == layer.nbytes == bytes_per_column(layer) == 0
-    assert layer.columns(0, 0, 0) is None
-    layer.update(columns(50, batch=2, heads=3), columns(50, batch=2, heads=3))
-    assert layer.length == 50
-
-
 def test_no_layer_keeps_what_it_has_decoded() -> None:
     layer, held = layer_of(CONFIGS[0]), []
     for at in range(3):

@@ -2,8 +2,7 @@
 
 import re
 
-from kvboost_hf.cache.codecs.base import Codec, Planes, Raw, Role
-from kvboost_hf.cache.codecs.kivi import Kivi
+from kvboost_hf.cache.codecs.base import Codec, Kivi, Planes, Raw, Role
 from kvboost_hf.cache.codecs.turboquant import TurboQuant
 from kvboost_hf.config import KVQuantConfig
 

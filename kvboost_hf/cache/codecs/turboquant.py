@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from kvboost_hf.cache.codecs.base import (
+    Kivi,
     Planes,
     Role,
     centroids,
@@ -39,7 +40,6 @@ from kvboost_hf.cache.codecs.base import (
     squared_length,
     unpack,
 )
-from kvboost_hf.cache.codecs.kivi import Kivi
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig, Rotation
 from kvboost_hf.handles import CodePlanes

@@ -28,12 +28,12 @@ from kvboost_hf.cache.forward.scatter import Narrowing, ScatterPass, attention_o
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_own
 from kvboost_hf.cache.kv.model_form import copy_columns
 from kvboost_hf.cache.layers import make_layers
+from kvboost_hf.cache.live import CHANGED
 from kvboost_hf.cache.live.ledger import Ledger
-from kvboost_hf.cache.live.live_kv import CHANGED
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.moved import REPAIRS, BlendPlan, Measure, Repair, RepairRow
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, Segment
-from kvboost_hf.cache.prompt.forward_call import (
+from kvboost_hf.cache.prompt import (
     OF_MEDIA,
     ForwardInputs,
     Kwargs,

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import device_link
 from kvboost_hf.cache.costs import pieces
 from kvboost_hf.cache.forward.ahead import Ahead, Part, StemReader, run_behind
+from kvboost_hf.cache.kv import StoredChunk, StoredStates
 from kvboost_hf.cache.kv.layer_kv import (
     ColumnReader,
     Groups,
@@ -25,12 +26,11 @@ from kvboost_hf.cache.kv.layer_kv import (
     Zeros,
     are_alike_in_place,
 )
-from kvboost_hf.cache.kv.records import StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import buffers_for
 from kvboost_hf.cache.planning.plan import ReusePlan, Segment
-from kvboost_hf.cache.prompt.forward_call import ForwardInputs
+from kvboost_hf.cache.prompt import ForwardInputs
 from kvboost_hf.compat import KeyRotation, Shifts
 
 _JOINED = 16  # chunks at most: while they are copied together, they are on the device twice

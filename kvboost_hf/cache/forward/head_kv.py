@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs.base import Planes
 from kvboost_hf.cache.forward.running import CacheParts
-from kvboost_hf.cache.identity.fingerprint import ModelState
+from kvboost_hf.cache.identity import ModelState
+from kvboost_hf.cache.kv import Put, StoredChunk
 from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV, Place
 from kvboost_hf.cache.kv.model_form import ColumnForm, ModelForm
-from kvboost_hf.cache.kv.records import Put, StoredChunk
 from kvboost_hf.cache.live.ledger import Ledger
-from kvboost_hf.cache.planning.chunks import Tokens, prefix_key, root_beside
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border
+from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens, prefix_key, root_beside
+from kvboost_hf.cache.planning.plan import Border
 from kvboost_hf.compat import KeptOnModel, cache_layers, rope_regime
 from kvboost_hf.device_link import on_host
 

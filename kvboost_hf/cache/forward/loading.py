@@ -18,8 +18,8 @@ import torch
 
 from kvboost_hf import device_link
 from kvboost_hf.cache.forward.fill import Spans, chunks_of, pieces_of, spans_of
+from kvboost_hf.cache.kv import StoredChunk
 from kvboost_hf.cache.kv.layer_kv import Groups, LayerKV
-from kvboost_hf.cache.kv.records import StoredChunk
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import write_row

@@ -14,8 +14,8 @@ import torch
 from kvboost_hf.cache.forward.running import CacheParts, Forward, least_of_prompt
 from kvboost_hf.cache.layers.base import LayerState, kv_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.live import LiveKV
 from kvboost_hf.cache.live.ledger import KnownRow, Ledger
-from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.planning.chunks import whole_pieces
 from kvboost_hf.compat import attn_implementation, rope_regime
 from kvboost_hf.handles import ATTENTION

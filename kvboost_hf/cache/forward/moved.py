@@ -27,7 +27,7 @@ from kvboost_hf.cache.forward.loans import root_of
 from kvboost_hf.cache.forward.reused import note_served
 from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass, attention_of_the_end, num_queries
-from kvboost_hf.cache.kv.records import Stored
+from kvboost_hf.cache.kv import Stored
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.match import find_moved
 from kvboost_hf.cache.planning.moved import (
@@ -42,7 +42,7 @@ from kvboost_hf.cache.planning.moved import (
     plan_blend,
 )
 from kvboost_hf.cache.planning.plan import ReusePlan
-from kvboost_hf.cache.prompt.forward_call import Kwargs, returns_of_each_token, without_router_logits
+from kvboost_hf.cache.prompt import Kwargs, returns_of_each_token, without_router_logits
 from kvboost_hf.compat import KeyRotation, key_rotation, rope_regime
 from kvboost_hf.config import Progressive, ReusePolicy
 

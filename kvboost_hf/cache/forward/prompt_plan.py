@@ -12,8 +12,8 @@ from kvboost_hf.cache.forward.admission import MOVED_HIDDEN, Admitted, adds_mask
 from kvboost_hf.cache.forward.fill import chunks_of
 from kvboost_hf.cache.forward.moved import Moving, plan_moved
 from kvboost_hf.cache.forward.running import CacheParts, PromptColumns, Request
+from kvboost_hf.cache.kv import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.kv.checkpoints import can_segment, mixers_of, spacing_of
-from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.pieced import PiecedLayer
@@ -22,7 +22,7 @@ from kvboost_hf.cache.live.binding import in_order
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment, plan_batch
-from kvboost_hf.cache.prompt.forward_call import ForwardInputs, common_columns
+from kvboost_hf.cache.prompt import ForwardInputs, common_columns
 from kvboost_hf.cache.prompt.token_log import Prompt
 from kvboost_hf.compat import attn_implementation, hidden_states_reason, hook_hidden_states, weights_come_and_go
 from kvboost_hf.handles import ATTENTION

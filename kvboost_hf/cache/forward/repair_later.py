@@ -23,12 +23,12 @@ from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_
 from kvboost_hf.cache.forward.scatter import Columns, ScatterPass, Stopped
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.live.live_kv import LiveKV
+from kvboost_hf.cache.live import LiveKV
 from kvboost_hf.cache.planning.chunks import is_text
 from kvboost_hf.cache.planning.moved import Mask, choose_columns
-from kvboost_hf.cache.prompt.forward_call import ForwardInputs, Kwargs
+from kvboost_hf.cache.prompt import ForwardInputs, Kwargs
 from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import PrivateCache, input_device, is_running, run_model
+from kvboost_hf.compat import PrivateCache, input_device, is_compiled, is_running, run_model
 from kvboost_hf.device_link import link
 
 PIECE = 512  # columns at once where nobody waits
@@ -191,13 +191,14 @@ class RidingStep(Forward):
 def repair_while_idle(parts: CacheParts, stop: threading.Event) -> bool:
     """Compute tainted columns again until none is left, `stop` is set, or another call runs the model.
 
-    A piece counts only if the model was the same before and after it.
+    A piece counts only if the model was the same before and after it. A compiled model is left alone: PyTorch's
+    compiler may crash a process in which another thread compiles, or resets it, meanwhile.
 
     Returns:
         Whether columns are left, because of another call.
     """
-    live, ledger = parts.live, parts.live.ledger
-    if ledger is None or ledger.progressive is True or live.in_forward:
+    live, ledger, model = parts.live, parts.live.ledger, parts.binding.model()
+    if ledger is None or ledger.progressive is True or live.in_forward or model is None or is_compiled(model):
         return False
     broken_off = False
     try:

@@ -10,20 +10,19 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from kvboost_hf.cache.forward.ahead import run_ahead
-from kvboost_hf.cache.forward.audit import audit, put_right
+from kvboost_hf.cache.forward.ahead import audit, put_right, run_ahead
 from kvboost_hf.cache.forward.fill import compute_columns, fill_layers
 from kvboost_hf.cache.forward.loading import Loading
 from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer
+from kvboost_hf.cache.kv import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.kv.checkpoints import Checkpoints, mixers_of
-from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import Piece
 from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import PIECE, Tokens
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, plan_shared
 from kvboost_hf.cache.planning.report import BATCH, LIVE, Missed, Tally
-from kvboost_hf.cache.prompt.forward_call import OF_MEDIA, Kwargs, returns_of_each_token, without_router_logits
+from kvboost_hf.cache.prompt import OF_MEDIA, Kwargs, returns_of_each_token, without_router_logits
 from kvboost_hf.cache.prompt.media import narrow_media
 from kvboost_hf.cache.store.history import LEAST_TOKENS, ComputePace
 from kvboost_hf.compat import LAST, Shown, cache_argument

@@ -23,11 +23,11 @@ from transformers.cache_utils import Cache
 from kvboost_hf import forks
 from kvboost_hf.cache.forward.idle import Idle
 from kvboost_hf.cache.identity.walk import ModelParts
+from kvboost_hf.cache.live import Behind, LiveKV
 from kvboost_hf.cache.live.binding import Binding, StoreWriter
 from kvboost_hf.cache.live.decoding_form import DecodingForm
-from kvboost_hf.cache.live.live_kv import Behind, LiveKV
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.prompt.forward_call import ForwardInputs, Kwargs
+from kvboost_hf.cache.prompt import ForwardInputs, Kwargs
 from kvboost_hf.cache.prompt.token_log import MaskShape, Prompt
 from kvboost_hf.compat import (
     GenerateCall,

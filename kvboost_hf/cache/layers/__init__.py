@@ -1,17 +1,30 @@
-"""Makes the layers that take the place of a model's, and caches of them for forwards of our own."""
+"""Makes the layers that take the place of a model's, and caches of them for forwards of our own.
 
+Two are held as transformers made them: `OpaqueLayer`, which only its model understands, and `EmptyLayer`.
+"""
+
+import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.cache.layers.base import ReuseLayer, kv_layers
+from kvboost_hf.cache.layers.base import LayerState, ReuseLayer, kv_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.layers.opaque import EmptyLayer, OpaqueLayer
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import QuantizedLayer, exact_layers
-from kvboost_hf.cache.layers.stateful import HybridLayer, HybridSlidingLayer, StateLayer
+from kvboost_hf.cache.layers.stateful import (
+    HybridLayer,
+    HybridSlidingLayer,
+    Marks,
+    StateLayer,
+    are_as_marked,
+    marks_of,
+)
 from kvboost_hf.cache.layers.windows import HiddenStates, IndexedLayer, SlidingLayer, SparseLayer
 from kvboost_hf.compat import (
     SERVED_LAYERS,
@@ -25,6 +38,175 @@ from kvboost_hf.compat import (
 )
 from kvboost_hf.config import KVQuantConfig
 from kvboost_hf.handles import ATTENTION, PiecedKV, read_in_place
+
+T = TypeVar("T")
+
+
+class EmptyLayer(ReuseLayer):
+    """A layer that never holds anything: its model layer shares the K/V of another, or has no attention.
+
+    Args:
+        layer: The layer that transformers made.
+    """
+
+    can_branch = True
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    @property
+    def native(self) -> Any:
+        """The layer that transformers sees."""
+        return self._layer
+
+    def fresh(self) -> "EmptyLayer":
+        """An empty layer of the same kind."""
+        return EmptyLayer(type(self._layer)())
+
+
+class OpaqueLayer(ReuseLayer):
+    """A layer that only its model understands: all of it is one state, of a batch of one row.
+
+    Args:
+        layer: The layer that transformers made, unused yet.
+    """
+
+    is_stateful = True
+    single_row = True
+    _marks: Marks | None = None
+    _kept: tuple[int, dict[str, Any]] | None = None  # at which column, and a copy of all
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._unused = _copied(layer.__dict__)
+
+    @property
+    def intact(self) -> bool:
+        return are_as_marked(_leaves(self._layer.__dict__, torch.Tensor), self._marks)
+
+    def note_state(self) -> None:
+        self._marks = marks_of(_leaves(self._layer.__dict__, torch.Tensor))
+
+    @property
+    def native(self) -> Any:
+        """The layer that transformers sees."""
+        return self._layer
+
+    @property
+    def length(self) -> int | None:
+        """Columns seen so far; None for a layer that does not count them."""
+        return int(self._layer.get_seq_length()) if isinstance(self._layer, CacheLayerMixin) else None
+
+    def fresh(self) -> "OpaqueLayer":
+        """An empty layer of the same kind."""
+        layer = copy.copy(self._layer)
+        layer.__dict__ = _copied(self._unused)
+        return OpaqueLayer(layer)
+
+    def share(self) -> "OpaqueLayer":
+        """A copy."""
+        twin = self.fresh()
+        twin._layer.__dict__ = _copied(self._layer.__dict__)
+        return twin
+
+    def reset(self) -> None:
+        """Drop everything."""
+        self._kept = None
+        self._become(self._unused)
+
+    def _become(self, held: dict[str, Any]) -> None:
+        """Hold a copy of that."""
+        record_past = getattr(self._layer, "record_past", None)
+        self._layer.__dict__ = _copied(held)
+        if record_past is not None:
+            self._layer.record_past = record_past
+
+    def can_rewind(self, length: int) -> bool:
+        return self._kept is not None and self._kept[0] == length
+
+    def truncate(self, length: int) -> None:
+        if self._kept is not None and self._kept[0] >= length:
+            column, held = self._kept
+            if column == length:
+                self._become(held)
+            else:
+                self._kept = None
+
+    def keep_state(self, column: int) -> None:
+        self._kept = column, _copied(self._layer.__dict__)
+
+    def can_crop(self, tokens: int, held: int) -> bool:
+        """Whether `crop` can remove the last tokens of `held`: none."""
+        return tokens == 0
+
+    def stop_recording(self) -> None:
+        self._kept = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in _leaves(self._layer.__dict__, torch.Tensor))
+
+    def state_bytes(self) -> int:
+        return self.nbytes
+
+    def save_state(self, row: int) -> LayerState | None:
+        assert row == 0, "such a layer cannot be taken apart by rows"
+        saved = _on_host(self._layer.__dict__)
+        return LayerState([held.tensor for held in _leaves(saved, _OnHost)], saved)
+
+    def load_states(self, rows: Sequence[LayerState | None]) -> None:
+        (state,) = rows
+        assert state is not None
+        self._kept = None
+        self._become(state.extra)
+
+
+# Anything that a layer may hold: tensors, in containers.
+
+
+@dataclass(frozen=True, slots=True)
+class _OnHost:
+    """A tensor in host memory, and where it was."""
+
+    tensor: torch.Tensor
+    device: torch.device
+
+
+def _on_host(value: Any) -> Any:
+    """A copy of `value` with all tensors in host memory."""
+    if isinstance(value, torch.Tensor):
+        with torch.inference_mode(False), torch.no_grad():
+            return _OnHost(torch.empty_like(value, device="cpu").copy_(value.detach()), value.device)
+    if isinstance(value, dict):
+        return {key: _on_host(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_host(inner) for inner in value)
+    return value
+
+
+def _copied(value: Any) -> Any:
+    """A copy of `value`, tensors that were put on the host back where they were."""
+    if isinstance(value, _OnHost):
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.empty_like(value.tensor, device=value.device).copy_(value.tensor)
+    if isinstance(value, torch.Tensor):
+        with torch.inference_mode(False), torch.no_grad():
+            return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(inner) for inner in value)
+    return value
+
+
+def _leaves(value: Any, kind: type[T]) -> list[T]:
+    """All objects of a kind in `value`, and in containers within it."""
+    if isinstance(value, kind):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [leaf for part in inner for leaf in _leaves(part, kind)]
+
 
 # By name: some of them come and go between releases, and some live with their model. Exactly these, no subclasses: a
 # class that changes what a layer keeps would be served wrongly.

@@ -8,17 +8,16 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvboost_hf import forks
-from kvboost_hf.cache.identity.fingerprint import ModelFingerprint, ModelState
+from kvboost_hf.cache.identity import ModelFingerprint, ModelState
 from kvboost_hf.cache.identity.foreign import foreign_attention
 from kvboost_hf.cache.identity.values import arithmetic
 from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.kv.layer_states import LayerStates
 from kvboost_hf.cache.layers.quantized import mark
+from kvboost_hf.cache.live import LiveKV
 from kvboost_hf.cache.live.ledger import Ledger
-from kvboost_hf.cache.live.live_kv import LiveKV
-from kvboost_hf.cache.planning.chunks import PIECE
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS
-from kvboost_hf.cache.prompt.forward_call import ALL_LOGITS
+from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, PIECE
+from kvboost_hf.cache.prompt import ALL_LOGITS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, default_store, salt_bytes
 from kvboost_hf.compat import (
     LAST,

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.layers import in_place_of
+from kvboost_hf.cache.layers import EmptyLayer, in_place_of
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.layers.opaque import EmptyLayer
 from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import shifted_ids

@@ -28,10 +28,10 @@ from kvboost_hf.cache.identity.foreign import holder_of_cache
 from kvboost_hf.cache.identity.versions import COMPILED_CALL
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
+from kvboost_hf.cache.live import LiveKV
 from kvboost_hf.cache.live.binding import Binding, StoreWriter
 from kvboost_hf.cache.live.compiled import StaticDecoding, static_reason
-from kvboost_hf.cache.live.live_kv import LiveKV
-from kvboost_hf.cache.prompt.forward_call import Kwargs, has_other_hooks
+from kvboost_hf.cache.prompt import Kwargs, has_other_hooks
 from kvboost_hf.compat import (
     GenerateCall,
     at_end,

@@ -12,18 +12,9 @@ from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates, copy_states
 from kvboost_hf.cache.kv.model_form import ColumnFormat, copy_columns
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.planning.chunks import Tokens, content_only_key, prefix_key, text_key, whole_pieces
+from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens, content_only_key, prefix_key, text_key, whole_pieces
 from kvboost_hf.cache.planning.moved import MovedColumns
-from kvboost_hf.cache.planning.plan import (
-    HEAD_TOKENS,
-    Border,
-    ReusePlan,
-    RowPlan,
-    cut_off,
-    plan_batch,
-    plan_row,
-    plan_shared,
-)
+from kvboost_hf.cache.planning.plan import Border, ReusePlan, RowPlan, cut_off, plan_batch, plan_row, plan_shared
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
 from kvboost_hf.compat import Ranks

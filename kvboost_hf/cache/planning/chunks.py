@@ -41,7 +41,7 @@ _MEDIA = -(2**62)  # ids of media are below this one, all others above
 # depend on the forward that computes it.
 PIECE = 256
 LEAST_CHUNK_SIZE = 32
-_SHORTEST = 8  # tokens before an explicit boundary: a shorter chunk could not be looked up (plan.HEAD_TOKENS)
+HEAD_TOKENS = 8  # leading tokens by which a chunk is looked up: no chunk is shorter, none serves fewer
 _SHORTEST_BY_CONTENT = 16
 _HASHED = 4  # tokens before a place that tell how good it is
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -318,10 +318,10 @@ class ContentChunker:
         """The first separator or header. More tokens cannot reveal an earlier one."""
         found: list[int] = []
         if marks is not None:
-            if (after := np.flatnonzero(marks[_SHORTEST - 1 :] & _SEPARATOR)).size:
-                found.append(_SHORTEST + int(after[0]))
+            if (after := np.flatnonzero(marks[HEAD_TOKENS - 1 :] & _SEPARATOR)).size:
+                found.append(HEAD_TOKENS + int(after[0]))
         for sequence in self._sequences:
-            first = max(_SHORTEST - len(sequence), 0)
+            first = max(HEAD_TOKENS - len(sequence), 0)
             places = len(ids) - len(sequence) + 1 - first
             if places <= 0:
                 continue

@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvboost_hf.cache.planning.chunks import CODE_BYTES, Tokens, common_length, text_of
+from kvboost_hf.cache.planning.chunks import CODE_BYTES, HEAD_TOKENS, Tokens, common_length, text_of
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, window_hashes
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Chunk
+from kvboost_hf.cache.planning.plan import Chunk
 
 _MAX_COMPARED = 32  # chunks of equal standing among which one is chosen
 _MAX_INSIDE = 8  # texts that are known to have the same window inside, the latest ones

@@ -11,18 +11,15 @@ on later tokens).
 Models with states (linear attention) can only continue from a token at which the states were saved: a hit ends at
 such a token.
 
-What several rows of a batch begin with, and the store does not have, is computed once: see `stems.py`.
+What several rows of a batch begin with, and the store does not have, is computed once: see `beginnings.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvboost_hf.cache.planning.chunks import Chunker, Tokens, common_length, prefix_key
-from kvboost_hf.cache.planning.stems import Stem, find_stems, in_groups, paths_of
-
-# A stored chunk can serve a part of itself only if at least this many of its leading tokens agree.
-HEAD_TOKENS = 8
+from kvboost_hf.cache.planning.beginnings import Stem, find_stems, in_groups, paths_of
+from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Chunker, Tokens, common_length, prefix_key
 
 
 class Chunk(Protocol):

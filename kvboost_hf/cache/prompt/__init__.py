@@ -1,1 +1,467 @@
-"""Reads the calls of a model: the forward hook, its arguments, positions, media, and the token ids in a cache."""
+"""Reads calls of a model: the hooks around its forward, and the reader of their arguments.
+
+`ForwardHook` passes the arguments and the output of each forward to the cache. `read_forward` finds the tokens, and
+whether their K/V depends on these alone.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeGuard
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvboost_hf.cache.identity import ModelState
+from kvboost_hf.cache.identity.hooks import FORWARD_WATCH, note_call
+from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
+from kvboost_hf.cache.prompt.token_log import computed_positions
+from kvboost_hf.compat import (
+    LAST,
+    SHARED_KV,
+    KeyRotation,
+    attn_implementation,
+    cache_argument,
+    cache_in,
+    checkpointing_reason,
+    forward_arguments,
+    hidden_form,
+    in_generate,
+    key_rotation,
+    needs_positions,
+    outputs_read,
+    own_hook,
+    reads_last_logits,
+    take_newest_name,
+    with_cache_by,
+)
+
+Kwargs = dict[str, Any]
+Changed = tuple[tuple[Any, ...], Kwargs] | None  # arguments in place of the caller's
+
+
+class HookedCache(Protocol):
+    """A cache that wants to see each forward of its model."""
+
+    @property
+    def is_compileable(self) -> bool:
+        """See `Cache.is_compileable`."""
+
+    def before_forward(self, model: PreTrainedModel, kwargs: Kwargs) -> Kwargs:
+        """Called with the keyword arguments of a forward; returns those to run it with."""
+
+    def after_forward(self, output: Any) -> Any:
+        """Called with what the forward has returned; returns what to return in its place, or None."""
+
+
+class ForwardHook:
+    """The hooks of one model. It holds no reference to the model, so that it can be pickled and copied with it."""
+
+    leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
+    changes_arguments = True  # others' hooks on the same module cannot be watched, therefore
+    _name = ""  # of the model's argument for a cache, once it is known
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Changed:
+        """torch forward pre-hook."""
+        if torch.compiler.is_compiling() and _is_compileable(kwargs):
+            assert isinstance(model, PreTrainedModel)
+            kwargs = self._by_name(model, args, kwargs)
+            return (), cache_in(kwargs).before_forward(model, kwargs)
+        if torch.compiler.is_compiling() and _is_foreign(kwargs):
+            return None
+        changed: Changed = self._before(model, args, kwargs)
+        return changed
+
+    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, output: Any) -> Any:
+        """torch forward hook."""
+        if torch.compiler.is_compiling() and _is_compileable(kwargs):
+            return cache_in(kwargs).after_forward(output)
+        if torch.compiler.is_compiling() and _is_foreign(kwargs):
+            return None
+        return self._after(model, kwargs, output)
+
+    def _by_name(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
+        """All arguments by name, with the cache by the one that the model's forward takes."""
+        self._name = name = self._name or cache_argument(model)
+        kwargs = {**_names(model, args), **kwargs} if args else dict(kwargs)
+        return kwargs if name in kwargs else with_cache_by(name, kwargs)
+
+    # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    ) -> tuple[tuple[Any, ...], Kwargs] | None:
+        assert isinstance(model, PreTrainedModel)
+        kwargs = self._by_name(model, args, kwargs)
+        name = self._name
+        cache = kwargs.get(name)
+        if not _is_hooked(cache):
+            attached = ModelState.of(model).attached
+            cache = attached.stand_in(model, cache, kwargs) if attached is not None else None
+            if cache is None:
+                note_call(model, kwargs)
+                return None
+            kwargs[name] = cache
+        given = cache.before_forward(model, kwargs)
+        if FORWARD_WATCH in model.__dict__:
+            note_call(model, given)
+        return (), given
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, model: nn.Module, kwargs: Kwargs, output: Any) -> Any:
+        assert isinstance(model, PreTrainedModel)
+        cache = kwargs.get(self._name or cache_argument(model))
+        if _is_hooked(cache):
+            return cache.after_forward(output)
+        return None
+
+
+def _names(model: PreTrainedModel, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments that came by position, by their names."""
+    parameters = inspect.signature(model.forward).parameters
+    names = tuple(parameters)
+    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values()):  # it passes all of them on
+        names = forward_arguments(model).positional
+    return dict(zip(names, args, strict=False))
+
+
+def _is_hooked(cache: Any) -> TypeGuard[HookedCache]:
+    return isinstance(cache, Cache) and hasattr(cache, "before_forward")
+
+
+def _is_compileable(kwargs: Kwargs) -> bool:
+    """Whether a forward comes with a cache of a fixed size, whose hooks are tensor operations while compiling."""
+    cache = cache_in(kwargs)
+    return _is_hooked(cache) and cache.is_compileable
+
+
+def _is_foreign(kwargs: Kwargs) -> bool:
+    """Whether a forward comes with a cache that is not ours and that none of ours will stand in for."""
+    cache = cache_in(kwargs)
+    return isinstance(cache, Cache) and not _is_hooked(cache) and type(cache) is not DynamicCache
+
+
+def install(model: PreTrainedModel) -> None:
+    """Put the hooks on `model`, unless they are there."""
+    with ModelState.of(model).lock:
+        take_newest_name(model)
+        if not _handles(model):
+            hook = ForwardHook()
+            own_hook(model.register_forward_pre_hook(hook.before, with_kwargs=True))
+            own_hook(model.register_forward_hook(hook.after, with_kwargs=True))
+
+
+def has_other_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks that are not of this package."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(not _is_ours(hook) for hook in hooks)
+
+
+def others_see_output(model: PreTrainedModel) -> bool:
+    """Whether a forward hook that is not of this package is given what `model` returns."""
+    return any(not _is_ours(hook) for hook in model._forward_hooks.values())
+
+
+def _handles(model: PreTrainedModel) -> list[Any]:
+    return [hook for hook in model._forward_pre_hooks.values() if _is_ours(hook)]
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), ForwardHook)
+
+
+# Arguments by which a forward returns something of each token besides logits.
+_HIDDEN = "output_hidden_states"
+_OF_EACH_TOKEN = (_HIDDEN, "output_attentions", "output_router_logits")
+# Arguments that are read by what decides on reuse.
+READ = frozenset(_OF_EACH_TOKEN) | frozenset(
+    "input_ids attention_mask position_ids past_key_values cache_params cache use_cache logits_to_keep labels "
+    f"cache_position {SHARED_KV}".split()
+)
+# Arguments that change nothing but the form of what is returned, or the loss.
+LEAVE_KV_ALONE = frozenset("return_dict num_items_in_batch num_logits_to_keep".split())
+# Arguments of generate() that it also passes to forwards. A test compares them with each release.
+OF_GENERATE = frozenset("assistant_model assistant_tokenizer streamer synced_gpus tokenizer".split())
+ALL_LOGITS = (
+    "the logits of all tokens are wanted (pass logits_to_keep=1, as generate() does, or "
+    "ReusePolicy(keep_logprobs=True))"
+)
+GRADIENTS = "gradients are enabled (call it under torch.no_grad())"
+# Arguments of multimodal models: they are part of the column ids.
+OF_MEDIA = MEDIA_ARGUMENTS | frozenset(TYPES)
+# Any other argument, if given, may change K/V. A test compares them with those of all architectures.
+_HARMLESS = READ | LEAVE_KV_ALONE | OF_GENERATE
+# Tokens to compute where K/V is returned for an assistant: behind a cold prompt, that of transformers sees one column
+# more than a window is wide. A layer returns one less, and the new ones.
+_WITH_SHARED_KV = 2
+
+
+Settings = Callable[[PreTrainedModel], dict[str, Any]]
+HiddenOf = Callable[[Any], tuple[int, ...] | str]
+
+
+def returns_of_each_token(model: PreTrainedModel) -> dict[str, Any]:
+    """What the configuration says where arguments are not given by which a forward returns something of each token."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    return {name: getattr(config, name, None) or getattr(text, name, None) for name in _OF_EACH_TOKEN}
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """The arguments of one forward, as far as reuse is concerned."""
+
+    input_ids: torch.Tensor  # [batch, m]
+    attention_mask: torch.Tensor | None  # [batch, columns]
+    position_ids: torch.Tensor | None  # [batch or 1, m], or [planes, batch, m]
+    logits: int  # how many of the last m tokens must be computed, for their logits or anything else
+    verifies: bool  # several logits were asked for: candidates are being checked, crop() will follow
+    computes_all: str | None  # why all tokens of the prompt must be computed, or None
+    logits_of_all: bool = False  # those of reused tokens are wanted, too, and can be had
+    hidden: tuple[int, ...] = ()  # layers whose hidden states of all tokens are wanted, and can be had
+
+
+def read_forward(
+    model: PreTrainedModel,
+    kwargs: dict[str, Any],
+    all_logits_reason: str | None,
+    read_mask: Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]] | None,
+    settings: Settings = returns_of_each_token,
+    hidden_of: HiddenOf | None = None,
+) -> tuple[dict[str, Any], ForwardInputs | str]:
+    """The arguments to run a forward with, and what `read_inputs` reads of them.
+
+    Args:
+        model: The model.
+        kwargs: The arguments by name, as they came.
+        all_logits_reason: Why the logits of reused tokens cannot be had, or None.
+        read_mask: For a cache of a fixed size: gives the arguments to run with, and those to read, with a 2-D mask.
+        settings: Gives `returns_of_each_token(model)`.
+        hidden_of: Gives the layers that a value of `output_hidden_states` asks for, or why those of reused tokens
+            cannot be had; None if they never can.
+    """
+    kwargs = seen = with_positions(model, kwargs)
+    if read_mask is not None:
+        kwargs, seen = read_mask(kwargs)
+    return kwargs, read_inputs(model, seen, all_logits_reason, settings, hidden_of)
+
+
+def read_inputs(
+    model: PreTrainedModel,
+    kwargs: dict[str, Any],
+    all_logits_reason: str | None = ALL_LOGITS,
+    settings: Settings = returns_of_each_token,
+    hidden_of: HiddenOf | None = None,
+) -> ForwardInputs | str:
+    """The arguments, or the reason why the K/V of this forward may depend on more than its tokens.
+
+    Args:
+        model: The model.
+        kwargs: The arguments by name.
+        all_logits_reason: Why the logits of reused tokens cannot be had, or None.
+        settings: Gives `returns_of_each_token(model)`.
+        hidden_of: Gives the layers that a value of `output_hidden_states` asks for, or why they cannot be had; None
+            where nothing is kept.
+    """
+    ids, mask, positions = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if model.training and (reason := checkpointing_reason(model)) is not None:
+        return reason
+    if not isinstance(ids, torch.Tensor):
+        return "no input_ids were passed"
+    if ids.ndim != 2 or ids.shape[1] == 0:
+        return f"input_ids have the shape {list(ids.shape)}"
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
+        return "the attention mask is not 2-D"
+    if positions is not None and not _are_positions_of(model, ids, positions):
+        return "position_ids are not one for each of the input_ids"
+    if kwargs.get("use_cache") is False:
+        return "use_cache is False"
+    for name, value in kwargs.items():
+        if name in _HARMLESS or _says_nothing(model, name, value) or (name in OF_MEDIA and takes_media(model)):
+            continue
+        return f"`{name}` was passed, which K/V may depend on"
+    if (weights := kwargs.get("output_attentions")) and (attention := attn_implementation(model)) != "eager":
+        # Falcon computes it in another way then, and without a causal mask in transformers 5.23.
+        return f"`output_attentions={weights!r}` may change what {attention} attention computes"
+    if (told := _adapters_by_row(model)) is not None:
+        return f"`{told}` tells PEFT which adapter each row, or which tokens, of this batch use"
+    wants_all = wants_all_logits(kwargs)
+    hidden, computes_all = _wanted_of_each_token(model, kwargs, settings, hidden_of)
+    if wants_all and not computes_all:  # the last hidden states can be kept, too, where some are
+        computes_all = all_logits_reason if not hidden else None
+    if computes_all:
+        return ForwardInputs(ids, mask, positions, ids.shape[1], False, computes_all)
+    if wants_all:
+        kept = hidden if not hidden or hidden[-1] == LAST else (*hidden, LAST)
+        return ForwardInputs(ids, mask, positions, 1, False, None, logits_of_all=True, hidden=kept)
+    logits = min(int(logits_kept(kwargs)), ids.shape[1])
+    least = min(max(logits, _WITH_SHARED_KV if kwargs.get(SHARED_KV) else 1), ids.shape[1])
+    return ForwardInputs(ids, mask, positions, least, logits > 1, None, hidden=hidden)
+
+
+def logits_kept(kwargs: dict[str, Any]) -> Any:
+    """`logits_to_keep`; 1 in generate(), which leaves it out where a function in place of the forward hides it."""
+    keep, ids = kwargs.get("logits_to_keep"), kwargs.get("input_ids")
+    return 1 if keep is None and isinstance(ids, torch.Tensor) and reads_last_logits(ids) else keep
+
+
+def wants_all_logits(kwargs: dict[str, Any]) -> bool:
+    """Whether a forward may want the logits of all its tokens, or a loss over them."""
+    keep = logits_kept(kwargs)
+    return keep is None or isinstance(keep, torch.Tensor) or keep <= 0 or kwargs.get("labels") is not None
+
+
+def _are_positions_of(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> bool:
+    batch, columns = ids.shape
+    if positions.ndim != 2 and not (positions.ndim == 3 and takes_media(model)):
+        return False
+    return positions.shape[-1] == columns and positions.shape[-2] in (1, batch)
+
+
+def _says_nothing(model: PreTrainedModel, name: str, value: Any) -> bool:
+    if value is False:  # which says something where the default is True, as with `is_causal`
+        return forward_arguments(model).defaults.get(name) is False
+    return value is None or (isinstance(value, dict) and not value)
+
+
+def with_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with the positions that the model's forward would compute from the whole ids."""
+    ids = kwargs.get("input_ids")
+    if kwargs.get("position_ids") is not None or not isinstance(ids, torch.Tensor):
+        return kwargs
+    if not needs_positions(model):
+        hidden = _hidden_positions(model, ids, kwargs.get("attention_mask"))
+        return kwargs if hidden is None else {**kwargs, "position_ids": hidden}
+    positions = computed_positions(model, kwargs)
+    if positions is None:
+        cache = cache_in(kwargs)
+        held = cache.get_seq_length() if isinstance(cache, Cache) else 0
+        positions = torch.arange(held, held + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
+    return {**kwargs, "position_ids": positions}
+
+
+def _hidden_positions(model: PreTrainedModel, ids: torch.Tensor, mask: Any) -> torch.Tensor | None:
+    """The positions of a padded batch that generate() leaves out where a function in place of the forward hides them.
+
+    Rotary attention is the same with and without them, for only distances count.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or bool(mask.all()):
+        return None
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    if "position_ids" in parameters or not takes_any or "position_ids" not in forward_arguments(model):
+        return None
+    if not in_generate() or not isinstance(key_rotation(model), KeyRotation):
+        return None
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+
+
+def _wanted_of_each_token(
+    model: PreTrainedModel, kwargs: dict[str, Any], settings: Settings, hidden_of: HiddenOf | None
+) -> tuple[tuple[int, ...], str | None]:
+    """The layers whose hidden states are wanted, if those of reused tokens can be had; and why all are computed."""
+    hidden: tuple[int, ...] = ()
+    asked, reason = _asks_for_each_token(model, kwargs, settings), None
+    value, shown = asked.pop(_HIDDEN, (None, ""))
+    if shown and hidden_of is not None and not asked and not gradients_enabled(model):
+        in_tuple = kwargs.get("return_dict") is False or not model.config.return_dict
+        found = "`return_dict` is False" if in_tuple else hidden_of(value)
+        if isinstance(found, str):
+            reason = found
+        else:
+            hidden, shown = found, ""
+    if asked and not shown:
+        _, shown = next(iter(asked.values()))
+    if shown and reason:
+        return (), f"`{shown}` returns something of each token, and {reason}"
+    if shown:
+        return (), f"`{shown}` returns something of each token"
+    return hidden, GRADIENTS if gradients_enabled(model) else None
+
+
+def gradients_enabled(model: PreTrainedModel) -> bool:
+    """Whether somebody may want gradients of a forward."""
+    return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+
+
+def _asks_for_each_token(
+    model: PreTrainedModel, kwargs: dict[str, Any], settings: Settings
+) -> dict[str, tuple[Any, str]]:
+    """By name, each argument or setting by which the caller gets something of each token: its value, and its text."""
+    if kwargs["input_ids"].shape[1] == 1:  # which is computed in any case
+        return {}
+    wanted: dict[str, tuple[Any, str]] = {}
+    for name, configured in settings(model).items():
+        value = kwargs.get(name)
+        if configured if value is None else value:
+            text = f"{name}={value!r}" if value is not None else f"config.{name}={configured!r}"
+            wanted[name] = (configured if value is None else value), text
+    if not wanted:
+        return {}
+    read = None if others_see_output(model) else outputs_read(kwargs["input_ids"])
+    if read is not None and not wanted.keys() <= read:
+        hidden_form(model)  # a model that is asked for them gets hooks of transformers, now or in the caller's forward
+    return {name: each for name, each in wanted.items() if read is None or name in read}
+
+
+def without_router_logits(settings: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The argument that turns router logits off, where they are on, for a forward over a part of the tokens.
+
+    Nobody reads them, or all tokens would be computed. Models make a loss of them, which fails where the attention
+    mask covers more than the tokens.
+    """
+    name = "output_router_logits"
+    asked = kwargs.get(name)
+    return {name: False} if asked or (asked is None and settings[name]) else {}
+
+
+def _adapters_by_row(model: PreTrainedModel) -> str | None:
+    """The argument for whose length PEFT has hooked the adapted layers, as for an aLoRA, or None."""
+    if getattr(model, "peft_config", None) is None:
+        return None
+    layer = next((module for module in model.modules() if "_active_adapter" in module.__dict__), None)
+    hooks = [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, partial)] if layer else []
+    names = ("adapter_names", "alora_offsets")
+    return next((name for name in names for hook in hooks if name in hook.keywords), None)
+
+
+def positions_follow_padding(model: PreTrainedModel, inputs: ForwardInputs) -> bool:
+    """Whether the model counts positions from the first real token of each row, should there be padding."""
+    return inputs.position_ids is not None or "position_ids" not in forward_arguments(model)
+
+
+def read_pads(mask: torch.Tensor | None, batch: int, columns: int) -> NDArray[np.int64] | None:
+    """Columns of left padding of each row, or None where the mask is not of the form 0…01…1 over all `columns`.
+
+    A row may be all padding, as far as it goes: its first real tokens may come with the next piece of the prompt.
+    """
+    if mask is None:
+        return np.zeros(batch, dtype=np.int64)
+    seen = mask.cpu().numpy() != 0
+    if seen.shape != (batch, columns):
+        return None
+    count = seen.sum(axis=1)
+    first = np.where(count > 0, seen.argmax(axis=1), columns)
+    return first.astype(np.int64) if bool((first + count == columns).all()) else None
+
+
+def positions_count_up(position_ids: torch.Tensor | None, pads: NDArray[np.int64], start: int) -> bool:
+    """Whether every real token from column `start` on has its column, less the padding, as its position."""
+    if position_ids is None or position_ids.ndim > 2:
+        return True  # column ids contain those of several dimensions
+    found = position_ids.cpu().numpy()
+    expected = np.arange(start, start + found.shape[1])[None, :] - pads[:, None]
+    return bool(((found == expected) | (expected < 0)).all())
+
+
+def common_columns(held: Tokens, ids: Tokens) -> int:
+    """Leading columns in which all rows of `held` and `ids` agree."""
+    n = min(held.shape[1], ids.shape[1])
+    differ = np.flatnonzero((held[:, :n] != ids[:, :n]).any(axis=0))
+    return int(differ[0]) if differ.size else n

@@ -9,8 +9,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import ProcessorMixin
 
-from kvboost_hf.cache.planning.chunks import Tokens, common_length
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS
+from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens, common_length
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]

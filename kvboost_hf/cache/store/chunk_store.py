@@ -14,10 +14,10 @@ from kvboost_hf import forks
 from kvboost_hf.cache.codecs import LiveQuant, live_config, make_codec
 from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.costs import stored_per_computed
-from kvboost_hf.cache.identity.fingerprint import ModelState, model_name
+from kvboost_hf.cache.identity import ModelState, model_name
+from kvboost_hf.cache.kv import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.kv.layer_states import StateFormat
 from kvboost_hf.cache.kv.model_form import ColumnFormat
-from kvboost_hf.cache.kv.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.planning.chunks import Chunker
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.history import Audits, Payback, Roots, require_model
@@ -36,7 +36,7 @@ from kvboost_hf.cache.store.settings import (
     warmer,
 )
 from kvboost_hf.cache.store.tiered import TieredRecords
-from kvboost_hf.cache.tiers.addresses import open_tiers
+from kvboost_hf.cache.tiers import open_tiers
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.compat import KeptOnModel, ranks_of, require_cache, require_one_process, rope_regime, unwrapped

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.kv import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.kv.checkpoints import Checkpoints, can_segment, mixers_of
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateFormat, copy_states
 from kvboost_hf.cache.kv.model_form import copy_columns
-from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.layers import make_layers
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.planning.chunks import Tokens, is_text

@@ -13,12 +13,12 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs.base import Codec
+from kvboost_hf.cache.kv import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateFormat
 from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnFormat, ModelForm, read_kv, read_states
-from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
-from kvboost_hf.cache.planning.chunks import Chunker, Tokens, prefix_key
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, Chunk, SavedState
+from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Chunker, Tokens, prefix_key
+from kvboost_hf.cache.planning.plan import Border, Chunk, SavedState
 from kvboost_hf.cache.store.memory import HostMemory
 from kvboost_hf.cache.tiers.base import Entry, Kind, MadeWith
 from kvboost_hf.cache.tiers.below import Found, LowerTiers, MeasuredTier

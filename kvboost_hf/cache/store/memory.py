@@ -12,11 +12,10 @@ from itertools import islice
 import numpy as np
 
 from kvboost_hf import forks
+from kvboost_hf.cache.kv import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.kv.layer_kv import LayerKV
-from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
-from kvboost_hf.cache.planning.chunks import Tokens, common_length, content_only_key, prefix_key
+from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens, common_length, content_only_key, prefix_key
 from kvboost_hf.cache.planning.eviction import Bag, EvictionOrder
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 
 _log = logging.getLogger("kvboost_hf")
 

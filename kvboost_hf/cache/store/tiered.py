@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from kvboost_hf import forks
-from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, with_descendants
+from kvboost_hf.cache.kv import Stored, StoredChunk, StoredStates, with_descendants
 from kvboost_hf.cache.planning.chunks import (
+    HEAD_TOKENS,
     KEY_BYTES,
     Chunker,
     Tokens,
@@ -20,13 +21,12 @@ from kvboost_hf.cache.planning.chunks import (
     prefix_key,
 )
 from kvboost_hf.cache.planning.content_index import ContentIndex
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ChunkIndex, RowPlan
-from kvboost_hf.cache.store.handover import hand_over
+from kvboost_hf.cache.planning.plan import Border, ChunkIndex, RowPlan
 from kvboost_hf.cache.store.history import Audits, History, Payback
-from kvboost_hf.cache.store.indexes import ContentIndexes, StoredText
-from kvboost_hf.cache.store.insertion import Insertion
+from kvboost_hf.cache.store.insertion import ContentIndexes, Insertion, StoredText
 from kvboost_hf.cache.store.lower import BlobReader, LowerMemory, Row, TieredView
 from kvboost_hf.cache.store.memory import DEVICE, DeviceMemory, HostMemory
+from kvboost_hf.cache.store.settings import hand_over
 from kvboost_hf.cache.tiers.base import Entry, MadeWith
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.cache.tiers.record import DamagedBlobError, read_entry
@@ -429,7 +429,11 @@ class TieredRecords:
                 _log.warning("Notices of other processes were missed: what is in host memory is not used any more.")
                 self.clear()
             for notice in notices:
-                self._heed(notice)
+                try:
+                    self._heed(notice)
+                except Exception:
+                    _log.exception("A notice of another process failed: what is in host memory is not used any more.")
+                    self.clear()
             return [self._inbox.popleft() for _ in range(len(self._inbox))] if take else []
 
     def _heed(self, notice: dict[str, Any]) -> None:
@@ -448,7 +452,7 @@ class TieredRecords:
                 self._inbox.append(notice)
 
     def hand_over(self, until: float, hear: Callable[[], object]) -> int:
-        """Write what only host memory holds to the lower tiers, see `handover.py`; returns its bytes."""
+        """Write what only host memory holds to the lower tiers; returns its bytes."""
         self.lower.tiers.flush()
         return hand_over(self.memory, self.lower, self.lock, until, hear) if self._has_lower and self.is_open else 0
 

@@ -181,18 +181,25 @@ class NoticeBoard(Protocol):
 
 
 class Failures:
-    """Counts and logs the failures of a tier.
+    """Counts and logs the failures of a tier, or of what goes on without what has failed.
 
     Args:
         log: Where to.
-        place: The tier, for people.
-        kinds: The exceptions to be expected.
+        place: What fails, for people.
+        kinds: The exceptions to be expected. Where these are all, the log has where each was raised.
+        effect: What comes of a failure, for people.
     """
 
-    def __init__(self, log: logging.Logger, place: str, kinds: tuple[type[Exception], ...]) -> None:
+    def __init__(
+        self,
+        log: logging.Logger,
+        place: str,
+        kinds: tuple[type[Exception], ...],
+        effect: str = "This looks like a miss",
+    ) -> None:
         self.count = 0
         self.kinds = kinds
-        self._log, self._place = log, place
+        self._log, self._place, self._effect = log, place, effect
         self._logged: dict[str, float] = {}
 
     @contextmanager
@@ -211,11 +218,13 @@ class Failures:
         if now - self._logged.get(kind, -_SILENCE_S) >= _SILENCE_S:
             self._logged[kind] = now
             self._log.warning(
-                "%s: failed to %s: %s. This looks like a miss; failures so far: %d.",
+                "%s: failed to %s: %s. %s; failures so far: %d.",
                 self._place,
                 doing,
                 error,
+                self._effect,
                 self.count,
+                exc_info=error if Exception in self.kinds else None,
             )
 
 

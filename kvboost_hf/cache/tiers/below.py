@@ -96,10 +96,14 @@ class MeasuredTier:
                 self._owed.popleft()
 
     def hear(self) -> tuple[Sequence[bytes], bool]:
-        """Notices since the last call, and whether none was missed. A tier that does not answer has none."""
-        if self._owed:
-            self._have()
-        heard = self._board.heard(self._place) if self._board is not None else None
+        """Notices since the last call, and whether none was missed; none of a tier that does not answer, or raises."""
+        heard = None
+        try:
+            if self._owed:
+                self._have()
+            heard = self._board.heard(self._place) if self._board is not None else None
+        except Exception as error:
+            self._failures.note("hear of others", error)
         if heard is None:
             return (), True
         self._place = heard.place

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from fastapi import Request
 
-from kvboost_hf.cache.planning.order import Order, search_order
+from kvboost_hf.cache.planning.beginnings import Order, search_order
 from kvboost_hf.server.apis.answers import CallReaders
 from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.apis.request_jobs import RequestJobs

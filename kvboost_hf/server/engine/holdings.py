@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.identity.fingerprint import ModelState
+from kvboost_hf.cache.identity import ModelState
 from kvboost_hf.cache.planning.plan import Border
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.server.routing import BELOW, GONE, MAX_KEYS, MEMORY, News, Place

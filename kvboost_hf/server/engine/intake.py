@@ -161,9 +161,7 @@ class Intake:
             if self._given_up:
                 for task in (*self._waiting, *self.admitted):
                     task.cancel()
-                while self.embeddings:
-                    self.embeddings.pop().fail(DrainingError("The server is about to end, and gave the request up."))
-                self.changed.notify_all()
+                self.fail_embeddings(DrainingError("The server is about to end, and gave the request up."))
             ended = [task for task in self._waiting if task.must_end(now) is not None]
             for task in ended:
                 self._waiting.remove(task)
@@ -188,6 +186,13 @@ class Intake:
         """Remove a request for embeddings that has ended."""
         with self.changed:
             self.embeddings.remove(job)
+            self.changed.notify_all()
+
+    def fail_embeddings(self, error: Exception) -> None:
+        """End all requests for embeddings."""
+        with self.changed:
+            while self.embeddings:
+                self.embeddings.pop().fail(error)
             self.changed.notify_all()
 
     def unseen(self, most: int) -> list[Task]:

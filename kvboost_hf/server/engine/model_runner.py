@@ -15,7 +15,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvboost_hf.assisted.heads import hidden_bytes
 from kvboost_hf.cache.forward.loans import look_up
-from kvboost_hf.cache.identity.fingerprint import ModelState
+from kvboost_hf.cache.identity import ModelState
 from kvboost_hf.cache.layers.stateful import states_of
 from kvboost_hf.cache.live.ledger import KnownRow
 from kvboost_hf.cache.reuse import ChunkReuseCache
@@ -144,11 +144,11 @@ class ModelRunner:
         The store is asked again if it has changed since, or if others may have changed it. A cache that the task has
         is told, so that its next prompt is not looked up once more.
         """
-        self.store.hear()  # what others have removed is not served, whenever it was looked up
         until = time.monotonic() + _OTHERS_AFTER_S if self.store.is_shared else math.inf
         is_current = partial(self._is_current, self._changes, until)
         ids = torch.tensor([task.to_compute])
         try:
+            self.store.hear()  # what others have removed is not served, whenever it was looked up
             cache = task.cache or self._cache(self.policy_of(task.job), task.job.salt)
             found = look_up(cache.parts, ids, task.known if cache.store is self.store else None, is_current)
         except Exception:

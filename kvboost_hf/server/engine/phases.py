@@ -179,11 +179,16 @@ class Decoding:
                 self.remove(task)
         return failed
 
-    def step(self) -> torch.Tensor:
-        """Compute one more token of each task; returns logits [tasks, vocab_size]."""
+    @property
+    def groups(self) -> list[list[Task]]:
+        """Tasks that are computed in one forward: all that run in the batch, and each one without a batch."""
+        return [list(self.tasks)] if len(self._batch) else [[task] for task in self.tasks]
+
+    def step(self, group: Sequence[Task]) -> torch.Tensor:
+        """Compute one more token of each task of a group; returns logits [tasks, vocab_size]."""
         if len(self._batch):
-            return self._riding(partial(self._batch.step, [task.ids[-1] for task in self.tasks]))
-        return torch.cat([self._runner.step(task) for task in self.tasks])
+            return self._riding(partial(self._batch.step, [task.ids[-1] for task in group]))
+        return torch.cat([self._runner.step(task) for task in group])
 
     @property
     def can_check(self) -> bool:
@@ -341,10 +346,10 @@ class Speculation:
         tasks, drafts = decoding.tasks, self._drafts
         if drafts is None or not decoding.can_check:
             return None
-        for task in tasks:
-            if task.drafted is None and task.sampler is not None:
-                task.drafted = DraftedText(drafts, task.job, task.sampler, self._runner.store)
-        texts = [task.drafted if drafts.take(task.job, len(task.ids)) else None for task in tasks]
+        takes = [drafts.take(task.job, len(task.ids)) for task in tasks]
+        texts = [
+            self._drafted(task, drafts) if takes_it else None for task, takes_it in zip(tasks, takes, strict=True)
+        ]
         return RowDrafts(drafts, texts, decoding.show)
 
     def _predicted(self, task: Task) -> list[int]:
@@ -366,7 +371,14 @@ class Speculation:
 
     def _draft(self, task: Task, drafts: Drafts, add: Add) -> FinishReason | None:
         assert task.cache is not None
-        assert task.sampler is not None
-        if task.drafted is None:
-            task.drafted = DraftedText(drafts, task.job, task.sampler, self._runner.store)
-        return task.drafted.run(task.cache, task.ids, add)
+        text = self._drafted(task, drafts)
+        return text.run(task.cache, task.ids, add) if text is not None else None
+
+    def _drafted(self, task: Task, drafts: Drafts) -> DraftedText | None:
+        """The drafting of a task's answer; None, and no drafts any more, where it cannot be made."""
+        try:
+            if task.drafted is None and task.sampler is not None:
+                task.drafted = DraftedText(drafts, task.job, task.sampler, self._runner.store)
+        except Exception as error:
+            drafts.give_up(error)
+        return task.drafted

@@ -1,5 +1,6 @@
 """`SessionTable`: the sessions that an engine knows, and `Pins`: what is kept, within a share for each client."""
 
+import logging
 import math
 import re
 import time
@@ -13,9 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvboost_hf.cache.kv.records import Belongings, Heads
-from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS
+from kvboost_hf.cache.kv import Belongings, Heads
+from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.server.engine.model_runner import ModelRunner
@@ -23,8 +23,10 @@ from kvboost_hf.server.engine.task import SessionRecord, Task, session_id
 from kvboost_hf.server.fair_share import FairCache
 from kvboost_hf.server.jobs import Job, Keep, Session, SessionChange
 
+_log = logging.getLogger("kvboost_hf.server")
 _MOST_SESSIONS = 2048  # sessions of all clients
 _MOST_PINS = 1024  # pins of one client
+_TRIES = 3  # to do what another server has told
 _ROOT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -52,6 +54,7 @@ class SessionTable:
         self._runner, self._clock = runner, clock
         self._sessions: FairCache[bytes, SessionRecord] = FairCache(_MOST_SESSIONS)  # by client and id
         self._clients = {_name(client): client for client in clients}
+        self._failed: list[tuple[dict[str, Any], int]] = []  # notices, and how often they were tried
         self._strange: OrderedDict[tuple[str, str], list[dict[str, Any]]] = OrderedDict()  # of clients not known yet
 
     def __len__(self) -> int:
@@ -130,16 +133,29 @@ class SessionTable:
             store.announce({"kind": kind, "client": _name(client), "session": id, **more}, soon=soon)
 
     def hear(self, tasks: Sequence[Task]) -> None:
-        """Do what other servers have told since the last time, also to tasks under way."""
-        for notice in self._runner.store.hear(take=True):
-            match notice:
-                case {"kind": "session" | "keep" | "drop", "client": str(name), "session": str(id)}:
-                    if name in self._clients:
-                        self._heed(self._clients[name], id, notice, tasks)
-                    else:
-                        self._strange.setdefault((name, id), []).append(notice)
-                        if len(self._strange) > _MOST_SESSIONS:
-                            self._strange.popitem(last=False)
+        """Do what other servers have told since the last time, also to tasks under way.
+
+        A notice that fails is tried twice more, the next times, and holds none of the others up.
+        """
+        told = [*self._failed, *((notice, 1) for notice in self._runner.store.hear(take=True))]
+        self._failed = []
+        for notice, times in told:
+            try:
+                self._take(notice, tasks)
+            except Exception:
+                _log.exception("What another server has told could not be done.")
+                self._failed += [(notice, times + 1)] if times < _TRIES else []
+
+    def _take(self, notice: dict[str, Any], tasks: Sequence[Task]) -> None:
+        """Do what a notice says, or keep it until its client is known."""
+        match notice:
+            case {"kind": "session" | "keep" | "drop", "client": str(name), "session": str(id)}:
+                if name in self._clients:
+                    self._heed(self._clients[name], id, notice, tasks)
+                else:
+                    self._strange.setdefault((name, id), []).append(notice)
+                    if len(self._strange) > _MOST_SESSIONS:
+                        self._strange.popitem(last=False)
 
     def _meet(self, client: bytes) -> None:
         """Do what was told of a client before it was known."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost_hf.cache.kv.records import Belongings, Heads
+from kvboost_hf.cache.kv import Belongings, Heads
 from kvboost_hf.cache.live.ledger import KnownRow
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens, digest
 from kvboost_hf.cache.planning.report import ReuseReport

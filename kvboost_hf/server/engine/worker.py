@@ -21,10 +21,11 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.rounds import Taken
-from kvboost_hf.cache.kv.records import Belongings, Heads, count_bytes
+from kvboost_hf.cache.kv import Belongings, Heads, count_bytes
 from kvboost_hf.cache.planning.plan import Border
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.store.lower import Row
+from kvboost_hf.cache.tiers.base import Failures
 from kvboost_hf.compat import require_cache
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
@@ -102,6 +103,7 @@ class ModelEngine:
         self.holdings = Holdings.of(model, store)
         self._intake, self._sessions = Intake(self._limits), SessionTable(self._runner, clock, clients)
         self._prefill, self._decoding = Prefill(self._runner), Decoding(self._runner, self._ahead.last)
+        self._failures = Failures(_log, "The engine", (Exception,), "Requests go on")
         self._counts: Counter[str] = Counter()
         self._tiers: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="kvboost-hf engine", daemon=True)
@@ -162,7 +164,7 @@ class ModelEngine:
         table = self._sessions
 
         def look() -> tuple[list[tuple[SessionRecord, Belongings]], Heads]:
-            table.hear(self._intake.begun)
+            self._hear()
             return [(each, each.belongings) for each in table.of(client, id)], table.heads(client)
 
         found, heads = self._intake.call(look)
@@ -172,7 +174,7 @@ class ModelEngine:
 
     def change_session(self, client: bytes, id: str, change: SessionChange) -> Session | None:
         def make() -> SessionRecord | None:
-            self._sessions.hear(self._intake.begun)
+            self._hear()
             return self._sessions.change(client, id, change)
 
         if self._intake.call(make) is None:
@@ -184,7 +186,7 @@ class ModelEngine:
         roots = [] if root is None else [root]
 
         def drop() -> tuple[SessionRecord | None, Belongings, Heads]:
-            table.hear(self._intake.begun)
+            self._hear()
             known = next(iter(table.of(client, id)), None)
             own, heads = table.drop(client, id, roots, self._intake.begun)
             return known, replace(own, roots=own.roots | self._ahead.head_roots(own.roots)), heads
@@ -248,17 +250,18 @@ class ModelEngine:
     def _run(self) -> None:
         heard = 0.0
         while self._intake.wait(_HEARD_EVERY_S if self.store.is_shared else None):
-            try:
+            with self._failures.caught("let go of pins that have ended"):
                 self._sessions.pins.expire(self.store)
-                if time.monotonic() >= heard + _HEARD_EVERY_S:
-                    self._sessions.hear(self._intake.begun)
-                    heard = time.monotonic()
-                self._intake.answer_calls()
+            if time.monotonic() >= heard + _HEARD_EVERY_S:
+                self._hear()
+                heard = time.monotonic()
+            self._intake.answer_calls()
+            try:
                 self._take_up()
                 self._embed()
                 self._compute_prompts()
                 self._step()
-            except Exception as error:  # such as no memory for the batch: what it holds is no longer sure
+            except Exception as error:  # the others are caught where it is known whose they are
                 self._fail_all(error)
         for task in list(self._intake.admitted):
             self._end(task, "cancelled")
@@ -274,13 +277,18 @@ class ModelEngine:
         self._give_long_answers_room()
         unseen = self._intake.unseen(_LOOKED_UP)
         if unseen:  # before it is looked up what serves them
-            self._sessions.hear(self._intake.begun)
+            self._hear()
         for task in unseen:
             self._runner.look_up(task)
         admitted = self._intake.admit()
         if admitted:
-            self._sessions.hear(self._intake.begun)
+            self._hear()
         self._prefill.add(admitted)
+
+    def _hear(self) -> None:
+        """Do what other servers have told."""
+        with self._failures.caught("do what other servers have told"):
+            self._sessions.hear(self._intake.begun)
 
     def _end_those_that_must(self) -> None:
         """End the tasks that were cancelled or have timed out."""
@@ -361,7 +369,8 @@ class ModelEngine:
         )
         self._tiers.update(report.tier_tokens)
         self._sessions.begin(task)
-        self._link(task)
+        with self._failures.caught("tell routers of a prompt"):
+            self._link(task)
 
     def _link(self, task: Task) -> None:
         """Tell `holdings` which chunks cover the text that the front of a cluster knows the prompt by."""
@@ -376,27 +385,32 @@ class ModelEngine:
     def _step(self) -> None:
         """Compute one more token of each answer; several of one that runs alone and has a draft or a prediction."""
         decoding = self._decoding
-        alone = len(decoding.tasks) == 1 and not self._prefill.tasks
-        ahead = self._ahead.round(decoding.tasks[0]) if alone else None
-        for task, error in decoding.arrange(drafted=ahead is not None):
-            self._fail([task], error)
-        tasks = list(decoding.tasks)
-        if not tasks:
-            return
         try:
+            alone = len(decoding.tasks) == 1 and not self._prefill.tasks
+            ahead = self._ahead.round(decoding.tasks[0]) if alone else None
+            for task, error in decoding.arrange(drafted=ahead is not None):
+                self._fail([task], error)
+            tasks = list(decoding.tasks)
+            if not tasks:
+                return
             if ahead is not None:
                 self._run_ahead(tasks[0], ahead)
                 return
             if (drafts := self._ahead.rows(decoding)) is not None:
                 self._step_rows(tasks, drafts)
                 return
-            logits = decoding.step()
         except Exception as error:
-            self._fail(tasks, error)
+            self._fail_answers(error)
             return
         self._counts["steps"] += 1
         self._ahead.note_step(len(tasks))
-        self._choose(tasks, logits)
+        for together in decoding.groups:
+            try:
+                logits = decoding.step(together)
+            except Exception as error:
+                self._fail(together, error)
+            else:
+                self._choose(together, logits)
 
     def _step_rows(self, tasks: Sequence[Task], drafts: RowDrafts) -> None:
         """Compute one more token of each answer, and those of its drafts that are right."""
@@ -404,7 +418,7 @@ class ModelEngine:
         trees = drafts.draft([task.ids for task in tasks])
         columns = 1 + max(map(len, trees))
         if columns == 1:
-            logits = self._decoding.step()
+            logits = self._decoding.step(tasks)
             self._counts["steps"] += 1
             self._choose(tasks, logits)
             said = [task.ids[at:] for task, at in zip(tasks, before, strict=True)]
@@ -425,6 +439,8 @@ class ModelEngine:
         self._decoding.keep([found.committed if found is not None else 1 for found in taken], columns)
         drafts.note(trees, taken, [task.ids[at:] for task, at in zip(tasks, before, strict=True)])
         for task, end in zip(tasks, ends, strict=True):
+            if task.cache is None:
+                continue
             if isinstance(end, Exception):
                 self._fail([task], end)
             elif end is not None:
@@ -445,6 +461,8 @@ class ModelEngine:
             return
         now = time.perf_counter()
         for task, choice in zip(tasks, chosen, strict=True):
+            if task.cache is None:  # it has ended with a batch that could not let another one go
+                continue
             try:
                 if isinstance(choice, Exception):
                     raise choice
@@ -469,7 +487,7 @@ class ModelEngine:
         """Store the K/V of a task."""
         try:
             self._decoding.sync(task)
-            self._sessions.hear(self._intake.begun)
+            self._hear()
             if task.cache is not None:
                 if task.report is not None:
                     task.note_report()
@@ -491,13 +509,28 @@ class ModelEngine:
             else:
                 self._intake.end(task, "error", f"{type(error).__name__}: {error}")
 
+    def _fail_answers(self, error: Exception) -> None:
+        """End all answers: what their batch holds is no longer sure."""
+        tasks = list(self._decoding.tasks)
+        self._decoding.clear()
+        self._fail(tasks, error)
+
     def _fail_all(self, error: Exception) -> None:
-        for part in (self._decoding, self._prefill):
-            part.clear()
-        self._fail(list(self._intake.admitted), error)
+        """End all requests that were admitted, or else all others: the loop meets an error of nobody's once."""
+        self._decoding.clear()
+        self._prefill.clear()
+        if tasks := list(self._intake.admitted) or self._intake.take_waiting():
+            self._fail(tasks, error)
+        else:
+            self._intake.fail_embeddings(error)
 
     def _forget(self, task: Task) -> None:
         task.cache = None
-        for part in (self._decoding, self._prefill):
-            if task in part.tasks:
-                part.remove(task)
+        if task in self._prefill.tasks:
+            self._prefill.remove(task)
+        if task in self._decoding.tasks:
+            try:
+                self._decoding.remove(task)
+            except Exception as error:  # whoever forgets this task tells it of its end
+                self._decoding.tasks.remove(task)
+                self._fail_answers(error)

@@ -242,11 +242,18 @@ class DraftedText:
             return Tree()
         if self._states is not None:
             show(self._states)
-        return self._drafting.grow(torch.tensor([[*self._job.ids, *ids]]), room, chain=True)
+        try:
+            return self._drafting.grow(torch.tensor([[*self._job.ids, *ids]]), room, chain=True)
+        except _DraftFailedError as failed:
+            self._drafts.give_up(failed.__cause__)
+            return Tree()
 
     def keep(self, path: Sequence[int]) -> None:
         """Take note of the tokens of the last chain that are in the answer now."""
-        self._drafting.keep(path)
+        try:
+            self._drafting.keep(path)
+        except _DraftFailedError as failed:
+            self._drafts.give_up(failed.__cause__)
 
 
 class RowDrafts:
@@ -276,13 +283,11 @@ class RowDrafts:
         self._began = self._clock()
         fixed = self._drafts.config.policy == "tree"
         chosen = self._chosen(ids, everybody=fixed)
-        try:
-            for place, (text, said) in enumerate(zip(self._texts, ids, strict=True) if chosen else ()):
-                drafted = text is not None and place in chosen
-                self._trees.append(text.chain(said, partial(self._show, place)) if drafted and text else Tree())
-        except _DraftFailedError as failed:
-            self._drafts.give_up(failed.__cause__)
-            self._trees = []
+        if chosen:
+            self._trees = [
+                text.chain(said, partial(self._show, place)) if text is not None and place in chosen else Tree()
+                for place, (text, said) in enumerate(zip(self._texts, ids, strict=True))
+            ]
         chains = [tree.chances for tree in self._trees]
         count = min(max(map(len, chains), default=0), self._drafts.config.max_nodes) if fixed else 0
         if any(chains) and not fixed:
@@ -326,12 +331,9 @@ class RowDrafts:
         for tree, tokens in zip(self._trees, said, strict=False):
             if len(tree):
                 growth.compare(tree, tokens)
-        try:
-            for text, tree, found in zip(self._texts, checked, taken, strict=True):
-                if text is not None and len(tree) and found is not None:
-                    text.keep(found.kept)
-        except _DraftFailedError as failed:
-            self._drafts.give_up(failed.__cause__)
+        for text, tree, found in zip(self._texts, checked, taken, strict=True):
+            if text is not None and len(tree) and found is not None:
+                text.keep(found.kept)
         columns = max(map(len, checked))
         if not columns:
             self._drafts.note_shared(len(checked))

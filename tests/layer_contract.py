@@ -1,0 +1,437 @@
+"""The contract of cache layers: `tests/unit/test_layers.py` runs it over every kind that there is.
+
+A kind is what `FORMS` has of it: a new class of layers fails until it is there.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from kvboost_hf.config import KVQuantConfig
+from tests.internals import cache as own
+from tests.internals.cache import Piece, ReuseLayer, make_codec
+
+HEADS, DIM, HIDDEN, WINDOW, MOST = 2, 8, 16, 6, 600
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a kind of layer is made, and what a forward gives it.
+
+    Args:
+        make: An empty layer.
+        stock: The layer of transformers in whose place it stands; None for one that never stands alone.
+        columns: Tensors that it keeps of each token.
+        window: Columns that a token attends to; 0 for all.
+        conv, recurrent: Whether it keeps such states.
+        exact: Columns come back as they were given.
+        fresh: The kind of `fresh()`, where that is another.
+    """
+
+    make: Callable[[], Any]
+    stock: Callable[[], Any] | None = None
+    columns: int = 0
+    window: int = 0
+    conv: bool = False
+    recurrent: bool = False
+    exact: bool = True
+    fresh: type | None = None
+
+
+class Summed(DynamicLayer):
+    """A layer that only its model understands: beside its K/V it has a sum that it writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, Any] = {"sum": None}
+
+
+def _pieced() -> Any:
+    layer = own.PiecedLayer()
+    layer.hands_out = True
+    return layer
+
+
+def _quantized() -> Any:
+    return own.QuantizedLayer(make_codec("int8"), KVQuantConfig(window=16), None)
+
+
+FORMS = {
+    "GrowingLayer": Form(own.GrowingLayer, DynamicLayer, columns=2),
+    "PiecedLayer": Form(_pieced, DynamicLayer, columns=2),
+    "QuantizedLayer": Form(_quantized, DynamicLayer, columns=2, exact=False),
+    "SlidingLayer": Form(
+        lambda: own.SlidingLayer(WINDOW), lambda: DynamicSlidingWindowLayer(WINDOW), columns=2, window=WINDOW
+    ),
+    "IndexedLayer": Form(own.IndexedLayer, DynamicIndexedLayer, columns=3),
+    "SparseLayer": Form(own.SparseLayer, columns=3),
+    "HiddenStates": Form(lambda: own.HiddenStates((2, -1)), columns=2),
+    "StaticReuseLayer": Form(lambda: own.StaticReuseLayer(MOST), DynamicLayer, columns=2, fresh=own.GrowingLayer),
+    "StaticReuseLayer of a window": Form(
+        lambda: own.StaticReuseLayer(MOST, WINDOW), columns=2, window=WINDOW, fresh=own.SlidingLayer
+    ),
+    "StateLayer": Form(own.StateLayer, LinearAttentionLayer, conv=True, recurrent=True),
+    "StaticStateLayer": Form(
+        own.StaticStateLayer, LinearAttentionLayer, conv=True, recurrent=True, fresh=own.StateLayer
+    ),
+    "HybridLayer": Form(own.HybridLayer, LinearAttentionAndFullAttentionLayer, columns=2, conv=True, recurrent=True),
+    "HybridSlidingLayer": Form(
+        lambda: own.HybridSlidingLayer(WINDOW),
+        lambda: LinearAttentionAndSlidingWindowAttentionLayer(WINDOW),
+        columns=2,
+        window=WINDOW,
+        conv=True,
+    ),
+    "EmptyLayer": Form(lambda: own.EmptyLayer(DynamicLayer())),
+    "OpaqueLayer": Form(lambda: own.OpaqueLayer(Summed()), Summed),
+}
+
+
+def kinds(kind: type = ReuseLayer) -> Iterator[type]:
+    """All classes of layers that the package makes, bases of others left out."""
+    below: list[type] = kind.__subclasses__()
+    for each in below:
+        if (
+            each.__module__.startswith("kvboost_hf.")
+            and not each.__name__.startswith("_")
+            and each is not own.ColumnLayer
+        ):
+            yield each
+        yield from kinds(each)
+
+
+class Run:
+    """A layer in use: what it was given, forward by forward.
+
+    Args:
+        form: Its kind.
+        layer: It; a new one for None.
+        batch: Rows.
+        seed: Of all that it is given.
+    """
+
+    def __init__(self, form: Form, layer: Any = None, *, batch: int = 2, seed: int = 0) -> None:
+        self.form, self.layer = form, form.make() if layer is None else layer
+        self.batch = 1 if self.layer.single_row else batch
+        self.random = torch.Generator().manual_seed(seed)
+        self.given: list[torch.Tensor] = []  # [batch, heads, columns, dim] of each tensor that is kept
+        self.states: list[torch.Tensor] = []  # after the last forward
+
+    def _new(self, *shape: int) -> torch.Tensor:
+        return torch.randn(self.batch, *shape, generator=self.random)
+
+    @property
+    def length(self) -> int:
+        """Columns given so far."""
+        return self.given[0].shape[2] if self.given else 0
+
+    def forward(self, tokens: int) -> "Run":
+        """What a model does with its layer for some tokens, and the cache behind it."""
+        layer, form = self.layer, self.form
+        new = [self._new(HEADS, tokens, DIM) for _ in range(2)]
+        if isinstance(layer, own.HiddenStates):
+            new = [self._new(1, tokens, HIDDEN) for _ in range(2)]
+            layer.append(lambda which: new[layer.which.index(which)][:, 0])
+        elif isinstance(layer, own.OpaqueLayer):
+            layer.native.update(*new)
+            sums = layer.native.sums
+            sums["sum"] = new[0].sum(2) if sums["sum"] is None else sums["sum"].add_(new[0].sum(2))
+        elif form.columns:
+            layer.update(*new)
+        if isinstance(layer, own.IndexedLayer):
+            new.append(self._new(1, tokens, DIM))
+            layer.update_indexer(new[2][:, 0])
+        if isinstance(layer, own.SparseLayer):
+            new.append(self._new(1, tokens, DIM))
+            layer.update_index(new[2])
+        if isinstance(layer, own.StaticReuseLayer):
+            layer.close(tokens)
+        if form.conv:
+            layer.update_conv_state(self._new(HIDDEN, 4))
+        if form.recurrent:
+            layer.update_recurrent_state(self._new(HEADS, DIM, DIM))
+        layer.note_state()
+        if form.columns:
+            self.given = [torch.cat(pair, 2) for pair in zip(self.given, new, strict=True)] if self.given else new
+        self.states = self.states_now()
+        return self
+
+    def states_now(self) -> list[torch.Tensor]:
+        """Copies of all states of all rows."""
+        rows = [self.layer.save_state(row) for row in range(self.batch)]
+        return [t.clone() for row in rows if row is not None for t in row.tensors if t is not None]
+
+    def cut(self, length: int) -> None:
+        """What was given, up to some column."""
+        self.given = [each[:, :, :length] for each in self.given]
+
+    def pieces(self, row: int, start: int, stop: int) -> list[Piece]:
+        """Columns of a row, in two pieces where there are two at least, as a store has them."""
+        middle = start + (stop - start + 1) // 2
+        parts = [(start, middle), (middle, stop)] if stop > middle else [(start, stop)]
+        return [tuple(each[row, :, a:b].contiguous() for each in self.given) for a, b in parts]
+
+    def require_held(self, *, until: int | None = None) -> None:
+        """All that the layer has let nobody lose is what it was given."""
+        layer = self.layer
+        if not self.form.columns:
+            return
+        stop = self.length if until is None else until
+        assert layer.length == stop
+        start = layer.first
+        assert start <= layer.needed_from(stop)
+        if not stop:
+            return
+        for row in range(self.batch):
+            found = layer.columns(row, start, stop)
+            wanted = tuple(each[row, :, start:stop] for each in self.given)
+            assert len(found) == len(wanted)
+            for one, other, spec in zip(found, wanted, layer.column_specs, strict=True):
+                assert (one.shape, one.dtype) == (other.shape, spec.dtype)
+                assert (spec.heads, spec.dim) == (other.shape[0], other.shape[2])
+                require_alike(one, other, self.form.exact)
+
+
+def require_alike(found: torch.Tensor, wanted: torch.Tensor, exact: bool = True) -> None:
+    """The same bits, or near to them for what is held in codes."""
+    assert torch.equal(found, wanted) if exact else torch.allclose(found, wanted, atol=0.05)
+
+
+# The promises
+
+
+def starts_empty(form: Form) -> None:
+    layer = form.make()
+    assert layer.length in (0, None)
+    assert layer.intact
+    assert layer.nbytes == 0
+    assert layer.columns(0, 0, 0) is None
+    assert layer.column_specs == ()
+    assert layer.save_state(0) is None or not form.conv
+    layer.reset()
+    assert type(layer.fresh()) is (form.fresh or type(layer))
+
+
+def holds_what_it_was_given(form: Form) -> None:
+    run = Run(form)
+    version = run.layer.version
+    for tokens in (5, 1, 9, 1):
+        run.forward(tokens)
+        run.require_held()
+        assert run.layer.intact
+        assert run.layer.version > version or not form.columns
+        version = run.layer.version
+    held = sum(t.nbytes for t in run.given) if not form.window and form.exact else 1
+    assert run.layer.nbytes >= (held if form.columns or form.conv else 0)
+
+
+def is_emptied(form: Form) -> None:
+    run = Run(form).forward(12)
+    run.layer.reset()
+    run.layer.note_state()
+    assert run.layer.length in (0, None)
+    assert run.layer.intact
+    again = Run(form, run.layer, seed=1).forward(7)
+    again.require_held()
+
+
+def goes_two_ways(form: Form) -> None:
+    """`share`, `copy` and `deepcopy`: each of the two goes on without the other."""
+    for twin_of in (lambda layer: layer.share(), copy.copy, copy.deepcopy):
+        run = Run(form).forward(10)
+        twin = Run(form, twin_of(run.layer), seed=2)
+        twin.given, twin.states = list(run.given), run.states
+        twin.require_held()
+        for one, other in ((run, twin), (twin, run)):
+            one.forward(3)
+            other.require_held()
+            assert other.layer.intact
+            assert all(map(torch.equal, other.states_now(), other.states))
+            one.require_held()
+
+
+def goes_back(form: Form) -> None:
+    """To where a rewind is possible: everything goes on from there as if nothing had come between."""
+    run = Run(form).forward(12)
+    layer, states = run.layer, run.states
+    layer.keep_state(12)
+    run.forward(5)
+    assert layer.can_rewind(12)
+    layer.truncate(12)
+    layer.note_state()
+    run.cut(12)
+    run.require_held()
+    assert layer.intact
+    assert all(map(torch.equal, run.states_now(), states))
+    run.forward(4)
+    run.require_held()
+    if layer.is_stateful:
+        assert not layer.can_rewind(3)
+    elif not form.window:
+        assert layer.can_rewind(3)
+        layer.truncate(3)
+        run.cut(3)
+        run.require_held()
+    layer.truncate(run.length + 9)  # it never was there
+    if form.columns:
+        assert layer.length == run.length
+
+
+def is_filled(form: Form) -> None:
+    """With what it had before, in pieces; a row that is shorter is padded on its left."""
+    if not form.columns or not form.exact:
+        return
+    run = Run(form).forward(13)
+    for start in (0, 13 - form.window + 1 if form.window else 0):
+        twin = Run(form, seed=3)
+        twin.given = list(run.given)
+        twin.layer.fill(start, 13, [run.pieces(0, start, 13), run.pieces(1, start, 13)])
+        assert twin.layer.first <= start or start == 0
+        twin.require_held()
+        assert twin.layer.intact
+        twin.forward(2)
+        twin.require_held()
+    padded = form.make()
+    padded.fill(0, 13, [run.pieces(0, 0, 13), run.pieces(1, 4, 13)])
+    start = padded.first
+    for at, each in enumerate(padded.columns(1, start, 13)):
+        wanted = run.given[at][1].clone()
+        wanted[:, 4:] = run.given[at][1][:, 4:]
+        wanted[:, :4] = 0
+        assert torch.equal(each, wanted[:, start:13])
+
+
+def lets_states_be_saved(form: Form) -> None:
+    run = Run(form).forward(9)
+    layer = run.layer
+    if not layer.is_stateful:
+        assert layer.save_state(0) is None
+        assert layer.view_state(0) is None
+        assert layer.state_bytes() == 0
+        return
+    saved = [layer.save_state(row) for row in range(run.batch)]
+    before = [[t.clone() for t in each.tensors if t is not None] for each in saved]
+    assert layer.state_bytes() >= saved[0].nbytes > 0
+    run.forward(1)
+    for each, wanted in zip(saved, before, strict=True):  # no forward reaches what was saved
+        assert all(map(torch.equal, [t for t in each.tensors if t is not None], wanted))
+    assert not all(map(torch.equal, run.states_now(), [t for row in before for t in row]))
+    twin = Run(form)
+    twin.layer.load_states(saved)
+    assert all(map(torch.equal, twin.states_now(), [t for row in before for t in row]))
+    layer.load_states(saved)
+    assert all(map(torch.equal, run.states_now(), [t for row in before for t in row]))
+    if not layer.single_row:
+        layer.load_states(saved[::-1])
+        assert all(map(torch.equal, [t for t in layer.save_state(0).tensors if t is not None], before[1]))
+
+
+def moves_rows(form: Form) -> None:
+    run = Run(form).forward(8)
+    layer = run.layer
+    if layer.single_row or isinstance(layer, own.EmptyLayer):
+        return
+    states = [layer.save_state(row) for row in range(2)]
+    if isinstance(layer, own.HiddenStates):
+        layer.select(torch.tensor([1, 0]))
+        rows = [1, 0]
+    else:
+        layer.batch_repeat_interleave(2)
+        layer.reorder_cache(torch.tensor([2, 0, 0, 3]))
+        layer.batch_select_indices(torch.tensor([True, True, False, True]))
+        for move in ("offload", "prefetch"):
+            getattr(layer, move)()
+        rows = [1, 0, 1]
+    layer.note_state()
+    run.batch, run.given = len(rows), [each[rows] for each in run.given]
+    run.require_held()
+    assert layer.intact
+    for row, source in enumerate(rows):
+        found, wanted = layer.save_state(row), states[source]
+        assert (found is None) == (wanted is None)
+        if found is not None:
+            assert all(map(torch.equal, *[[t for t in s.tensors if t is not None] for s in (found, wanted)]))
+    run.forward(2)
+    run.require_held()
+
+
+def notices_what_others_write(form: Form) -> None:
+    """Through what transformers sees; what was only read stays whole."""
+    if form.columns and form.stock is not None:
+        for change in (lambda t: t.add_(1), lambda t: t.data.add_(1), lambda t: t.numpy().fill(2.0)):
+            run = Run(form).forward(8)
+            tensor = run.layer.keys
+            assert run.layer.intact
+            change(tensor)
+            if run.layer.intact:  # it has given out a copy
+                assert not form.exact or form.fresh is not None
+                run.require_held()
+        run = Run(form).forward(8)
+        new = torch.randn(2, HEADS, run.layer.keys.shape[2], DIM)
+        run.layer.keys = new
+        assert not run.layer.intact
+        require_alike(run.layer.keys, new, form.exact)
+    if form.conv or isinstance(form.make(), own.OpaqueLayer):
+        run = Run(form).forward(8)
+        tensor = run.layer.conv_states[0] if form.conv else run.layer.native.sums["sum"]
+        assert run.layer.intact
+        tensor.add_(1)
+        assert not run.layer.intact
+        run.layer.note_state()
+        assert run.layer.intact
+
+
+def becomes_that_of_transformers(form: Form) -> None:
+    """In a pickle, which holds copies."""
+    if form.stock is None or form.fresh is not None:
+        return
+    run = Run(form)
+    run.layer.stock = form.stock()
+    run.forward(5)
+    if isinstance(run.layer, own.OpaqueLayer):
+        run.layer.stock = None
+        return
+    found = run.layer.as_stock()
+    assert type(found) is type(form.stock())
+    if form.columns:
+        assert found.get_seq_length() == 5
+        require_alike(found.keys, run.given[0][:, :, -found.keys.shape[2] :], form.exact)
+        run.forward(3)
+        assert found.get_seq_length() == 5
+
+
+def keeps_what_it_needs(form: Form) -> None:
+    """`release`, and what `needed_from` says: everything else may go, and the model goes on."""
+    run = Run(form).forward(20)
+    for _ in range(9):
+        run.forward(60)
+        run.layer.release(run.length)
+        run.require_held()
+    if form.window and not isinstance(run.layer, own.StaticReuseLayer):
+        assert run.layer.first > 0
+
+
+PROMISES = [
+    starts_empty,
+    holds_what_it_was_given,
+    is_emptied,
+    goes_two_ways,
+    goes_back,
+    is_filled,
+    lets_states_be_saved,
+    moves_rows,
+    notices_what_others_write,
+    becomes_that_of_transformers,
+    keeps_what_it_needs,
+]
