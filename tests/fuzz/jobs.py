@@ -1,8 +1,8 @@
 """`python -m tests.fuzz.jobs`: jobs for engines of a server, all drawn at random, for some seconds.
 
-What is drawn: settings, a model, prompts that begin alike, clients that leave, sessions that are dropped, restarts, and
-a second engine on one folder. Each greedy answer must be one that the model alone could have given, and the K/V that is left in
-the store must be that of its text. The status is 1 if something was wrong.
+What is drawn: settings, a model, prompts that begin alike, clients that leave, sessions that are dropped, restarts,
+and a second engine on the same folder. A greedy answer must be one that the model alone could have given, and K/V that
+is left in the store must be that of its text. The status is 1 if something was wrong.
 """
 
 import argparse
