@@ -217,19 +217,26 @@ class _RowHidden:
 
     Args:
         layers: The layers whose states are kept, by their numbers or `LAST`.
+        last: Those of which only the states of the last tokens are needed.
     """
 
-    def __init__(self, layers: Sequence[int]) -> None:
-        self.layers = tuple(layers)
+    def __init__(self, layers: Sequence[int], last: Sequence[int] = ()) -> None:
+        self.layers, self.shown = tuple(layers), tuple({*layers, *last})
         self._steps: list[dict[int, torch.Tensor]] = []  # by layer, [1, 1, hidden_size]
 
     def append(self, shown: Shown, row: int) -> None:
         """Keep what a step has shown of a row, [rows, tokens, hidden_size]."""
         states = {
-            layer: found[row : row + 1].clone() for layer in self.layers if (found := shown.of(layer)) is not None
+            layer: found[row : row + 1].clone() for layer in self.shown if (found := shown.of(layer)) is not None
         }
-        for at in range(next((found.shape[1] for found in states.values()), 1) if self.layers else 0):
+        tokens = next((found.shape[1] for found in states.values()), 1) if self.shown else 0
+        for at in range(tokens):
             self._steps.append({layer: found[:, at : at + 1] for layer, found in states.items()})
+        if not self.layers:
+            del self._steps[:-tokens]
+
+    def __len__(self) -> int:
+        return len(self._steps)
 
     def forget(self, tokens: int) -> None:
         """Forget the last tokens."""
@@ -238,9 +245,9 @@ class _RowHidden:
     def read(self, tokens: int) -> dict[int, torch.Tensor]:
         """Of each layer, the states [1, tokens, hidden_size] of the last `tokens`; none if some were not shown."""
         steps = self._steps[len(self._steps) - tokens :] if 0 < tokens <= len(self._steps) else []
-        if not steps or any(len(step) < len(self.layers) for step in steps):
+        if not steps or any(len(step) < len(self.shown) for step in steps):
             return {}
-        return {layer: torch.cat([step[layer] for step in steps], dim=1) for layer in self.layers}
+        return {layer: torch.cat([step[layer] for step in steps], dim=1) for layer in self.shown}
 
 
 def _room(columns: int) -> int:
@@ -296,6 +303,7 @@ class BatchKV:
         owner: Hashable = None,
         states: Sequence[LayerState | None] = (),
         hidden: Sequence[int] = (),
+        last: Sequence[int] = (),
         rides: bool = False,
     ) -> None:
         """Add a row behind the others. If it fails, the others do not change.
@@ -309,6 +317,7 @@ class BatchKV:
                 Empty if no layer has any.
             hidden: The layers whose hidden states are kept of the row's new tokens. The model needs
                 `hook_hidden_states` then.
+            last: Those of which only the states of the last token are needed.
             rides: Whether steps may compute tokens of the row again: its K/V is copied then, wherever it lies.
         """
         states = states or [None] * len(kv)
@@ -331,7 +340,7 @@ class BatchKV:
                     held.add(state)
             self._lengths.append(len(tokens))
             self._own.append(own)
-            self._kept.append(_RowHidden(hidden))
+            self._kept.append(_RowHidden(hidden, last))
             self._place()
         except BaseException:
             self._keep(rows, stop, made)
@@ -499,7 +508,7 @@ class BatchKV:
     def _cache(self, count: int) -> tuple[PrivateCache, list[Shown]]:
         """The cache of a forward, and where the hidden states of its last `count` tokens will be, if rows keep any."""
         cache, found = PrivateCache(self._shown), list[Shown]()
-        if kept := {layer for row in self._kept for layer in row.layers}:
+        if kept := {layer for row in self._kept for layer in row.shown}:
 
             def take(shown: Shown) -> Shown:
                 last = (None if layer is None else layer[:, -count:] for layer in shown.layers)
@@ -556,8 +565,12 @@ class BatchKV:
     @property
     def can_check(self) -> bool:
         """Whether a step may have several tokens of a row, of which it keeps some: states cannot go back."""
-        held = [layer for layer in self._layers if layer is not None]
-        return not any(self._states) and all(layer.table is None for layer in held)
+        return bool(self._lengths) and not any(self._states)
+
+    @property
+    def can_read(self) -> bool:
+        """Whether `read` can read all tokens of a row: none lie elsewhere."""
+        return all(layer.table is None for layer in self._layers if layer is not None)
 
     @torch.no_grad()
     def keep(self, counts: Sequence[int], columns: int) -> None:
