@@ -147,8 +147,6 @@ def look_up(
     """What the store can serve now of a prompt [1, tokens], whose last token is left to compute.
 
     Args:
-        parts: The parts of a cache for the prompt.
-        ids: The tokens.
         known: What was known of them before: it is returned if it still holds.
         is_current: Tells from now on whether the store is as it is now.
     """
