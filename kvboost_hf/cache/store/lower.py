@@ -178,10 +178,10 @@ class LowerMemory:
         return map(unloaded, self.tiers.entries(root))
 
     def records_by_tier(self, root: bytes) -> Iterator[tuple[str, Stored, int]]:
-        """All records under a root in each tier that has them: its name, the record, and its bytes there."""
+        """All records under roots that begin so, in each tier that has them: its name, the record, its bytes there."""
         for tier in self.tiers.tiers:
             for entry in tier.tier.entries(root):
-                if entry.root == root:
+                if entry.root.startswith(root):
                     yield tier.tier.name, unloaded(Found(entry, tier)), entry.nbytes
 
     def all_records(self) -> Iterator[Stored]:

@@ -17,6 +17,7 @@ from kvboost_hf.cache.planning.chunks import (
     KEY_BYTES,
     Chunker,
     Tokens,
+    begin_beside,
     common_length,
     prefix_key,
 )
@@ -377,6 +378,13 @@ class TieredRecords:
             if stored.key in doomed:
                 freed[name] += nbytes
         return dict(freed)
+
+    def roots_beside(self, roots: Collection[bytes]) -> frozenset[bytes]:
+        """The roots under which anything is that others than the model, such as heads, have computed of texts."""
+        self.lower.tiers.flush()
+        begins = tuple(map(begin_beside, roots))
+        here = {each.root for each in self.held() if each.root.startswith(begins)}
+        return frozenset(here.union(*({each.root for _, each, _ in self.lower.records_by_tier(at)} for at in begins)))
 
     def discard(self, keys: Collection[bytes]) -> None:
         """Remove records from host memory and devices, pinned or not, and soon from lower tiers."""

@@ -103,7 +103,7 @@ class Tier(Protocol):
         ...
 
     def entries(self, root: bytes | None = None) -> Iterator[Entry]:
-        """All that is kept, or what is kept under one root."""
+        """All that is kept, or what is kept under one root, or under all roots that begin with some bytes."""
         ...
 
     def read(self, key: bytes) -> memoryview | None:

@@ -189,9 +189,10 @@ class ModelEngine:
             self._hear()
             known = next(iter(table.of(client, id)), None)
             own, heads = table.drop(client, id, roots, self._intake.begun)
-            return known, replace(own, roots=own.roots | self._ahead.head_roots(own.roots)), heads
+            return known, own, heads
 
         known, own, heads = self._intake.call(drop)
+        own = replace(own, roots=own.roots | self.store.roots_beside(own.roots))
         if known is not None:  # first: who hands K/V over after this has listed the tiers lets go of it
             table.tell_dropped(client, id, own.roots)
         freed = self.store.remove(own.under(heads), lambda records: own.keys(records, heads, lost=True))
