@@ -6,6 +6,7 @@ is left in the store must be that of its text. The status is 1 if something was 
 """
 
 import argparse
+import copy
 import logging
 import random
 import sys
@@ -14,17 +15,21 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
 from kvboost_hf import ChunkStore, DraftTreeConfig, ReusePolicy, lookup_assistant
-from tests.fuzz.families import FAMILIES, MOVABLE, Family, draft, family
+from tests.fuzz.families import FAMILIES, MOVABLE, SAME, Family, draft, family
 from tests.fuzz.history import TEXTS
 from tests.internals.server import Job, Keep, ModelEngine, Progress, SamplingOptions
+from tests.property.test_heads import KINDS as HEADS
+from tests.property.test_heads import pair_of
 from tests.server.test_worker import Told, numbers
 
 _LONGEST = 150  # tokens of a prompt
@@ -57,7 +62,7 @@ class Engines:
     Args:
         name: The family of the model.
         policy: Fields of `ReusePolicy`.
-        drafts: How answers are drafted: `"lookup"`, `"draft"`, or neither.
+        drafts: `"lookup"`; `"draft"`, by another model or by heads of the model itself; or None.
         limits: Further arguments of `ModelEngine`.
         store: Arguments of `ChunkStore`.
         running: All that were made and not closed; the last one is asked.
@@ -72,16 +77,17 @@ class Engines:
 
     @property
     def family(self) -> Family:
-        return family(self.name)
+        return with_heads(self.name)[0] if self.name in HEADS else family(self.name)
 
     def start(self, store: ChunkStore | None = None) -> ModelEngine:
         """Another engine, over a store or over a new one."""
         model = self.family.served
         told = dict(self.limits)
-        if self.drafts is not None:
-            told["draft"] = (
-                lookup_assistant(model) if self.drafts == "lookup" else draft(self.name, torch.float32, "trees")
-            )
+        if self.drafts == "lookup":
+            told["draft"] = lookup_assistant(model)
+        elif self.drafts is not None:
+            heads = self.name in HEADS
+            told["draft"] = with_heads(self.name)[1] if heads else draft(self.name, torch.float32, "trees")
         store = store if store is not None else ChunkStore(model, **self.store)
         self.running.append(ModelEngine(model, numbers(), store=store, policy=ReusePolicy(**self.policy), **told))
         return self.running[-1]
@@ -103,9 +109,19 @@ class Engines:
             engine.close_store()
 
 
+@cache
+def with_heads(kind: str) -> tuple[Family, Any]:
+    """A model with heads of its own, and these."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        target, heads = pair_of(kind, Path(folder), patch)
+    return Family(target, copy.deepcopy(target), SAME[torch.float32], steady=True), heads
+
+
 def draw_engines(draw: random.Random, folder: str) -> Engines:
     """Settings, of engines that are not started."""
     name = draw.choices(list(FAMILIES), list(FAMILIES.values()))[0]
+    if draw.random() < 0.2:
+        name = draw.choice(HEADS)
     policy = draw.choice(_POLICIES)
     if name in MOVABLE and draw.random() < 0.2:
         policy = _BLEND | {"progressive": draw.choice([True, "ride", 1, 7, 64, False])}
