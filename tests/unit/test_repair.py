@@ -53,18 +53,26 @@ def test_what_is_attended_to_counts_less_the_farther_it_is_from_its_seam() -> No
     even = row((10, 60), (70, 90))
     assert chosen("query", even, np.ones(100), recompute_ratio=0.1) == [10, 11, 12, 13, 70, 71, 72]
     scores = np.ones(100)
-    scores[58] = 1 + 48 / 8 + 0.1  # that much makes up for 48 tokens
-    assert 58 in chosen("query", even, scores, recompute_ratio=0.02)
-    scores[58] -= 0.2
-    assert 58 not in chosen("query", even, scores, recompute_ratio=0.02)
+    scores[58] = (1 + 48 / 100) ** 0.5 + 0.01  # that much makes up for 48 tokens
+    assert chosen("query", even, scores, recompute_ratio=0.01) == [58]
+    scores[58] -= 0.02
+    assert chosen("query", even, scores, recompute_ratio=0.01) == [10]
 
 
 def test_far_from_its_seam_hardly_anything_is_computed_again_unless_a_ratio_is_given() -> None:
     edited = row((10, 4010), length=4100)
-    assert len(chosen("query", edited, np.ones(4100))) == 128
+    assert len(chosen("query", edited, np.ones(4100))) == 64
     assert len(chosen("query", edited, np.ones(4100), recompute_ratio=0.15)) == 600
-    assert len(chosen("query", row((10, 4010), length=4100, seams=(10, 2010)), np.ones(4100))) == 256
+    assert len(chosen("query", row((10, 4010), length=4100, seams=(10, 2010)), np.ones(4100))) == 128
     assert len(chosen("query", row((10, 90)), np.ones(100))) == 12  # 15%
+
+
+def test_a_short_text_between_two_edits_allows_a_share_of_its_own_tokens() -> None:
+    """Not as many as a long one; moved tokens before all seams, which go on from exact ones, allow none."""
+    between = row((10, 2010), (2020, 2040), length=2100)
+    assert len(chosen("query", between, np.ones(2100))) == 64 + 3
+    assert len(chosen("query", row((10, 2010), length=2100, seams=(1990,)), np.ones(2100))) == 3
+    assert chosen("query", row((10, 2010), length=2100, seams=()), np.ones(2100)) == []
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,8 @@ from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, Segment
 from kvboost_hf.config import ReusePolicy
 
 LAST_TOKENS = 16  # the end of a prompt is computed even where it is stored
-_RATIO, _MOST_FOR_A_SEAM = 0.15, 128
-_HALF = 8  # tokens behind a seam: there a token counts half for `Query`
+_RATIO, _MOST_FOR_A_SEAM = 0.15, 64
+_NEAR = 100  # tokens behind a seam, from which on `Query` counts a token for less
 Mask = NDArray[np.bool_]  # [columns] of a row, or [batch, columns]
 Scores = NDArray[np.float64]
 
@@ -55,6 +56,10 @@ class RepairRow:
         for seam in self.seams:
             found[max(0, seam - before) : seam + after] = True
         return found & self.moved
+
+    def moved_behind_seams(self) -> list[int]:
+        """How many moved tokens there are from each seam up to the next one, or to the end."""
+        return [int(self.moved[start:end].sum()) for start, end in pairwise((*self.seams, len(self.moved)))]
 
     def behind_seam(self) -> NDArray[np.int64]:
         """How many tokens each column is behind the last seam at or before it; before the first one, the column."""
@@ -110,11 +115,10 @@ class Repair:
 
 
 def budget(row: RepairRow, ratio: float | None) -> int:
-    """The number of moved tokens that a ratio allows; None is 15% of them, but no more than 128 for each seam."""
-    moved = int(row.moved.sum())
+    """The number of moved tokens that a ratio allows; None is 15% of those behind each seam, 64 at most."""
     if ratio is None:
-        return min(math.ceil(_RATIO * moved - 1e-9), _MOST_FOR_A_SEAM * len(row.seams))
-    return math.ceil(ratio * moved - 1e-9)
+        return sum(min(math.ceil(_RATIO * moved - 1e-9), _MOST_FOR_A_SEAM) for moved in row.moved_behind_seams())
+    return math.ceil(ratio * int(row.moved.sum()) - 1e-9)
 
 
 def _budget(policy: ReusePolicy, row: RepairRow, ranked: Scores, covered: float, chosen: int, total: float) -> int:
@@ -162,7 +166,7 @@ def first_after_seams(row: RepairRow, count: int, most: int | None = None) -> Ma
 
 
 class Query(Repair):
-    """Chooses the tokens with most attention, divided by 1 + distance from the seam / 8.
+    """Chooses the tokens with most attention, divided by the square root of 1 + distance from the seam / 100.
 
     Choosing by the query's attention is ProphetKV's idea (https://arxiv.org/abs/2602.02579). Attention over stored K/V
     does not show how a token's K/V would change behind its new history. On real text, that falls with the distance
@@ -174,7 +178,7 @@ class Query(Repair):
 
     def weigh(self, row: RepairRow, scores: Scores) -> Scores:
         """Less, the farther a token is from its seam."""
-        return scores / (1 + row.behind_seam() / _HALF)
+        return scores / np.sqrt(1 + row.behind_seam() / _NEAR)
 
 
 class Selective(Repair):
