@@ -55,8 +55,8 @@ class ReusePolicy:
             https://arxiv.org/abs/2410.15332). `"selective"`: `seam_tokens` after each seam. `"none"`: none.
             `"auto"`: `"cacheblend"` for models of up to 8 layers, `"query"` for others.
         recompute_ratio: Share of the moved tokens to compute again before the first new token, from 0 to 1. None is
-            0.15 of those behind each seam, 64 tokens at most: behind an edit, little changes far from it. At 1 all are,
-            and the output is that of plain `generate()`. Not used by `"selective"` and `"none"`.
+            0.15 of those behind each seam, but no more than 64: behind an edit, little changes far from it. At 1 all
+            are, and the output is that of plain `generate()`. Not used by `"selective"` and `"none"`.
         max_recompute_ratio: The ratio is raised up to this one, until the chosen tokens have `min_coverage` of the
             total that the repair measures (attention, or deviation). None never raises it.
         min_coverage: The share for `max_recompute_ratio`, from 0 to 1.

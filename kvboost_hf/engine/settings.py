@@ -62,7 +62,7 @@ class EngineSettings:
         tier_key: 32 bytes or more that seal what is written to `disk_cache_dir` and `tiers`, as `ChunkStore` takes it.
         recompute_overlap: Tokens after each seam that `"selective"` computes again.
         recompute_ratio: Share of the moved tokens that the other strategies but `"none"` compute again. None is 0.15,
-            but no more than 128 tokens for each seam.
+            but no more than 64 behind each seam.
         sink_tokens: The first tokens of a prompt, which are never moved.
         overlap_k: Tokens before each seam that every strategy computes again.
         progressive: Go on with the repair before the second token until K/V is exact, or never, or as `ReusePolicy`

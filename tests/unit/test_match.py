@@ -181,14 +181,6 @@ def test_edits_cost_what_is_new_and_little_besides(
         assert sum(not s.continues for s in segments) <= 2 * len(changes) + 1
 
 
-def test_a_short_text_between_two_edits_is_found_by_a_window_of_its_chunk() -> None:
-    """From 16 tokens on, and from 31 on wherever it is cut out of the chunk: as `ChunkReuseCache.edit` moves it."""
-    chunk, new = FakeChunk(text(100)), text(9, 1) + 100
-    for at, length, found in ((32, 16, 16), (32, 15, 0), (33, 16, 0), (33, 31, 31), (40, 31, 31), (25, 40, 40)):
-        prompt = np.concatenate([new, chunk.tokens[at : at + length], new])
-        assert sum(segment.stop - segment.start for segment in moved(prompt, index_of(chunk))) == found
-
-
 @given(seed=st.integers(0, 1000))
 def test_another_prefix_costs_nothing_but_itself(seed: int) -> None:
     document = text(500, seed)

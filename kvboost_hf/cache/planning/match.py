@@ -27,6 +27,9 @@ from kvboost_hf.cache.planning.plan import Chunk, Segment
 # Fewer tokens of a chunk are never moved: recomputing tokens after the seam would leave nothing of them.
 MIN_MOVED_TOKENS = 16
 
+# A shorter part of the inside of a chunk is as likely what every message has between its texts.
+_MIN_INSIDE_TOKENS = 2 * MIN_MOVED_TOKENS
+
 # Tokens that each part, or whole chunk, of a cover costs, since what follows it may need repair.
 _PART_COSTS = 8
 _WHOLE_COSTS = 1
@@ -179,7 +182,7 @@ class _Gaps:
             if right < MIN_MOVED_TOKENS:  # a collision
                 continue
             left = _common_end(chunk.tokens[:at], self._tokens[start:place])
-            if best is None or left + right > best.stop - best.start:
+            if left + right >= (best.stop - best.start + 1 if best is not None else _MIN_INSIDE_TOKENS):
                 best = Segment(chunk, at - left, place - left, place + right, moved=True)
         return best if best is not None and best.stop - best.start >= MIN_MOVED_TOKENS else None
 
