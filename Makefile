@@ -149,12 +149,13 @@ ATTACK_S ?= 3600
 attack: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/server_attack.py --seconds $(ATTACK_S)
 
-# Random histories of generate() calls beside plain generate(). CI plays those of one seed for a minute; without SEED
-# they are others each time.
+# Random histories of generate() calls beside plain generate(), then random jobs for a server's engines, each for
+# FUZZ_S seconds. CI plays those of one seed; without SEED they are others each time.
 # `make fuzz FUZZ_S=1800` is for a night; SEED=N plays those of a seed again.
 FUZZ_S ?= 60
 fuzz: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(FUZZ_S) $(if $(SEED),--seed $(SEED))
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.jobs --seconds $(FUZZ_S) $(if $(SEED),--seed $(SEED))
 
 # What is released, and a look at whether it installs and runs where nothing else is.
 dist: $(VENV)/installed

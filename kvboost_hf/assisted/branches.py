@@ -70,8 +70,8 @@ class Lender(Protocol):
         """Remove the columns appended since `lend`."""
         ...
 
-    def read(self, layers: Sequence[int] | None = None) -> Sequence[Pair | None]:
-        """Keys and values of the only row that some layers hold, None for all, not to be kept.
+    def read(self, layers: Sequence[int] | None = None, row: int = 0) -> Sequence[Pair | None]:
+        """Keys and values of a row that some layers hold, None for all, not to be kept.
 
         None for a layer that has none.
         """
@@ -348,9 +348,9 @@ class StockLender:
             if _has_kv(layer):
                 layer.crop(self._held - layer.get_seq_length())
 
-    def read(self, layers: Sequence[int] | None = None) -> list[Pair | None]:
-        chosen = self._layers if layers is None else [self._layers[at] for at in layers]
-        return [(layer.keys, layer.values) if _has_kv(layer) else None for layer in chosen]
+    def read(self, layers: Sequence[int] | None = None, row: int = 0) -> list[Pair | None]:
+        chosen, own = self._layers if layers is None else [self._layers[at] for at in layers], slice(row, row + 1)
+        return [(layer.keys[own], layer.values[own]) if _has_kv(layer) else None for layer in chosen]
 
     def extend(
         self,

@@ -13,6 +13,7 @@ _SHARE = 0.01  # of the time of plain decoding, that may be lost to drafts; and 
 _AT_ONCE = 0.5  # passes of plain decoding
 _AHEAD = 16  # tokens by which a row is so far ahead of the last one that its drafts save no time
 _WIDER = 1.1  # passes with drafts over plain ones, before any is measured
+_FEW = 8  # tokens of a row that a draft takes in by the way
 
 
 class PassTimes:
@@ -23,6 +24,8 @@ class PassTimes:
         self._wide: dict[int, Mean] = {}
         self._line = LineFit()
         self._most_per_token = float("inf")
+        self._drafting = Mean()  # seconds for each row
+        self._taking_in = Mean()  # seconds for each token of a text that drafts take in
 
     def learn_prompt(self, tokens: int, seconds: float) -> None:
         """A pass over prompts has computed so many tokens: another token takes no longer than one of these."""
@@ -35,6 +38,27 @@ class PassTimes:
         else:
             self._wide.setdefault(rows * columns, Mean()).learn(seconds)
             self._line.learn(rows * columns, seconds)
+
+    def learn_drafting(self, behind: Sequence[int], seconds: float) -> None:
+        """Rows were drafted for, whose drafts have taken in so many tokens each."""
+        if tokens := _beyond(behind):
+            known = len(behind) * self._drafting.value
+            self._taking_in.learn(max(seconds - known, 0.0) / tokens)
+        elif behind:
+            self._drafting.learn(seconds / len(behind))
+
+    def drafting(self, drafts: Sequence[tuple[float, int]], plain: float) -> float:
+        """Seconds of drafting for rows, before any was measured by their shares of a pass.
+
+        Args:
+            drafts: For each row, `Drafter.share`, and `Drafter.behind` of its text.
+            plain: Seconds of a pass.
+        """
+        first = max((share for share, _ in drafts), default=0.0)
+        each = self._drafting.value if self._drafting.weight else plain * first
+        least = self._most_per_token if self._most_per_token < float("inf") else 0.0
+        taking_in = self._taking_in.value if self._taking_in.weight else first * least
+        return len(drafts) * each + _beyond([behind for _, behind in drafts]) * taking_in
 
     def plain(self, rows: int) -> float | None:
         """Seconds of a pass of plain decoding over so many rows; None if there was none."""
@@ -71,7 +95,6 @@ class Account:
         self._times, self._rows = times, rows
         self._ahead_of_time = min(_AT_ONCE, _SHARE * room)
         self._saved = self._plain_s = 0.0
-        self._drafting = Mean()
 
     @property
     def spare_s(self) -> float:
@@ -81,11 +104,14 @@ class Account:
             return 0.0
         return min(self._saved + _SHARE * self._plain_s + self._ahead_of_time * plain, self._most_passes * plain)
 
-    @property
-    def may_draft(self) -> bool:
-        """Whether there is time for drafting, which is lost if nothing comes of it."""
-        known = self._times.plain(self._rows) is not None
-        return known and self._drafting.value <= self.spare_s
+    def may_draft(self, drafts: Sequence[tuple[float, int]] = ()) -> bool:
+        """Whether there is time for drafting, which is lost if nothing comes of it.
+
+        Args:
+            drafts: For each row that is to have drafts, `Drafter.share`, and `Drafter.behind` of its text.
+        """
+        plain = self._times.plain(self._rows)
+        return plain is not None and self._times.drafting(drafts, plain) <= self.spare_s
 
     def columns(self, chances: Sequence[Sequence[float]], lengths: Sequence[int]) -> int:
         """How many columns of drafts the next pass is to have: as many as give most tokens a second.
@@ -111,7 +137,7 @@ class Account:
                 best, speed = count, (1 + gained) / seconds
         return best
 
-    def note(self, columns: int, forward: float, draft_s: float, pass_s: float) -> None:
+    def note(self, columns: int, forward: float, draft_s: float, pass_s: float, behind: Sequence[int] = ()) -> None:
         """Note a round.
 
         Args:
@@ -120,12 +146,17 @@ class Account:
                 of all.
             draft_s: Seconds of drafting.
             pass_s: Seconds of the pass.
+            behind: For each row with drafts, the tokens that these have taken in.
         """
         self._times.learn(self._rows, columns, pass_s)
-        if draft_s:
-            self._drafting.learn(draft_s)
+        self._times.learn_drafting(behind, draft_s)
         plain = self._times.plain(self._rows)
         if plain is None:
             return
         self._plain_s += plain * forward
         self._saved += (plain * forward - pass_s if columns else 0.0) - draft_s
+
+
+def _beyond(behind: Sequence[int]) -> int:
+    """Tokens to take in, of rows that have more of them than come with a round."""
+    return sum(tokens for tokens in behind if tokens > _FEW)

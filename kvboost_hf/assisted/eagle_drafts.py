@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.eagle import EagleHeads, KeysValues, layer_numbers
 from kvboost_hf.assisted.head_drafts import SourceCandidates
-from kvboost_hf.assisted.heads import DraftedAnswer, HeadKind, Heads, prepared, require_can_read
+from kvboost_hf.assisted.heads import DraftedAnswer, HeadKind, Heads, prepared, require_can_read, share_of
 from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.kept_kv import KeptKV
 from kvboost_hf.assisted.limits import vocab_size
@@ -157,7 +157,7 @@ class Eagle(HeadKind):
 
     def drafting(self, target: Any, form: HiddenForm, answer: DraftedAnswer) -> Drafter:
         order = _in_order(form.numbered, self.numbers(form))
-        return answer.trees(EagleSource(self._heads, answer.states, order))
+        return answer.trees(EagleSource(self._heads, answer.states, order, share=share_of(self._heads, target)))
 
     def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
         form = require_can_read(self._heads, target)
@@ -187,12 +187,15 @@ class EagleSource:
         states: Hidden states of the text but for its last token.
         order: The layers in `states`, in the order in which the heads read them.
         asked: The value of `output_hidden_states` by which the target shows them.
+        share: Of a pass of the target, that one of the heads is expected to take.
     """
 
     branches = True
 
-    def __init__(self, heads: EagleHeads, states: TextStates, order: Sequence[int], asked: Any = None) -> None:
-        self._heads, self._states, self._order = heads, states, order
+    def __init__(
+        self, heads: EagleHeads, states: TextStates, order: Sequence[int], asked: Any = None, *, share: float = 0.0
+    ) -> None:
+        self._heads, self._states, self._order, self.share = heads, states, order, share
         self.asks = {"output_hidden_states": asked}
         self._kept = KeptKV(heads, 1, lambda: _like(heads), Heads.of(heads).stats)
         self._kv: KeysValues | None = None  # of the text
@@ -208,6 +211,10 @@ class EagleSource:
         count = length - 1 - states.stop
         states.append({layer: output.hidden_states[layer][:, first : first + count] for layer in states.layers})
 
+    def behind(self, length: int) -> int:
+        """As `DraftSource.behind`."""
+        return length - 1 - self._states.taken
+
     def room(self, length: int, most: int) -> int:
         """`most`, where the hidden states of the text are known; else none."""
         return most if self._states.stop == length - 1 else 0
@@ -219,7 +226,7 @@ class EagleSource:
         if self._states.stop != stop or not (new := self._states.take()):
             return None
         known = 0  # of the new ones
-        if self._kv is None and (found := self._kept.begin(self._states.cache, ids)) is not None:
+        if self._kv is None and (found := self._kept.begin(self._states.cache, ids, self._states.row)) is not None:
             self._kv = KeysValues(*found)
             known = self._kv.keys.shape[2]
         hidden = heads.fused([new[layer][:, known:] for layer in self._order])

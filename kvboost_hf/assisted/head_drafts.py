@@ -33,20 +33,27 @@ class HeadDraft:
         count: How many hidden states the model returns if all are asked for.
         growth: Knows how often tokens were accepted.
         ends: Tokens that end a text.
+        share: Of a pass of the target, that a draft is expected to take.
     """
 
     passes = 1  # of the heads, for a draft
 
-    def __init__(self, generator: Any, states: TextStates, count: int, growth: Growth, ends: Collection[int]) -> None:
+    def __init__(
+        self, generator: Any, states: TextStates, count: int, growth: Growth, ends: Collection[int], share: float
+    ) -> None:
         self._generator, self._states, self._count = generator, states, count
-        self._growth, self._ends = growth, ends
+        self._growth, self._ends, self.share = growth, ends, share
+
+    def behind(self, length: int) -> int:
+        """As `Drafter.behind`."""
+        return length - 1 - self._states.taken
 
     def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
         """Draft behind `ids` [1, tokens], at most `room` tokens; none where hidden states of the text are missing."""
         tree, length = Tree(), ids.shape[1]
-        if self._states.stop != length - 1:
+        if self._states.stop != length - 1 or not (new := self._states.take()):
             return tree
-        new = self._states.take()
+        ids = ids.to(next(iter(new.values())).device)
         found, logits = self._generator.get_candidates(
             ids,
             model_kwargs={"position_ids": torch.arange(length, device=ids.device)[None], "attention_mask": None},

@@ -173,16 +173,17 @@ class _OwnLayers:
 
     def drafting(self, target: Any, form: HiddenForm, answer: DraftedAnswer) -> Drafter:
         made = self._made(target, _greedy(), answer.processors)
-        warm = self._warm(made, lambda: answer.states.cache)
-        return HeadDraft(warm, answer.states, form.count, answer.growth, answer.ends)
+        warm = self._warm(made, answer.states)
+        share = share_of(self._layers, target)
+        return HeadDraft(warm, answer.states, form.count, answer.growth, answer.ends, share)
 
     def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
         return self._warm(self._made(target, config, processors))
 
-    def _warm(self, made: Any, cache_of: Callable[[], Any] = lambda: None) -> WarmCandidates:
+    def _warm(self, made: Any, text: TextStates | None = None) -> WarmCandidates:
         heads = self._layers
         kept = KeptKV(heads, heads.num_mtp_layers, lambda: _once(heads, self._like), _stats(heads))
-        return WarmCandidates(made, "mtp_cache", kept, cache_of)
+        return WarmCandidates(made, "mtp_cache", kept, text)
 
     @torch.no_grad()
     def _like(self) -> list[torch.Tensor]:
@@ -228,17 +229,18 @@ class _Blocks:
         kind: Any = candidate_generator.DFlashTokenCandidateGenerator
         given = (self._draft, target.get_input_embeddings(), target.get_output_embeddings(), _greedy())
         made = kind(*given, logits_processor=answer.processors if len(answer.processors) else None)
-        warm = self._warm(made, target, lambda: answer.states.cache)
-        return HeadDraft(warm, answer.states, form.count, answer.growth, answer.ends)
+        warm = self._warm(made, target, answer.states)
+        share = share_of(self._draft, target)
+        return HeadDraft(warm, answer.states, form.count, answer.growth, answer.ends, share)
 
     def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
         config.speculation_type = "dflash"
         return self._warm(make(), target)
 
-    def _warm(self, made: Any, target: Any, cache_of: Callable[[], Any] = lambda: None) -> WarmCandidates:
+    def _warm(self, made: Any, target: Any, text: TextStates | None = None) -> WarmCandidates:
         draft = self._draft
         kept = KeptKV(draft, 0, lambda: _once(draft, lambda: self._like(target)), _stats(draft))
-        return WarmCandidates(made, "cache", kept, cache_of, draft.config.block_size)
+        return WarmCandidates(made, "cache", kept, text, draft.config.block_size)
 
     @torch.no_grad()
     def _like(self, target: Any) -> list[torch.Tensor]:
@@ -257,6 +259,15 @@ class _Blocks:
             cache=cache,
         )
         return keys_and_values(cache)
+
+
+def share_of(draft: Any, target: PreTrainedModel) -> float:
+    """Of a pass of a target, that one of a draft is expected to take: by their layers, the output layer as one."""
+    own: Any = draft.config.get_text_config(decoder=True)
+    theirs: Any = target.config.get_text_config(decoder=True)
+    layers: int = getattr(draft, "num_mtp_layers", None) or own.num_hidden_layers
+    wide: float = own.hidden_size / theirs.hidden_size
+    return (layers + 1) / (int(theirs.num_hidden_layers) + 1) * wide**2
 
 
 def _greedy() -> GenerationConfig:

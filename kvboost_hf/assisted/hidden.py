@@ -31,13 +31,15 @@ class TextStates:
         layers: As passed.
         whole: As passed.
         stop: Tokens of the text up to the last one whose states were appended.
+        taken: Tokens of the text up to the last one whose states were taken.
         read_kv: Reads keys and values [1, num_kv_heads, columns, head_dim] of some layers, of all of the text but its
             last token, as far as a layer holds them. Set by whoever runs rounds.
         cache: The cache that holds the text but for its last token, where one does. Set by whoever runs rounds.
+        row: The row of the cache that holds it.
     """
 
     def __init__(self, layers: Sequence[int], *, whole: bool = True) -> None:
-        self.layers, self.whole, self.stop = tuple(layers), whole, 0
+        self.layers, self.whole, self.stop, self.taken, self.row = tuple(layers), whole, 0, 0, 0
         self.read_kv: ReadKV | None = None
         self.cache: Any = None
         self._new: list[Mapping[int, torch.Tensor]] = []
@@ -58,5 +60,5 @@ class TextStates:
 
     def take(self) -> dict[int, torch.Tensor]:
         """The states [1, tokens, hidden_size] of each layer that nobody has taken; none if there are none."""
-        new, self._new = self._new, []
+        new, self._new, self.taken = self._new, [], self.stop
         return {layer: torch.cat([states[layer] for states in new], dim=1) for layer in self.layers} if new else {}

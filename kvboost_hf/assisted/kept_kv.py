@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.rounds import SpeculationStats
 from kvboost_hf.compat import CACHE
 
@@ -49,12 +50,13 @@ class KeptKV:
         self._kept: _HeadKV | None = None
         self._is_new = True
 
-    def begin(self, cache: Any, ids: torch.Tensor) -> list[torch.Tensor] | None:
+    def begin(self, cache: Any, ids: torch.Tensor, row: int = 0) -> list[torch.Tensor] | None:
         """Find what is stored.
 
         Args:
             cache: The cache that holds the text but for its last token.
             ids: The text, [1, tokens].
+            row: The row of the cache that holds it.
 
         Returns:
             Each tensor [1, heads, columns, dim] of the first columns, so many that one at least is left to compute;
@@ -62,7 +64,7 @@ class KeptKV:
         """
         computed, found = ids.shape[1] - 1, list[torch.Tensor]()
         if hasattr(cache, "head_kv"):
-            self._kept = cache.head_kv(self._heads, self._like)
+            self._kept = cache.head_kv(self._heads, self._like, row)
             limit = ids.shape[1] - (1 if self.shift else 2)
             found = [each[:, :, self.shift :] for each in self._kept.find(_tokens(ids), limit) or ()]
             self._stats.text_reason = self._kept.reason
@@ -103,16 +105,14 @@ class WarmCandidates:
         inner: The generator, for one answer.
         name: The attribute of its cache.
         kept: The K/V of the text.
-        cache_of: Gives the cache of the text where the outputs of forwards do not.
+        text: Has the cache of the text where the outputs of forwards do not.
         ahead: Columns behind those of the text that it removes from its cache at each call.
     """
 
     requires_model_outputs = True
 
-    def __init__(
-        self, inner: Any, name: str, kept: KeptKV, cache_of: Callable[[], Any] = lambda: None, ahead: int = 0
-    ) -> None:
-        self._inner, self._kept, self._cache_of, self._ahead = inner, kept, cache_of, ahead
+    def __init__(self, inner: Any, name: str, kept: KeptKV, text: TextStates | None = None, ahead: int = 0) -> None:
+        self._inner, self._kept, self._text, self._ahead = inner, kept, text, ahead
         self._own: Any = getattr(inner, name)
         self._begun = self._keeps = False
 
@@ -136,8 +136,9 @@ class WarmCandidates:
             self._begun = True
             self._keeps = _is_plain(model_kwargs) and all(map(_is_known, self._own.layers))
             if self._keeps:
-                cache = getattr(model_outputs, CACHE, None) or self._cache_of()
-                if (found := self._kept.begin(cache, input_ids)) is not None:
+                text = self._text
+                own = (text.cache, text.row) if text is not None else (getattr(model_outputs, CACHE, None), 0)
+                if (found := self._kept.begin(own[0], input_ids, own[1])) is not None:
                     model_outputs = self._put(found, model_outputs)
                     n_last_matches = input_ids.shape[1] - 2 - found[0].shape[2]
         result = self._inner.get_candidates(

@@ -208,9 +208,14 @@ class LookupDraft:
     """
 
     passes = 0  # of a draft model
+    share = 0.0
 
     def __init__(self, assistant: LookupAssistant, growth: Growth, ends: frozenset[int]) -> None:
         self._assistant, self._growth, self._ends = assistant, growth, ends
+
+    def behind(self, length: int) -> int:
+        """As `Drafter.behind`: none, since looking up takes next to no time."""
+        return 0
 
     def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
         """The proposed tokens behind `ids` [1, tokens], at most `room`."""

@@ -13,7 +13,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from kvboost_hf.assisted.branches import Branches
 from kvboost_hf.assisted.chains import Chain, continuing, keeps_states
 from kvboost_hf.assisted.limits import Pauses, learned_positions
-from kvboost_hf.assisted.tree import ROOT, Growth, Tree
+from kvboost_hf.assisted.tree import FIRST_LEVELS, ROOT, Growth, Tree
 from kvboost_hf.compat import CACHE, input_device, run_model
 from kvboost_hf.config import DraftTreeConfig
 
@@ -143,6 +143,11 @@ class Drafter(Protocol):
     """Drafts trees for one answer."""
 
     passes: int  # of a draft model, for the last tree
+    share: float  # of a pass of the target, that a draft is expected to take before any was measured
+
+    def behind(self, length: int) -> int:
+        """Tokens of a text of so many that are to be taken in before the next draft."""
+        ...
 
     def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
         """A tree, or a `chain`, behind `ids` [1, tokens], of at most `room` levels; empty where nothing is drafted."""
@@ -157,9 +162,14 @@ class DraftSource(Protocol):
     """Computes what may follow the text of one answer, token by token."""
 
     branches: bool  # several tokens may follow the same one
+    share: float  # of a pass of the target, that one of the source is expected to take before any was measured
 
     def room(self, length: int, most: int) -> int:
         """How many tokens can be drafted behind so many, at most `most`."""
+        ...
+
+    def behind(self, length: int) -> int:
+        """As `Drafter.behind`."""
         ...
 
     def begin(self, ids: torch.Tensor) -> torch.Tensor | None:
@@ -185,14 +195,20 @@ class ModelSource:
 
     Args:
         draft: The draft model.
+        share: Of a pass of the target, that one of the draft is expected to take.
     """
 
-    def __init__(self, draft: PreTrainedModel) -> None:
+    def __init__(self, draft: PreTrainedModel, share: float = 0.0) -> None:
+        self.share = share
         self.branches = not keeps_states(draft)
         self._draft, self._pauses = draft, Pauses(learned_positions(draft))
         self._cache: Any = DynamicCache(config=draft.config.get_text_config(decoder=True))
         self._branches: Branches | Chain | None = None
         self._held = 0  # tokens in the cache
+
+    def behind(self, length: int) -> int:
+        """As `DraftSource.behind`."""
+        return length - self._held
 
     def begin(self, ids: torch.Tensor) -> torch.Tensor:
         """As `DraftSource.begin`."""
@@ -247,11 +263,16 @@ class TreeDraft:
         chains: bool = False,
     ) -> None:
         self.passes = 0  # of the draft, for the last tree
+        self.share = source.share * min(config.depth, FIRST_LEVELS)
         self._source, self._growth, self._ends = source, growth, ends
         self._processors: Any = processors
         self._chains = chains or config.policy == "chain" or not source.branches
         self._width, self._branching = (1, 1) if self._chains else (config.width, config.branching)
         self._computed: dict[int, int] = {}  # by index in the tree, the index in the source of tokens with K/V
+
+    def behind(self, length: int) -> int:
+        """As `Drafter.behind`."""
+        return self._source.behind(length)
 
     @torch.no_grad()
     def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:

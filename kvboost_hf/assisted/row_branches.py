@@ -13,6 +13,7 @@ While no row is ahead and nothing is drafted, a forward is that of plain decodin
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.assisted.branches import Lender, Pair, Running, lender_of
+from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.tree import as_bits, depths, lineage
 from kvboost_hf.compat import hook_layers, run_model
 from kvboost_hf.visibility import Visibility
@@ -40,6 +42,8 @@ class RowBranches:
         position: The position of the first token behind each row, [rows, 1] or [planes, rows, 1].
         keep: [rows, columns held], bool: the columns that are no padding; None for all.
         branching: Whether there may be trees; else `step` alone is called, which any cache is good for.
+        states: For each row, what takes the hidden states of the tokens that are kept, for heads that draft from
+            them; none for other drafts.
 
     Raises:
         ValueError: for a cache whose layers cannot be cropped.
@@ -53,6 +57,7 @@ class RowBranches:
         keep: torch.Tensor | None = None,
         *,
         branching: bool = True,
+        states: Sequence[TextStates] = (),
     ) -> None:
         self.model, self._cache, self._position, self._keep = model, cache, position, keep
         self._lends = lender_of(cache) if branching else None
@@ -63,6 +68,10 @@ class RowBranches:
         self._seen = np.zeros((rows, 0, 0), dtype=np.bool_)
         self._kv: list[Pair | None] = []  # of each layer, of tails and trees
         self._hidden: dict[int, torch.Tensor] = {}  # [rows, tokens, hidden_size] of layers that are kept, likewise
+        self._states, self._shown = states, states[0].layers if states else ()
+        self._pads = (~keep).sum(-1).tolist() if keep is not None else [0] * rows
+        for row, each in enumerate(states):
+            each.read_kv = partial(self._read, row)
 
     @property
     def lengths(self) -> list[int]:
@@ -85,6 +94,7 @@ class RowBranches:
             Logits [rows, 1, vocab_size] behind each token.
         """
         cache: Any = self._cache
+        more: dict[str, Any] = {"output_hidden_states": asking_for(self.model, self._shown)} if self._shown else {}
         keep = F.pad(self._keep, (0, 1), value=True) if self._keep is not None else None
         found = run_model(
             self.model,
@@ -92,6 +102,7 @@ class RowBranches:
             cache,
             position_ids=self._position,
             attention_mask=keep.long() if keep is not None else None,
+            **more,
         )
         if self._lends is not None:
             cache.crop(0)  # layers with a window let go of what has left it
@@ -101,6 +112,8 @@ class RowBranches:
             self._position + 1,
             keep,
         )
+        for row in range(len(self._states)):
+            self._append(row, found.hidden_states, torch.zeros(1, dtype=torch.long))
         logits: torch.Tensor = found.logits[:, -1:]
         return logits
 
@@ -126,7 +139,7 @@ class RowBranches:
         layers, handles = self._lender.lend(), list[RemovableHandle]()
         try:
             running = Running(self, layers, count)
-            running.show(self._lender.kept_layers)
+            running.show({*self._lender.kept_layers, *self._shown})
             handles = hook_layers(self.model, running)
             found = run_model(
                 self.model,
@@ -157,11 +170,34 @@ class RowBranches:
         ]
         for tail, row, path in zip(self._tails, self._tokens, paths, strict=True):
             tail += [row[node] for node in path]
+        for number, path in enumerate(paths if self._states else ()):
+            if path:
+                self._append(number, self._hidden, torch.tensor([longest + node for node in path], dtype=torch.long))
         most, ready = max(map(len, places)), min(map(len, places))
         at = torch.tensor([[*row, *[0] * (most - len(row))] for row in places], dtype=torch.long)
         self._kv = [None if pair is None else (_gathered(pair[0], at), _gathered(pair[1], at)) for pair in self._kv]
         self._hidden = {layer: _gathered(found[:, None], at)[:, 0] for layer, found in self._hidden.items()}
         self._flush(ready)
+
+    def _append(self, row: int, hidden: Any, at: torch.Tensor) -> None:
+        """Show the hidden states of tokens that a row has kept, in columns `at` of [rows, tokens, hidden_size]."""
+        found = {layer: hidden[layer][row : row + 1] for layer in self._shown}
+        stop = self._held - self._pads[row] + len(self._tails[row])
+        states = {layer: each.index_select(1, at.to(each.device)) for layer, each in found.items()}
+        self._states[row].append(states, stop)
+
+    def _read(self, row: int, layers: Sequence[int]) -> list[Pair | None]:
+        """Keys and values of some layers of a row, padding included."""
+        held, own, tail = self._lender.read(layers, row), slice(row, row + 1), slice(len(self._tails[row]))
+        found: list[Pair | None] = []
+        for layer, pair in zip(layers, held, strict=True):
+            if pair is not None and self._kv and (new := self._kv[layer]) is not None:
+                pair = (
+                    torch.cat([pair[0], new[0][own, :, tail]], dim=2),
+                    torch.cat([pair[1], new[1][own, :, tail]], dim=2),
+                )
+            found.append(pair)
+        return found
 
     def settle(self, length: int) -> None:
         """Leave `length` columns of each row behind the first ones in the cache. All rows must have as many."""

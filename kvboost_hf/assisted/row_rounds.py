@@ -12,6 +12,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvboost_hf.assisted.columns import Account, PassTimes
+from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.rounds import Drafter, Rounds, Taken, follow
 from kvboost_hf.assisted.row_branches import RowBranches
 from kvboost_hf.assisted.tree import ROOT, Tree
@@ -230,7 +231,8 @@ class RowRounds:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        drafter: Callable[[LogitsProcessorList, frozenset[int]], Drafter] | None,
+        drafter: Callable[[LogitsProcessorList, frozenset[int], TextStates | None], Drafter] | None,
+        states: Sequence[TextStates] = (),
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Decode a batch, as `generate()` does.
 
@@ -241,8 +243,9 @@ class RowRounds:
             criteria: Stopping criteria.
             config: The configuration of the call.
             model_kwargs: What generate() passes to the model.
-            drafter: Makes the drafts of one row, given its logits processors and the tokens that end it; None to
-                decode without drafts, since the model keeps states.
+            drafter: Makes the drafts of one row, given its logits processors, the tokens that end it, and its hidden
+                states; None to decode without drafts, since the model keeps states.
+            states: For each row, what takes the hidden states of its text; none for drafts that read none.
         """
         drafts = drafter is not None
         asked: Any = config
@@ -269,8 +272,14 @@ class RowRounds:
         ]
         generator: Any = model
         began = self._rounds.clock()
+        whole = [each for each in states if each.whole]
+        if whole:
+            model_kwargs["output_hidden_states"] = asking_for(model, whole[0].layers)
         output = generator._prefill(input_ids, config, model_kwargs)
         cache = getattr(output, CACHE)
+        for row, (each, pad) in enumerate(zip(whole, pads, strict=False)):
+            each.append({layer: output.hidden_states[layer][row : row + 1, pad:] for layer in each.layers})
+            each.cache, each.row = cache, row
         logits = output.logits[:, -1:]
         greedy = None if asked.do_sample or wants or len(processors) else logits.argmax(-1).tolist()
         for row, text in enumerate(texts):
@@ -279,8 +288,9 @@ class RowRounds:
         self._times.learn_prompt(_computed(cache, input_ids), self._rounds.clock() - began)
         if drafts:
             cache.activate_past_recording()
-        branches = RowBranches(model, cache, positions[..., -1:] + 1, keep, branching=drafts)
-        drafters = [drafter(each, ends) for each in own] if drafter is not None else []
+        branches = RowBranches(model, cache, positions[..., -1:] + 1, keep, branching=drafts, states=states)
+        read: Sequence[TextStates | None] = states or [None] * len(own)
+        drafters = [drafter(each, ends, shown) for each, shown in zip(own, read, strict=True)] if drafter else []
         batch = _Batch(branches, texts, drafters, _pad_token(asked))
         account = Account(self._times, len(texts), min(text.room for text in texts))
         while batch.active:
@@ -297,7 +307,8 @@ class RowRounds:
         """Run one round."""
         clock, fixed = self._rounds.clock, drafts and self._config.policy == "tree"
         began, before, active = clock(), batch.frontier, batch.active
-        drafting = fixed or (drafts and account.may_draft)
+        costs = [batch.cost(row) for row in active] if drafts else []
+        drafting = fixed or (drafts and account.may_draft(costs))
         trees = {row: batch.draft(row) for row in active} if drafting else {}
         order = {row: tree.likeliest(self._config.max_nodes) for row, tree in trees.items()}
         if fixed:
@@ -319,7 +330,11 @@ class RowRounds:
         self._rounds.stats.draft_s += drafted - began if count else 0.0
         self._rounds.stats.verify_s += ended - drafted if count else 0.0
         account.note(
-            0 if even else count + 1, batch.frontier - before, drafted - began if trees else 0.0, ended - drafted
+            0 if even else count + 1,
+            batch.frontier - before,
+            drafted - began if trees else 0.0,
+            ended - drafted,
+            [behind for _, behind in costs] if trees else (),
         )
 
     def _note(self, batch: "_Batch", row: int, tree: Tree | None, checked: int, taken: Taken) -> None:
@@ -357,6 +372,11 @@ class _Batch:
         """Passes of plain decoding that have led as far: those of the last row that goes on, or of the longest one."""
         lengths = [text.length for text in self.texts]
         return min((lengths[row] for row in self.active), default=max(lengths))
+
+    def cost(self, row: int) -> tuple[float, int]:
+        """What a draft behind a row is expected to take: see `Account.may_draft`."""
+        drafter = self.drafters[row]
+        return drafter.share, drafter.behind(self.texts[row].ids.shape[1])
 
     def draft(self, row: int) -> Tree:
         """The drafts behind a row."""

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.head_drafts import SourceCandidates
-from kvboost_hf.assisted.heads import DraftedAnswer, HeadKind, prepared, require_can_read
+from kvboost_hf.assisted.heads import DraftedAnswer, HeadKind, prepared, require_can_read, share_of
 from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.limits import vocab_size
 from kvboost_hf.assisted.rounds import Drafter
@@ -138,7 +138,7 @@ class SharedKVSource:
         self.asks: dict[str, Any] = {"output_hidden_states": LAST, SHARED_KV: True}
         self._draft: Any = draft
         self._embed: Any = target.get_input_embeddings()
-        self._states, self._sources = states, _sources(config)
+        self._states, self._sources, self.share = states, _sources(config), share_of(draft, target)
         self._window = int(config.sliding_window)
         self._shown: Mapping[str, Pair] | None = None
         self._kv: dict[str, Pair] = {}
@@ -156,6 +156,10 @@ class SharedKVSource:
             keys, values = output.shared_kv_states[each]
             stop = keys.shape[2] - rejected if each == _WINDOWED else columns
             self._shown[each] = keys[:, :, :stop], values[:, :, :stop]
+
+    def behind(self, length: int) -> int:
+        """As `DraftSource.behind`: nothing is computed of a text."""
+        return 0
 
     def room(self, length: int, most: int) -> int:
         """`most`, where the hidden state of the token before the last one is known; else none."""
@@ -177,7 +181,7 @@ class SharedKVSource:
         }
         self._mask, pads = None, columns - (length - 1)
         if pads:
-            self._mask = torch.arange(columns, device=ids.device)[None] >= pads
+            self._mask = torch.arange(columns, device=self._draft.device)[None] >= pads
         self._length, self._hidden = length, []
         return self._run(ids[:, -1:], new[LAST][:, -1:])
 

@@ -13,7 +13,7 @@ from kvboost_hf.config import DraftTreeConfig
 ROOT = -1  # the parent of a token that follows the text itself
 _LAG = 32  # tokens that a pass carries, at most
 _SHARE = 1 / 64  # of a pass, that a token takes at least
-_FIRST = 5  # levels, before anything is known
+FIRST_LEVELS = 5  # levels, before anything is known
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class Growth:
         if self._config.policy == "tree":
             return True
         if not self._times.known:
-            return level < _FIRST
+            return level < FIRST_LEVELS
         right = self._right[not chain and self._config.policy != "chain"]
         gain = sum(chances) * (right.value if right.weight else 1.0)
         return gain * self._seconds_per_token > self._times.draft_s.value / max(self._times.passes.value, 1.0)

@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvboost_hf.assisted.branches import lender_of, recording
 from kvboost_hf.assisted.chains import continuing, drafting_reason, keeps_states
-from kvboost_hf.assisted.heads import DraftedAnswer, Heads
+from kvboost_hf.assisted.heads import DraftedAnswer, Heads, share_of
 from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.limits import fitted, may_keep_state, vocab_size
 from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft
@@ -103,11 +103,6 @@ class TreeDecoding:
         """Counts of all rounds so far."""
         return self._rounds.stats
 
-    @property
-    def takes_rows(self) -> bool:
-        """Whether it drafts for several rows: with heads it does not."""
-        return Heads.known(self.draft) is None
-
     __signature__ = _SignatureOfCall()
 
     def __call__(
@@ -143,20 +138,17 @@ class TreeDecoding:
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Decode several rows. States of several rows cannot lag behind their texts: for these there are no drafts."""
         require_rows(processors, criteria)
-        if not self.takes_rows:
-            raise ValueError(
-                f"Heads draft for one row, got {len(input_ids)}. Call generate() for each prompt, or pass "
-                "TreeDecoding(lookup_assistant(model, store)), or a draft model."
-            )
+        read = [self._states(model, config, model_kwargs) for _ in input_ids]
+        texts = [each for each in read if each is not None]
 
-        def drafter(own: LogitsProcessorList, ends: frozenset[int]) -> Drafter:
-            return self._drafting(model, own, ends)
+        def drafter(own: LogitsProcessorList, ends: frozenset[int], states: TextStates | None) -> Drafter:
+            return self._drafting(model, own, ends, states)
 
         if states := keeps_states(model):
             _log.warning("No drafts for %d rows: a %s keeps states.", len(input_ids), type(model).__name__)
         with recording(model_kwargs[CACHE]):
             made = None if states else drafter
-            return self._rows.answer(model, input_ids, processors, criteria, config, model_kwargs, made)
+            return self._rows.answer(model, input_ids, processors, criteria, config, model_kwargs, made, texts)
 
     def _states(
         self, model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -199,7 +191,7 @@ class TreeDecoding:
         if isinstance(draft, LookupAssistant):
             return LookupDraft(draft, self._rounds.growth, ends)
         return TreeDraft(
-            ModelSource(draft),
+            ModelSource(draft, share_of(draft, model)),
             self.config,
             self._rounds.growth,
             _without_state(processors),

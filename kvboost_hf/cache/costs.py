@@ -49,7 +49,6 @@ def pieces(filled: int, limit: int) -> list[int]:
     In one forward over 1,000 tokens a mask costs more than reusing a tenth of them saves. In pieces, little is hidden.
 
     Args:
-        filled: Columns that are reused.
         limit: Columns behind which logits are wanted.
     """
     return list(range(filled + PIECE, limit - PIECE // 2, PIECE))

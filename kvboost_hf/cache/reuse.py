@@ -816,19 +816,22 @@ class ChunkReuseCache(DynamicCache):
         self._live.hand_out(False)
         self._recover()
 
-    def read(self, layers: Sequence[int] | None = None) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Of some layers, keys and values [1, num_kv_heads, tokens, head_dim] of the only row's tokens that they hold.
+    def read(
+        self, layers: Sequence[int] | None = None, row: int = 0
+    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Of some layers, keys and values [1, num_kv_heads, columns, head_dim] of a row, as far as they hold them.
 
         They are views where they can be, and not to be kept. None for a layer that has none.
 
         Args:
             layers: Their numbers; None for all.
+            row: The row; its padding is among the columns.
         """
         self._repair_at_once()
         self._settle()
         self.catch_up()
         self._form.leave(self._settle)
-        return read_layers(self._live, layers)
+        return read_layers(self._live, layers, row)
 
     @property
     def reading_reason(self) -> str | None:
@@ -849,14 +852,15 @@ class ChunkReuseCache(DynamicCache):
         self._settle()
         return read_hidden(self._live, layers, start)
 
-    def head_kv(self, heads: PreTrainedModel, like: Callable[[], Sequence[torch.Tensor]]) -> HeadKV:
+    def head_kv(self, heads: PreTrainedModel, like: Callable[[], Sequence[torch.Tensor]], row: int = 0) -> HeadKV:
         """What finds and keeps the K/V that heads of drafts compute of the text in the cache; see `HeadKV`.
 
         Args:
             heads: The heads.
             like: Gives, for each of their tensors, one [1, heads, columns, dim] of the same form.
+            row: The row of the cache that holds the text.
         """
-        return HeadKV(self._parts, heads, like, self._settle)
+        return HeadKV(self._parts, heads, like, self._settle, row)
 
     @property
     def head_roots(self) -> frozenset[bytes]:

@@ -52,8 +52,8 @@ class ServeFlags:
         warm_chat: The same for chats that begin with these messages and tools: JSON, as /v1/warm takes it.
         awq_streaming: Stream layers that do not stay on the device.
         speculative: 'mtp' (layers of the checkpoint), 'eagle:NAME' and 'dflash:NAME' (heads that were trained for it),
-            'draft:NAME' (a model) draft for a request that runs alone, 'lookup' (text that repeats) for all; 'auto'
-            takes the draft model if there is one, else 'mtp' or 'lookup'; None is none, or the draft model.
+            'draft:NAME' (a model) or 'lookup' (text that repeats) drafts; 'auto' takes the draft model if there is
+            one, else 'mtp' or 'lookup'; None is none, or the draft model.
         speculative_draft_model: A hub name or a folder; None is no drafts.
         speculative_mode_policy: 'auto' decides by what is accepted and how long it takes; None is auto, or chain with
             a gamma.

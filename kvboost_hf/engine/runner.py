@@ -219,12 +219,12 @@ class CallRunner:
         if self._assistant is None:
             return {}
         drafts_trees = isinstance(self._assistant, TreeDecoding)
-        if rows > 1 and not (isinstance(self._assistant, TreeDecoding) and self._assistant.takes_rows):
+        if rows > 1 and not drafts_trees:
             if not self._said_no_drafts:
                 self._said_no_drafts = True
                 _log.warning(
                     "Batches are decoded without the assistant, which drafts for one row. "
-                    "TreeDecoding(lookup_assistant(model, store)) drafts for several."
+                    "TreeDecoding(assistant) drafts for several."
                 )
             return {}
         return {"custom_generate" if drafts_trees else "assistant_model": self._assistant}

@@ -62,8 +62,7 @@ def serve(
         tokenizer: The model's tokenizer.
         settings: The settings of the server.
         kept: The settings of the store, and of how its K/V is reused.
-        draft: A smaller model or heads of `load_assistant`, that drafts for a request that runs alone, or a
-            `lookup_assistant`, for all; None for no drafts.
+        draft: A smaller model or heads of `load_assistant`, or a `lookup_assistant`; None for no drafts.
         draft_trees: The size of its trees of drafts; None for the default.
         attn_implementation: The attention of the model; None for what `choose_attention` chooses.
         warm: Texts that prompts begin with; they are computed for each API key before the server listens, and pinned

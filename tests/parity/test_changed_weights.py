@@ -206,6 +206,56 @@ def _shared(model: PreTrainedModel) -> list[str]:
     return [name for name, weight in model.named_parameters() if _memory(weight).is_shared]
 
 
+def _square(model: PreTrainedModel) -> nn.Parameter:
+    found: nn.Parameter = model.model.layers[1].self_attn.q_proj.weight
+    assert found.shape[0] == found.shape[1]
+    return found
+
+
+def _swap(weight: nn.Parameter) -> None:
+    torch.utils.swap_tensors(weight, nn.Parameter(weight.detach().t()))
+
+
+def _set_data(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.t()
+
+
+# The same memory, read in another order: no value is another one, and no address.
+TURNED: dict[str, Callable[[nn.Parameter], object]] = {
+    "t_": lambda weight: weight.detach_().t_().requires_grad_(),
+    "set_": lambda weight: weight.set_(weight.detach().t()),  # type: ignore[call-overload]
+    "as_strided_": lambda weight: weight.as_strided_(weight.shape, weight.stride()[::-1]),
+    "data": _set_data,
+    "swap_tensors": _swap,
+}
+
+
+class TestForms:
+    @pytest.mark.parametrize("how", TURNED)
+    def test_a_weight_that_is_turned(self, llama: PreTrainedModel, how: str) -> None:
+        fingerprint, weight = ModelFingerprint(), _square(llama)
+        before = fingerprint.current(llama)
+        assert fingerprint.current(llama) == before
+        with torch.no_grad():
+            TURNED[how](weight)
+        assert fingerprint.current(llama) != before
+
+    def test_a_buffer_that_is_turned(self, llama: PreTrainedModel) -> None:
+        """Nobody counts what sets its data."""
+        fingerprint, buffer = ModelFingerprint(), torch.randn(4, 4)
+        llama.model.register_buffer("kept", buffer)
+        before = fingerprint.current(llama)
+        assert fingerprint.current(llama) == before
+        _set_data(buffer)
+        assert fingerprint.current(llama) != before
+
+    def test_data_of_another_model_says_nothing(self, llama: PreTrainedModel) -> None:
+        fingerprint, other = ModelFingerprint(), nn.Linear(4, 4)
+        before = fingerprint.current(llama)
+        _set_data(other.weight)
+        assert fingerprint.current(llama) == before
+
+
 class TestFullCheck:
     """Every bit counts, and weights that are changed back find their K/V again."""
 

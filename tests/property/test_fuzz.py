@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.fuzz import __main__ as command
+from tests.fuzz import jobs
 from tests.fuzz.draw import draw_history
 from tests.fuzz.families import family
 from tests.fuzz.history import CHANGES, Call, History, Row
@@ -116,3 +117,28 @@ def test_wrong_kv_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert len(script) < 200
     with pytest.raises(Wrong, match="standard deviations"):
         exec(script)
+
+
+def test_engines_of_a_seed_are_right_and_reuse() -> None:
+    torch.set_num_threads(1)
+    reused = 0
+    for seed in (3, 4, 8):
+        engines, asked, wrong = jobs.play(seed)
+        assert not wrong
+        assert asked
+        reused += sum(engine.stats()["cached_tokens"] for engine in engines.running)
+    assert reused > 100
+
+
+def test_wrong_answers_and_wrong_kv_of_engines_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: what the store serves is zeros, and, of the second kind, what it takes."""
+    pieces_of = fill.pieces_of
+
+    def zeros(*args: Any) -> Any:
+        return [tuple(torch.zeros_like(tensor) for tensor in piece) for piece in pieces_of(*args)]
+
+    monkeypatch.setattr(fill, "pieces_of", zeros)
+    monkeypatch.setattr(fill, "_fill_together", lambda *args: set())
+    wrong = [text for seed in range(3, 9) for text in jobs.play(seed)[2]]
+    assert any("standard deviations" in text for text in wrong)
+    assert any("K/V in the store" in text for text in wrong)

@@ -149,3 +149,22 @@ def kv_of(model: PreTrainedModel, ids: list[int]) -> list[tuple[Any, Any]]:
     """K/V of a text, of each layer."""
     cache = model(make_ids(ids), use_cache=True).past_key_values
     return [(layer.keys.detach(), layer.values.detach()) for layer in cache.layers]
+
+
+def test_rows_that_share_prefixes(make: Make) -> None:
+    """Their K/V is read where it lies, also by passes with drafts."""
+    model = make_model()
+    model.set_attn_implementation("kvboost_fa2")
+    plain, drafted = make(model), make(model, draft=lookup_assistant(model), draft_trees=ALL)
+    head, steps = random_ids(100, seed=77)[0].tolist(), list[int]()
+    asked = [
+        Job(ids=[*head, *job.ids] if number % 2 else job.ids, options=job.options, salt=job.salt)
+        for number, job in enumerate(jobs(3, count=8))
+    ]
+    wanted = answers(plain, asked)
+    for _ in range(2):
+        assert answers(drafted, asked) == wanted
+        steps.append(drafted.stats()["steps"])
+    assert steps[1] - steps[0] < 0.7 * plain.stats()["steps"]
+    assert drafted.stats()["speculation"]["accepted"] > 30
+    drafted.store.check_consistency()

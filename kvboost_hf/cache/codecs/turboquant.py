@@ -275,7 +275,6 @@ def random_rotation(kind: Rotation, dim: int, seed: int, device: torch.device) -
             a power of two. Blocks of smaller ones would not spread an outlier over all of the dimensions, so that
             other dims get a `"haar"` rotation: QR of a Gaussian matrix, signs fixed. `rotated` is faster with the
             former on a CPU.
-        dim: Rows and columns.
         seed: Any count.
         device: Where to keep it.
 

@@ -112,11 +112,7 @@ class Admitted:
     """A prompt, or more of one, that may use stored K/V and leave some.
 
     Args:
-        inputs: The arguments.
-        prompt: The new columns of the prompt, as keys see them.
         pads: Columns of left padding of each row.
-        root: The root key of the model as it is now.
-        regime: Names the rotary frequencies.
     """
 
     inputs: ForwardInputs

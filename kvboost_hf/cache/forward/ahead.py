@@ -39,7 +39,6 @@ class Ahead:
     """Rows that were computed ahead, in layers of their own. All of them end at the same column.
 
     Args:
-        layers: They hold the rows.
         parts: What was computed of each row, in order.
     """
 
@@ -64,7 +63,6 @@ class StemReader:
 
     Args:
         ahead: Where it was computed.
-        stem: The stem.
     """
 
     def __init__(self, ahead: Ahead, stem: Stem) -> None:
@@ -89,9 +87,7 @@ def run_ahead(
     """Compute columns of all rows, ahead of the forward that the caller asked for.
 
     Args:
-        model: The model.
         layers: They hold what comes before.
-        inputs: The caller's arguments.
         columns: Which columns.
         first: The column of the first id in `inputs`.
     """
@@ -112,7 +108,6 @@ def run_behind(
     """Compute the ids `at` [k, m] of `rows` [k, 1] of a call, behind what the layers hold.
 
     Args:
-        model: The model.
         layers: They hold the same rows.
         inputs: The arguments of the call.
         rows: Which rows of it.
@@ -165,9 +160,6 @@ def audit(
     """Run a prompt whole, and compare.
 
     Args:
-        model: The model.
-        layers: They hold the prompt, in part from reuse.
-        ledger: The ledger of these layers.
         store: What served them; chunks that differ are quarantined.
         kwargs: The caller's arguments, before anything was left out of them.
         logits: What came out with reuse, [batch, k, vocab].

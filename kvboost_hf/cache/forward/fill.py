@@ -169,7 +169,6 @@ def fill_layers(
         model: Runs what the store does not have.
         layers: They hold `plan.held` columns.
         plan: What comes from where.
-        inputs: The caller's arguments.
         first: The column of the first id in `inputs`.
 
     Returns:
@@ -219,7 +218,6 @@ def fill(
     """Append columns [plan.held, plan.filled) to every layer, from what there is of each row.
 
     Args:
-        rows: Have these columns.
         chunk_start: The column from which layers with a window are given them, if the window does not begin before.
         turning: Which tensor of each layer depends on positions, and what turns its new columns in place.
     """
@@ -364,11 +362,8 @@ def compute(model: PreTrainedModel, of: Rows, inputs: ForwardInputs, first: int,
     ahead where another one of the forward is longer.
 
     Args:
-        model: The model.
         of: The rows; their layers are not changed.
-        inputs: The caller's arguments.
         first: The column of the first id in `inputs`.
-        parts: What to compute.
     """
     new, columns = max(part.stop - part.start for part in parts), max(part.stop for part in parts)
     group = [layer.fresh() for layer in of.layers]
@@ -400,10 +395,7 @@ def compute_columns(
     """Compute columns [plan.held, plan.filled) of every row; returns them for each layer, for each row.
 
     Args:
-        model: The model.
         layers: They hold `plan.held` columns, and are not changed.
-        plan: What was to be served.
-        inputs: The caller's arguments.
         first: The column of the first id in `inputs`.
     """
     parts = [Part(row, max(plan.held - pad, 0), plan.filled - pad) for row, pad in enumerate(plan.pads)]

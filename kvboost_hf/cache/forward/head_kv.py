@@ -47,6 +47,7 @@ class HeadKV:
         heads: The heads.
         like: Gives, for each of their tensors, one [1, heads, columns, dim] of the same form.
         settle: Has the last forward of the cache told to it.
+        row: The row of the cache that holds the text.
 
     Attributes:
         reason: Why nothing of the text can be served or kept; None if it can.
@@ -59,8 +60,9 @@ class HeadKV:
         heads: PreTrainedModel,
         like: Callable[[], Sequence[torch.Tensor]],
         settle: Callable[[], object],
+        row: int = 0,
     ) -> None:
-        self._parts, self._heads, self._like, self._settle = parts, heads, like, settle
+        self._parts, self._heads, self._like, self._settle, self._row = parts, heads, like, settle, row
         self._columns: tuple[ColumnForm, ...] = ()
         self.reason: str | None = None
         self.root: bytes | None = None
@@ -127,7 +129,7 @@ class HeadKV:
         if self._named(len(ids)) != self._mark:
             self.reason = self.reason or CHANGED
             return
-        known = min(len(ids), text.log.length - int(text.log.pads[0]))
+        known = min(len(ids), text.log.length - int(text.log.pads[self._row]))
         with torch.inference_mode(False), torch.no_grad():
             for _ in range(2):
                 if (at := self._borders[-1].at) < first:
@@ -209,11 +211,13 @@ class HeadKV:
         """The ledger of the cache, if it holds this text and no more, and only what a plain forward computes."""
         self._settle()
         ledger = self._parts.writer.storable()
-        if ledger is None or ledger.log.batch_size > 1 or ledger.blended is not None or ledger.in_pieces is not None:
+        if ledger is None or ledger.blended is not None or ledger.in_pieces is not None:
             return None
         if self._parts.binding.store.ranks is not None:  # each would find something else
             return None
-        held = ledger.log.row(0)
+        if self._row >= ledger.log.batch_size:
+            return None
+        held = ledger.log.row(self._row)
         return ledger if len(held) <= len(ids) + 1 and np.array_equal(held[: len(ids)], ids[: len(held)]) else None
 
     def _named(self, length: int) -> bytes | None:

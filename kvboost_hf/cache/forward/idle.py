@@ -48,7 +48,6 @@ class _Turn:
         nbytes: Bytes that it keeps alive.
         stop: Given to the work of this try.
         ended: Set when nothing more of it will be done.
-        unwanted: Somebody needs the cache.
         tries: How often it was broken off.
         at: When it may be tried, in seconds of `time.monotonic`.
     """

@@ -248,10 +248,6 @@ def _can_gather(chunks: Sequence[LayerKV], device: torch.device) -> bool:
     """Whether a kernel can read the tensors of chunks, as they are, where they are.
 
     They must have arrived: their planes are where they are going to stay.
-
-    Args:
-        chunks: The K/V of the chunks.
-        device: The device of the layers, with memory of its own.
     """
     link = device_link.link
     return all(
@@ -271,8 +267,6 @@ def _table_of(runs: Iterable[_Run], like: LayerKV, device: torch.device) -> torc
 
     Args:
         runs: All of them, of chunks that `_can_gather` accepts.
-        like: One of the chunks.
-        device: The device.
     """
     addresses: dict[int, tuple[int, ...]] = {}
     rows: list[tuple[int, ...]] = []

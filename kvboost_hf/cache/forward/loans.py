@@ -60,11 +60,11 @@ def lend_layers(parts: CacheParts) -> list[Any]:
     return [layer.lend() for layer in kv_layers(parts.live.layers)]
 
 
-def read_layers(live: LiveKV, layers: Sequence[int] | None = None) -> list[LayerPair | None]:
-    """Of some layers, or all, K/V of the only row's tokens that it holds; None for a layer that has none."""
+def read_layers(live: LiveKV, layers: Sequence[int] | None = None, row: int = 0) -> list[LayerPair | None]:
+    """Of some layers, or all, K/V of the columns of a row that it holds; None for a layer that has none."""
     length, held = live.held, kv_layers(live.layers)
     chosen = held if layers is None else [held[at] for at in layers]
-    found = [layer.columns(0, layer.first, length) for layer in chosen]
+    found = [layer.columns(row, layer.first, length) for layer in chosen]
     return [None if not piece else (piece[0][None], piece[1][None]) for piece in found]
 
 
@@ -147,8 +147,6 @@ def look_up(
     """What the store can serve now of a prompt [1, tokens], whose last token is left to compute.
 
     Args:
-        parts: The parts of a cache for the prompt.
-        ids: The tokens.
         known: What was known of them before: it is returned if it still holds.
         is_current: Tells from now on whether the store is as it is now.
     """

@@ -36,7 +36,6 @@ class Planned:
     """All that is decided of a prompt before its forward, with what serves it loaded.
 
     Args:
-        prompt: The columns of the prompt.
         plan: Which of them stored chunks serve.
         cuts: Columns before which to run a forward of our own.
         stops: Columns at which states are saved in the middle of a forward: first all that are wanted in any case.
@@ -106,9 +105,6 @@ def choose_hidden(parts: CacheParts, request: Request, found: Admitted, asked: t
     store has more of the prompt with them.
 
     Args:
-        parts: The cache.
-        request: The forward.
-        found: The prompt.
         asked: The layers that the call asks for.
 
     Returns:

@@ -38,8 +38,6 @@ class Reused(Forward):
     """A forward over what the store could not serve.
 
     Args:
-        parts: The parts of the cache.
-        prompt: The columns of the prompt.
         plan: Which of them the store serves.
         cuts: Columns before which to run a forward of its own, and to keep states.
         stops: Columns at which to keep states within a forward.
@@ -308,8 +306,6 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]
     """Count what stored chunks have served of each row, and where and why they could serve no more.
 
     Args:
-        parts: The cache's store and tally.
-        plan: What was put into the layers.
         ids: Codes of all columns, [batch, columns].
 
     Returns:

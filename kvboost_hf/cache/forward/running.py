@@ -52,9 +52,6 @@ class CacheParts:
     """The parts of one `ChunkReuseCache`.
 
     Args:
-        binding: The model, store and settings.
-        live: What it holds.
-        writer: Offers that to the store.
         form: Whether its buffers grow, or are of a fixed size.
         when_idle: Done between two calls; see `Idle.begin`.
         idle: Has it done.
@@ -78,9 +75,6 @@ class Request:
     """A forward as the cache was asked for it.
 
     Args:
-        cache: The cache that it came with.
-        model: The model.
-        kwargs: The arguments of the forward, by name.
         armed: It brings a whole prompt, whatever the layers hold.
         in_own_loop: Whoever calls the model leaves it as it is between the tokens of a text, as generate() does.
         mask_fits: The mask of the generate() call has a column for all that the layers hold and for each new id, if
@@ -122,8 +116,6 @@ class PromptColumns:
     """All columns up to the end of a forward over a prompt, or over more of one.
 
     Args:
-        inputs: The arguments of the forward.
-        new: The columns that it brings.
         ids: Codes of all columns, [batch, columns].
         held: How many of them the layers hold.
         least: How many the model has to be given at once: see `least_of_prompt`.
@@ -153,7 +145,6 @@ class Forward(ABC):
     """One forward of the model with a cache.
 
     Args:
-        parts: The parts of the cache.
         length: Columns of the layers that stay right whatever happens: what to fall back to.
     """
 
@@ -217,7 +208,6 @@ class SettledLater:
     the call returns, whichever comes first.
 
     Args:
-        forward: The forward, recorded.
         config: The configuration that the generate() call has made for itself, and lets go of when it returns.
     """
 
@@ -288,9 +278,7 @@ class Unrecorded(Forward):
     """A forward whose arguments stay as they are, and of whose K/V nothing is known.
 
     Args:
-        parts: The parts of the cache.
         length: Columns in the layers before it.
-        stop: Columns after it.
         inputs: The arguments of the forward, if they can be read.
     """
 
@@ -315,9 +303,7 @@ class Step(Forward):
     """A forward that needs the logits of all its tokens: a decoding step, or candidates to verify.
 
     Args:
-        parts: The parts of the cache.
         held: Columns in the layers before it.
-        inputs: The arguments of the forward.
         mask: The attention mask, or None for one that hides nothing.
         repair: Computes some of what the layers hold again, before it.
         settled: The arguments that decided how it runs, if it can go on with the next token; see `goes_on`.
@@ -392,11 +378,8 @@ class Settled:
     """The arguments of a decoding step, as far as they decide how it runs, and where it was called from.
 
     Args:
-        constants: Those that are constants, by name.
-        caches: Names of those that are caches.
         count: How many arguments there were, with ids, positions and mask.
         is_masked: There was a mask, of which nobody knows what the next one hides: it is noted each time.
-        positions: The shape of the positions.
         depth: How many frames it is from the forward hook's cache up to the generate() call.
         code: That of the frame of this call; None for a loop of somebody else, who keeps the model as it is.
         hands_out: The layers may give the attention K/V as it is held.

@@ -87,10 +87,7 @@ class ScatterPass:
     """One such forward.
 
     Args:
-        model: The model.
         cache: What the forward is given as its cache; tells its layers' calls from those of other threads.
-        layers: They hold all columns.
-        columns: Those to compute.
         pads: Columns of left padding of each row.
         present: [batch, columns], columns that are there to attend to; None for all.
         narrowing: Or None where `columns` go through all layers.
@@ -304,9 +301,6 @@ def attention_of_the_end(
     Their own K/V is put into the layers on the way; whoever asks must compute them again.
 
     Args:
-        model: The model.
-        layers: They hold all columns.
-        plan: What they hold.
         ids: [batch, m], those that the caller passed.
         first: The column of the first of them.
 

@@ -107,7 +107,6 @@ class ModelFingerprint:
         """The fingerprint of `model` as it is now.
 
         Args:
-            model: The one that is followed.
             full: Read every weight, so that no change can be missed. Weights that are changed back find their old
                 fingerprint again. It never equals one without `full`.
             found: What `look` has found just now, or None to look.
@@ -137,7 +136,6 @@ class ModelFingerprint:
         one of them there is no durable fingerprint.
 
         Args:
-            model: The one that is followed.
             full: Read every weight again. It never equals one without `full`, under which a change may be missed.
             found: What `look` has found just now, or None to look.
         """

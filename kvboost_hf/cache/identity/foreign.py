@@ -286,11 +286,7 @@ def _is_of_a_model(kind: type) -> bool:
 
 
 class _Names:
-    """The callables of a module or class under their names, to detect patches.
-
-    Args:
-        place: The module or class.
-    """
+    """The callables of a module or class under their names, to detect patches."""
 
     def __init__(self, place: Any) -> None:
         called = {name: value for name, value in list(vars(place).items()) if _is_called(name, value)}

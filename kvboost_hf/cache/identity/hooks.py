@@ -79,9 +79,6 @@ class ForwardWatch:
 
     Most such functions count tokens or take the time, and call the forward that they replace. It compares what the
     model is called with to what reaches the part of it that computes hidden states.
-
-    Args:
-        function: In place of the forward.
     """
 
     leaves_kv_alone = True

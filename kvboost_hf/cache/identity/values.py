@@ -117,12 +117,7 @@ class Reached:
 
 
 class Reader:
-    """Adds all that values hold to a `Reached`, each object once.
-
-    Args:
-        reached: The parts so far.
-        known: Ids of objects to skip, such as the modules of the model.
-    """
+    """Adds all that values hold to a `Reached`, each object once."""
 
     def __init__(self, reached: Reached, known: set[int]) -> None:
         self._reached, self._seen = reached, set(known)
@@ -222,7 +217,6 @@ class FileWeight:
     """A weight that accelerate reads from a file before each forward.
 
     Args:
-        weights: The mapping that reads it.
         name: The name of the tensor in the map.
     """
 
@@ -259,10 +253,6 @@ def weights_at_rest(hook: Any, module: nn.Module) -> dict[int, tuple[torch.devic
     """By the id of each tensor whose values are elsewhere between forwards: the device it is used on, and its values.
 
     The tensors of streamed layers share slots with other layers, so that their own values are not stable.
-
-    Args:
-        hook: The hook on the module.
-        module: The module.
     """
     found: dict[int, tuple[torch.device, AtRest]] = {}
     for inner in getattr(hook, "hooks", (hook,)):

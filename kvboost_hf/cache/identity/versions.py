@@ -14,7 +14,7 @@ import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter, is_
+from operator import attrgetter, getitem, is_
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,7 @@ _VERSION_AT = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)  # in a dic
 _VERSION = np.dtype(np.uint64)
 _COUNTED_UNTIL = (3, 12)  # Python 3.13 does not count changes of attributes that it keeps beside their object
 Dict = dict[Any, Any]
-_Item = tuple[Dict, Any]  # a dict, and a key in it
+_Items = tuple[list[Dict], list[Any]]  # dicts, and a key in each
 
 
 def is_read(name: str) -> bool:
@@ -78,15 +78,12 @@ class Still:
     """A model as it is now, if all that its K/V depends on is in dicts whose changes are counted.
 
     Neither its modules nor its tensors are kept alive: with the first module that is gone, the dicts are let go.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         # Containers of configurations and modules, whose changes are not counted: they are written out.
         self._lists: list[Any] = []
-        self._kept: list[tuple[list[Dict], list[_Item], list[_Item], Callable[[], bytes]]] = []
+        self._kept: list[tuple[list[Dict], _Items, _Items, Callable[[], bytes]]] = []
         modules = _modules_of(model) if _are_counted() else []
         own = list(map(_DICT, modules))
         dicts = [*own, *(attributes[name] for attributes in own for name in INSIDE), *hooks_of_all_modules()]
@@ -114,7 +111,7 @@ class Still:
         self._kinds, self._bases = list(kinds), list(map(_bases_and_code, kinds))
         filled = _items(attributes[name] for attributes in own for name in INSIDE[:2])
         children = _items(attributes["_modules"] for attributes in own)
-        in_place = [model, *(items[name] for items, name in children)]
+        in_place = [model, *map(getitem, *children)]
         self._types, own = list(map(type, in_place)), list(map(_DICT, in_place))
         self._shown = _all_shown(self._lists)
         counted = {id(each): each for each in map(_dict_of, dicts)}
@@ -160,8 +157,8 @@ class Still:
         if now != self._numbers and not self._hooks_are_gone(now):
             return None
         try:
-            modules = [model, *[items[name] for items, name in children]]
-            tensors = [items[name] for items, name in filled]
+            modules = [model, *map(getitem, *children)]
+            tensors = list(map(getitem, *filled))
         except KeyError:  # another thread has just taken one away
             return None
         if list(map(type, modules)) != self._types or not all(map(is_, map(_DICT, modules), own)):
@@ -196,9 +193,10 @@ def _all_shown(values: list[Any]) -> list[str]:
         return list(map(shown, values))
 
 
-def _items(dicts: Iterable[Dict]) -> list[_Item]:
+def _items(dicts: Iterable[Dict]) -> _Items:
     """Where all values in dicts are, except None."""
-    return [(each, name) for each in dicts for name, value in each.items() if value is not None]
+    found = [(each, name) for each in dicts for name, value in each.items() if value is not None]
+    return [each for each, _ in found], [name for _, name in found]
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:

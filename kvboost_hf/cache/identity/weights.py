@@ -41,8 +41,9 @@ _HOST = "cpu"
 
 # Storage offset, size and stride of the values that are read; None for all of a short vector.
 Window = tuple[int, tuple[int, ...], tuple[int, ...]] | None
-# Versions, shapes, which are contiguous, and addresses and memories of tensors that are not read at their addresses.
-Marks = tuple[list[int], list[torch.Size], list[bool], list[tuple[Any, ...]]]
+# Versions, implementations, and of tensors that are not read at their addresses, these and their memories.
+Marks = tuple[list[int], list[int], list[tuple[int, int, int]]]
+Forms = list[tuple[torch.Size, tuple[int, ...]]]  # shapes and strides
 
 
 class WeightsWatch:
@@ -59,6 +60,10 @@ class WeightsWatch:
         _follow_optimizers()
         self.last_epoch = -1
         self._marks: Marks | None = None
+        self._forms: Forms = []
+        self._open: list[int] = []  # numbers of tensors whose shapes and strides change unseen, and these
+        self._open_forms: Forms = []
+        self._data_set = -1  # how often the data of any weight was set when the forms of all were last compared
         self._memories = Memories([])
         self._writes: int | None = None
         self.without_memory = False  # some weight had none when last asked: nobody can see what it will hold
@@ -72,14 +77,18 @@ class WeightsWatch:
         """How often the tensors have changed."""
         with torch.inference_mode():  # views cost less in it
             marks = _marks(tensors, self._in_place.elsewhere)
-            same = marks == self._marks and self._memories.writes(tensors) == self._writes
+            same = marks == self._marks and self._are_in_form(tensors)
+            same = same and self._memories.writes(tensors) == self._writes
             in_place = self._in_place.read(tensors) if same else None
             if in_place is None:
                 self.without_memory = lack_memory(tensors)
                 self._memories = Memories(tensors)
                 self._writes = self._memories.writes(tensors)
                 self._in_place, self._windows = _SampleInPlace(tensors), _windows(tensors)
-                self._marks = _marks(tensors, self._in_place.elsewhere)
+                self._data_set = _data_set
+                self._marks, self._forms = _marks(tensors, self._in_place.elsewhere), _forms(tensors)
+                self._open = [at for at, each in enumerate(tensors) if not _counts_forms(each)]
+                self._open_forms = [self._forms[at] for at in self._open]
                 same, in_place = False, self._in_place.read(tensors)
             if in_place is None:  # another thread has given a weight other memory just now
                 self._marks = None
@@ -91,6 +100,17 @@ class WeightsWatch:
                 self.last_epoch += 1
                 self._read_on_host, self._samples = on_host, samples
         return self.last_epoch
+
+    def _are_in_form(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether all have the shapes and strides of before.
+
+        What changes them in place counts as a write, and what sets the `data` of a parameter is counted by us. Only
+        the others have to be asked each time.
+        """
+        if self._data_set == _data_set:
+            return _forms(list(map(tensors.__getitem__, self._open))) == self._open_forms
+        self._data_set = _data_set
+        return _forms(tensors) == self._forms
 
     @property
     def sample(self) -> bytes:
@@ -135,8 +155,9 @@ def plain_tensors(tensor: Any, depth: int = 0) -> Iterator[torch.Tensor]:
                 yield from plain_tensors(value, depth + 1)
 
 
-_ADDRESS, _CONTIGUOUS, _STORAGE = map(methodcaller, ("data_ptr", "is_contiguous", "untyped_storage"))
+_ADDRESS, _STORAGE, _STRIDES = map(methodcaller, ("data_ptr", "untyped_storage", "stride"))
 _MEMORY, _SHAPE, _VERSION = map(attrgetter, ("_cdata", "shape", "_version"))
+_IMPLEMENTATION = _MEMORY  # of a tensor, which `torch.utils.swap_tensors` exchanges
 
 
 def _marks(tensors: list[torch.Tensor], elsewhere: Sequence[int]) -> Marks:
@@ -144,10 +165,17 @@ def _marks(tensors: list[torch.Tensor], elsewhere: Sequence[int]) -> Marks:
         versions = list(map(_VERSION, tensors))
     except RuntimeError:  # those made in inference mode have none
         versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-    contiguous = list(map(_CONTIGUOUS, tensors))
     rest = [(at, tensors[at].data_ptr(), tensors[at].untyped_storage()._cdata) for at in elsewhere]
-    strides = [tensor.stride() for tensor, is_one in zip(tensors, contiguous, strict=True) if not is_one]
-    return versions, list(map(_SHAPE, tensors)), contiguous, [*rest, *strides]
+    return versions, list(map(_IMPLEMENTATION, tensors)), rest
+
+
+def _forms(tensors: Sequence[torch.Tensor]) -> Forms:
+    return list(zip(map(_SHAPE, tensors), map(_STRIDES, tensors), strict=True))
+
+
+def _counts_forms(tensor: torch.Tensor) -> bool:
+    """Whether each change of shape and strides is counted: by PyTorch, or by the property of `_make_property`."""
+    return type(tensor) is nn.Parameter and not tensor.is_inference()
 
 
 class _SampleInPlace:
@@ -310,11 +338,7 @@ _lock = forks.rlock()  # between handing memory out and finding that nobody hold
 
 
 class Memory:
-    """The memory of one or more weights, referred to weakly.
-
-    Args:
-        storage: The memory of a weight.
-    """
+    """The memory of one or more weights, referred to weakly."""
 
     __slots__ = ("__weakref__", "_content", "_storage", "address", "writes")
 
@@ -403,6 +427,7 @@ class Memories:
 
 _all: WeakValueDictionary[int, Memory] = WeakValueDictionary()  # by address
 _noted = 0  # how often any memory was written to or handed out
+_data_set = 0  # how often the data of any parameter was set
 
 
 def note_write(tensor: torch.Tensor) -> None:
@@ -441,7 +466,9 @@ def _get_data(weight: nn.Parameter) -> torch.Tensor:
 
 
 def _set_data(weight: nn.Parameter, data: torch.Tensor) -> None:
+    global _data_set
     _DATA.__set__(weight, data)  # whoever holds `data` is noticed when the weight is found elsewhere
+    _data_set += 1
 
 
 def _holders(weight: torch.Tensor) -> int:
@@ -451,12 +478,13 @@ def _holders(weight: torch.Tensor) -> int:
     return uses - _uses_by_python()
 
 
-def are_held_by_more(storages: Sequence[torch.UntypedStorage]) -> bool:
-    """Whether more tensors, or arrays over them, hold one of these memories than it is listed for."""
-    memories = list(map(_MEMORY, storages))
-    listed = Counter(memories)
-    own = _uses_by_python()
-    return any([_uses(memory) - own > count for memory, count in listed.items()])
+def are_held_by_more(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether more tensors, or arrays over them, hold the memory of one of these than are listed."""
+    storages = list(map(_STORAGE, tensors))
+    memories, own = list(map(_MEMORY, storages)), _uses_by_python()
+    if len(listed := set(memories)) == len(memories):
+        return max(map(_uses, listed), default=0) - own > 1
+    return any([_uses(memory) - own > count for memory, count in Counter(memories).items()])
 
 
 @cache

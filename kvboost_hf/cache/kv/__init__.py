@@ -178,8 +178,6 @@ class Belongings:
         """Keys of those records that belong to the prompts.
 
         Args:
-            records: All records under these roots.
-            heads: Those of others, too.
             lost: Include what may belong to any prompt under the same roots: chunks behind one that is not stored any
                 more, states within a first chunk, and if not all pieces are known, those of others.
         """
@@ -202,9 +200,7 @@ def count_bytes(held: Iterable[Stored], wanted: Iterable[Belongings], heads: Hea
     """The bytes of each.
 
     Args:
-        held: The records in host memory.
         wanted: Whose bytes are counted.
-        heads: Those of others, too.
     """
     by_key = {each.key: each for each in held}
     tops: dict[bytes, frozenset[str]] = {}  # by key, the owners of the first chunk that it continues

@@ -82,10 +82,7 @@ class Checkpoints:
     """The states of all layers at some columns of one forward.
 
     Args:
-        mixers: The token mixers, by layer.
-        layers: The layers that the forward extends.
         start: Columns that they hold before it.
-        columns: Columns that they hold after it.
         stops: Columns at which states are wanted in any case, in order, after `start` and before `columns`.
         spaced: Columns at which they are wanted if they fit, in order, between the same.
         room: Bytes that all of them together may take.
@@ -253,9 +250,7 @@ class _Segment:
     Args:
         hidden: What the mixer was given, [batch, columns, width].
         thread: Other threads may run the same modules.
-        columns: Columns of the segment.
         part: Refers to their hidden states, which live as long as the call of the mixer with them.
-        projected: The projections of all columns.
         sliced: Whether the projection that is being computed is one of the hidden states.
         returned: The output of the last projection, and its module.
         final: The projection whose output the mixer returns; None if not known, or if that is something else.

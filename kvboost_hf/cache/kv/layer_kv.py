@@ -54,12 +54,9 @@ class Block:
         planes: The encoded planes, [tensors, …] each, in host memory.
         shape: heads, tokens and head_dim of each.
         dtype: The data type of each tensor.
-        role: Keys or values.
-        codec: Decodes them.
         rotations: The rotation of each tensor, or None.
         device: Where the model computed them.
         blob: The blob that the planes are views of, unchecked; None if they are owned.
-        number: The number of this block in the blob.
         ready: Done when the planes have arrived in host memory, until when they are where the model computes; or,
             copied to a device, when they have arrived there. None if they were there from the start.
     """
@@ -185,7 +182,6 @@ class LayerKV:
     are alike. Layers with a window have blocks of their own: far from the end of a prompt they are not needed.
 
     Args:
-        blocks: All tensors.
         places: Per layer, where each of its tensors is; None for a layer without columns.
     """
 

@@ -22,9 +22,6 @@ class StateCodes(NamedTuple):
 
     Args:
         planes: Codes and scales, [1, …] each, in host memory.
-        shape: Shape of the tensor.
-        dtype: Data type of the tensor.
-        codec: Decodes it.
     """
 
     planes: Planes

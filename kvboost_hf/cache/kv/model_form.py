@@ -94,8 +94,6 @@ def copy_columns(
     """Copy columns of every layer to host memory.
 
     Args:
-        layers: All of them.
-        row: The number of the row in the batch.
         start: The first column.
         stop: The one behind the last.
         form: To copy them to; None keeps them as they are.
@@ -175,7 +173,6 @@ class ModelForm:
         """That of a model as it is now, by a forward over a few tokens; None where that fails, as no reuse is safe.
 
         Args:
-            model: The model.
             hidden_layers: The layers whose hidden states are kept beside K/V, as a layer of their own.
         """
         try:
@@ -228,7 +225,6 @@ class ChunkForms:
 
     Args:
         columns: How the store keeps columns.
-        form: The form of the model's chunks.
     """
 
     def __init__(self, columns: ColumnFormat, form: ModelForm) -> None:
@@ -257,7 +253,6 @@ def read_kv(blob: Blob, forms: ChunkForms) -> LayerKV:
 
     Args:
         blob: The blob of the chunk; `entry` tells how many tokens it has.
-        forms: The forms of the model's chunks, in the format of the store.
 
     Raises:
         DamagedBlobError: if it holds anything but K/V of this model in this format.
@@ -276,11 +271,6 @@ def read_kv(blob: Blob, forms: ChunkForms) -> LayerKV:
 
 def read_states(blob: Blob, form: ModelForm, kept_as: StateFormat) -> LayerStates:
     """States of all layers, as views of a blob.
-
-    Args:
-        blob: The blob of the states, compared with its checksums.
-        form: The form of the model's chunks.
-        kept_as: The format of the store.
 
     Raises:
         DamagedBlobError: if it holds anything but states of this model in this format.

@@ -43,11 +43,7 @@ T = TypeVar("T")
 
 
 class EmptyLayer(ReuseLayer):
-    """A layer that never holds anything: its model layer shares the K/V of another, or has no attention.
-
-    Args:
-        layer: The layer that transformers made.
-    """
+    """A layer that never holds anything: its model layer shares the K/V of another, or has no attention."""
 
     can_branch = True
 
@@ -65,11 +61,7 @@ class EmptyLayer(ReuseLayer):
 
 
 class OpaqueLayer(ReuseLayer):
-    """A layer that only its model understands: all of it is one state, of a batch of one row.
-
-    Args:
-        layer: The layer that transformers made, unused yet.
-    """
+    """A layer that only its model understands: all of it is one state, of a batch of one row."""
 
     is_stateful = True
     single_row = True

@@ -93,7 +93,7 @@ class GrowingTensor:
             return self.view(start)
         if self._version != buffer._version:
             self.tampered = True
-        buffer.narrow(2, held - first, columns).copy_(new)
+        buffer[:, :, held - first : stop - first] = new
         self._version, self.stop = buffer._version, stop
         begin = min(max(start - first, 0), stop - first)
         return buffer.narrow(2, begin, stop - first - begin)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,6 @@ class Behind(NamedTuple):
     """Tokens that follow what the layers hold: the next forward computes them in front of its own.
 
     Args:
-        column: Columns that the layers hold.
         ids: [batch, tokens].
         positions: [batch or 1, tokens] or [planes, batch, tokens]; None where they are left to the model.
     """
@@ -349,7 +349,7 @@ class LiveKV:
         known = [layer for layer in self.layers if isinstance(layer, GrowingLayer | HiddenStates)]
         if len(known) < len(self.layers):
             return True
-        return are_held_by_more([buffer.untyped_storage() for layer in known for buffer in layer.buffers])
+        return are_held_by_more(chain.from_iterable([layer.buffers for layer in known]))
 
     @property
     def has_layers_elsewhere(self) -> bool:
@@ -467,7 +467,6 @@ class LiveKV:
         To be called within `changing`.
 
         Args:
-            ledger: The ledger that it gives.
             length: Columns to claim.
             offer: Offers to the store what is held: without states, the next forward looks there.
         """

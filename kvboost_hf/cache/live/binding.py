@@ -292,10 +292,6 @@ def in_order(layers: Iterable[int]) -> tuple[int, ...]:
 class StoreWriter:
     """Offers the K/V of a cache to its store: what is there to stay, and only what the model as it is now computes.
 
-    Args:
-        binding: The model and the store.
-        live: The K/V.
-
     Attributes:
         settling: Held while a forward is settled, so that whoever comes second waits until it is.
     """
@@ -314,7 +310,6 @@ class StoreWriter:
         """Everything in the layers is there to stay: offer chunks that have become complete.
 
         Args:
-            ledger: That of the layers, in step.
             root_checked: The root of the model was read just before the forward.
         """
         ledger.unconfirmed = False

@@ -39,10 +39,6 @@ _ATTENTION = ("sdpa", "eager", ATTENTION)  # others want other masks than [batch
 class StaticDecoding:
     """The state of a `ChunkReuseCache` of a fixed size beside its layers.
 
-    Args:
-        model: The model that it will be passed to.
-        max_cache_len: Columns that it can hold.
-
     Raises:
         ValueError: for a model that cannot decode with static shapes here.
     """
@@ -112,7 +108,6 @@ class StaticDecoding:
         """The arguments to run a forward with, and the same with the 2-D mask that its 4-D mask was made from.
 
         Args:
-            kwargs: The arguments.
             held: Columns before the forward.
             pads: The columns of padding of each row, which may have left a window; None if they are not known.
         """
@@ -259,7 +254,6 @@ class StepLog:
 
     Args:
         columns: As many as the cache can hold.
-        windows: The layer types of the model.
     """
 
     def __init__(self, columns: int, windows: Windows) -> None:
@@ -329,9 +323,7 @@ def seen_columns(mask: Any, windows: Windows, own: torch.Tensor, total: int) -> 
 
     Args:
         mask: A 4-D mask, or one for each layer type.
-        windows: The layer types of the model.
         own: [queries], the column of each.
-        total: Columns of a cache of a fixed size.
 
     Returns:
         [batch, queries, columns], bool, for layers without a window, if there are any. A query whose masks of other

@@ -65,11 +65,7 @@ class DecodingForm:
     that is to decode in a graph up to any use of the cache by something else; K/V moves from one form to the other.
 
     Args:
-        model: The model of the cache.
         asked: The cache's `max_cache_len`.
-        binding: The model and the settings of the cache.
-        live: What the cache holds.
-        writer: Offers what graphs have decoded to the store.
 
     Attributes:
         reason: Why the last generate() call decodes without a graph; None if it decodes in one.
@@ -262,7 +258,6 @@ class GuardedCall:
     """Calls a compiled model by way of the cache that it is given.
 
     Args:
-        model: The model.
         compiled: The same, compiled.
     """
 
@@ -292,10 +287,7 @@ def decode(live: LiveKV, model: PreTrainedModel, compiled: Callable[..., Any], k
     """Run a decoding step on layers of a fixed size.
 
     Args:
-        live: The layers, and what they hold.
-        model: The model.
         compiled: The same, compiled.
-        kwargs: The arguments of the step.
 
     Returns:
         What the model returns.

@@ -26,7 +26,6 @@ class KnownRow:
     """What a store could serve of a prompt of one row that nothing is held of, when it was looked up.
 
     Args:
-        root: The root that it was looked up under.
         tokens: The tokens of the prompt, [tokens].
         filled: How many of them the store could serve.
         plan: Serves them; None once the store has changed.
@@ -58,7 +57,6 @@ class Ledger:
     """Ids and chunk borders of every row, beside the layers that hold their K/V.
 
     Args:
-        log: The ids.
         borders: Per row, the chunk borders so far; the root first.
         root: The root of all chains: model, weights and salt.
         version: `ReuseLayer.version` when the ledger was last brought up to date; another one means that the layers
@@ -376,7 +374,6 @@ class Ledger:
             saved: Columns, at most the length of the log, whether host memory alone is to keep what is there, and the
                 states of each row.
             layers: The layers, which hold the K/V.
-            store: The store.
         """
         form = store.state_format
         for column, spare, rows in saved:
@@ -431,7 +428,6 @@ def offer_content(
     """Offer row tokens from `start` on as chunks that are found by content only.
 
     Args:
-        store: Cuts and takes them.
         root: Whose they are.
         tokens: All tokens of the row: those before `start` name the history.
         start: Where the first chunk begins.

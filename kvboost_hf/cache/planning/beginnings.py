@@ -59,9 +59,6 @@ def best_order(documents: Sequence[D], known: Callable[[list[D]], int]) -> BestO
 def search_order(count: int) -> Generator[list[Order], list[int], tuple[Order, int, int]]:
     """Find the order in which most of a prompt is stored: what is not stored comes last, in the order that was given.
 
-    Args:
-        count: The number of documents.
-
     Yields:
         Orders of some documents. What is sent for them is how many first tokens are stored of a prompt with each.
 
@@ -150,7 +147,6 @@ def in_groups(
 
     Args:
         stems: Each behind those that it continues.
-        batch: Rows in all.
         waste: Tokens that a stem may be shorter than the longest one in its forward.
         padded: A forward may have padding on the left.
         equal_starts: Stems that continue something must begin at the same token to share a forward.

@@ -39,7 +39,6 @@ class Bag(Generic[M]):
     """A set that can be sampled in constant time.
 
     Args:
-        members: A list or an array, empty.
         places: A dict or an array that takes where in `members` each one is. Bags that have nothing in common may
             share it. It keeps what it has of members that were removed.
     """
@@ -110,7 +109,6 @@ class EvictionOrder:
         """Add a leaf.
 
         Args:
-            key: The key of the record.
             parent: One that is present, or None for a root.
             pinned: Never evict it.
         """

@@ -238,8 +238,6 @@ def read_forward(
     """The arguments to run a forward with, and what `read_inputs` reads of them.
 
     Args:
-        model: The model.
-        kwargs: The arguments by name, as they came.
         all_logits_reason: Why the logits of reused tokens cannot be had, or None.
         read_mask: For a cache of a fixed size: gives the arguments to run with, and those to read, with a 2-D mask.
         settings: Gives `returns_of_each_token(model)`.
@@ -262,8 +260,6 @@ def read_inputs(
     """The arguments, or the reason why the K/V of this forward may depend on more than its tokens.
 
     Args:
-        model: The model.
-        kwargs: The arguments by name.
         all_logits_reason: Why the logits of reused tokens cannot be had, or None.
         settings: Gives `returns_of_each_token(model)`.
         hidden_of: Gives the layers that a value of `output_hidden_states` asks for, or why they cannot be had; None
@@ -456,6 +452,8 @@ def positions_count_up(position_ids: torch.Tensor | None, pads: NDArray[np.int64
     if position_ids is None or position_ids.ndim > 2:
         return True  # column ids contain those of several dimensions
     found = position_ids.cpu().numpy()
+    if not pads.any():
+        return bool((found == np.arange(start, start + found.shape[1])).all())
     expected = np.arange(start, start + found.shape[1])[None, :] - pads[:, None]
     return bool(((found == expected) | (expected < 0)).all())
 

@@ -127,7 +127,6 @@ class ChatTemplate:
     """The chat template of a tokenizer, with the arguments that chats give it.
 
     Args:
-        tokenizer: The tokenizer or the processor of the model.
         tools: Tools of the chats, as `apply_chat_template` takes them.
         arguments: Other arguments of the template, such as `enable_thinking`.
     """
@@ -157,7 +156,6 @@ class ChatTemplate:
         """Ids [n] of a chat.
 
         Args:
-            messages: The messages of the chat.
             answer: Whether the start of an answer is at its end.
 
         Raises:

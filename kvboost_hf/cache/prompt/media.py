@@ -93,11 +93,9 @@ def read_prompt(
     """Read a whole prompt.
 
     Args:
-        model: Knows its placeholders.
         ids: [batch, m].
         position_ids: [planes, batch, m], or None.
         pads: Columns of left padding of each row.
-        kwargs: The arguments of the forward.
         source: The arguments with the original images: the same, or those of generate().
 
     Returns:
@@ -306,8 +304,6 @@ def _split_items(parts: Arguments, modality: str, lengths: list[int]) -> list[by
 
     Args:
         parts: All arguments of this modality.
-        modality: The name of the modality.
-        lengths: The lengths of the runs.
     """
     values = list(parts.values())
     if not lengths or not all(isinstance(value, torch.Tensor) and value.ndim for value in values):

@@ -207,7 +207,6 @@ def position_shifts(
 
     Args:
         position_ids: [planes, batch, m].
-        columns: The m columns of the positions.
         pads: Columns of left padding of each row.
 
     Returns:

@@ -82,7 +82,6 @@ class Roots:
 
     Args:
         model: The model; held weakly.
-        reader: Has the codecs of the store.
         lock: Held wherever records change.
         history: Remembers the salt of each root.
         lower: Registers roots that other processes derive, too.
@@ -174,7 +173,6 @@ class Roots:
         No salt is known of it: it is no text that anybody is told of, or looks up.
 
         Args:
-            root: The root of the texts, as the model is now.
             mark: Names who computes it, and all that it depends on besides.
             form: The form in which it is stored.
             durable: Other processes give them the same name.

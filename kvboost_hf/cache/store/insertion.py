@@ -35,7 +35,6 @@ class ContentIndexes:
 
     Args:
         lock: Reentrant; whoever changes the indexes holds it.
-        chunks: Gives the chunks of host memory.
     """
 
     def __init__(self, lock: AbstractContextManager[object], chunks: Callable[[], Iterable[StoredChunk]]) -> None:
@@ -157,7 +156,6 @@ class StoredText:
         Args:
             chunks: All that are stored, which are read when text is asked for the first time.
             salt: Whose text.
-            ids: Token ids.
             length: So many tokens are wanted.
             max_ngram: Compare so many tokens at most.
             min_ngram: And so many at least.
@@ -195,8 +193,6 @@ class Insertion:
         lock: Held wherever records change.
         memory: Host memory, which takes them.
         lower: The lower tiers, to which they are written.
-        contents: Finds chunks by their content.
-        payback: Is told what was stored.
         counts: In which `"rejected"` counts the records that there was no room for.
         require_open: Raises once the store is closed.
         bring_back: Takes a chunk into host memory that is in a lower tier only.
@@ -317,7 +313,6 @@ class Insertion:
             parent: Prefix key of the last chunk border before that token, or `root`.
             tokens: Tokens from that border to that token, at least `HEAD_TOKENS` of them.
             nbytes: Bytes that `copy_states` will take.
-            copy_states: Makes the copy.
             pinned: Never evict them.
             spare: Keep them in host memory alone: others of the same prompt are close.
         """

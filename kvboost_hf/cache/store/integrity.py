@@ -68,8 +68,6 @@ def check_integrity(
     """Compute records again and compare; see `ChunkStore.check_integrity`.
 
     Args:
-        model: The model of the store.
-        records: Those of the store.
         is_current: Whether the model, as it is now, has computed a record that ends after so many tokens.
         formats: How columns and states are kept.
         sample: The share to check.

@@ -36,13 +36,7 @@ _REMEMBERED = 65_536  # keys
 
 
 class BlobReader:
-    """Knows the forms that K/V of a model has had under each root, and the format that columns are kept in.
-
-    Args:
-        model: Gives the model.
-        codec: The codec of the store.
-        state_format: The format of states.
-    """
+    """Knows the forms that K/V of a model has had under each root, and the format that columns are kept in."""
 
     def __init__(self, model: Callable[[], PreTrainedModel], codec: Codec, state_format: StateFormat) -> None:
         self._model, self.codec, self.state_format = model, codec, state_format
@@ -125,7 +119,6 @@ class LowerMemory:
     Args:
         tiers: The tiers; there may be none.
         model_name: Names the model to them, see `Entry.model`.
-        reader: Reads K/V and states from their blobs.
         lock: Held wherever the known keys change.
         on_found: Called with chunks that are found under a root which `list_content` was called for.
         watchers: Called with keys that are known to be in a lower tier, or known not to be there any more.
@@ -161,22 +154,13 @@ class LowerMemory:
         """From now on, write what is stored under a root, and find what is there.
 
         Args:
-            root: The root.
-            made_with: What the K/V under it is made with.
-            fingerprint: The fingerprint of the model that it is of.
             hidden_layers: The layers whose hidden states are kept under it.
         """
         self._durable_roots.setdefault(root, made_with)
         self._reader.note_root(root, fingerprint, hidden_layers=hidden_layers)
 
     def keep_beside(self, root: bytes, beside: bytes, form: ModelForm) -> None:
-        """From now on, write what is stored under a root `beside` another one, if that is written; and find it.
-
-        Args:
-            root: The other one.
-            beside: The root.
-            form: The form of what is stored under it.
-        """
+        """From now on, write what is stored under a root `beside` another one, if that is written; and find it."""
         if (made_with := self._durable_roots.get(root)) is not None:
             self._durable_roots.setdefault(beside, made_with)
             self._reader.note_form(beside, form)
@@ -359,10 +343,8 @@ class Row:
     """A row to find chunks for.
 
     Args:
-        tokens: All of it.
         border: The chunk border that it is to be served from.
         chunker: Where its chunks end.
-        stateful: Saved states are wanted, too.
     """
 
     tokens: Tokens
@@ -401,9 +383,6 @@ class TieredView:
     The lower tiers are asked for all chunks that a row may have at once, when the first one is not in host memory.
 
     Args:
-        memory: Host memory.
-        lower: The tiers below it.
-        row: The row.
         without: Keys of records in lower tiers that are not to be found.
     """
 

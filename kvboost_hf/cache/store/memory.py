@@ -33,7 +33,6 @@ class HostMemory:
     evicted first.
 
     Args:
-        max_bytes: Budget of all tensors and tokens.
         lock: Reentrant. Lookups take it; whoever changes the contents holds it.
         state_share: The share of it that states may take.
         on_insert: Called with each chunk that comes in.
@@ -136,8 +135,6 @@ class HostMemory:
         """The records that serve the first tokens of a text, and how many tokens they serve.
 
         Args:
-            root: The root of the text.
-            tokens: All of it.
             stop: Records that begin before this token are wanted.
         """
         with self._lock:
@@ -192,7 +189,6 @@ class HostMemory:
         """Evict records until so many bytes are free, and reserve these; None where that cannot be done.
 
         Args:
-            nbytes: The size of a record that is to be copied.
             keep: Key of the record that it continues, which is not evicted for it.
             states: They are states, of which there may be so many.
         """

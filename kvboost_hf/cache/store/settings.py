@@ -153,7 +153,6 @@ def hand_over(
     is in a tier whole or not at all, so that it may end anywhere.
 
     Args:
-        memory: Holds the records.
         lower: The tiers, to which nothing else is being written.
         lock: Held while `memory` is listed.
         until: When to end, by `time.monotonic()`.

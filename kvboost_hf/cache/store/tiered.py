@@ -56,13 +56,8 @@ class TieredRecords:
     None of its parts refers to the store, which must go as soon as nobody holds it.
 
     Args:
-        ram_bytes: Budget of host memory.
         state_share: The share of it that states may take.
-        device_bytes: Budget of devices.
-        tiers: The tiers below host memory.
         model_name: Names the model to them, see `Entry.model`.
-        reader: Reads K/V and states from blobs.
-        payback: Tells what is worth storing and loading.
         chunker: Where chunks end.
     """
 
@@ -143,10 +138,7 @@ class TieredRecords:
         """The chunks and states that a row can find by their keys, in whatever tier.
 
         Args:
-            root: The root of the row.
-            tokens: All tokens of the row.
             border: The chunk border that it is to be served from; None for its beginning.
-            stateful: Saved states are wanted, too.
             without: Keys of records in lower tiers that are not to be found.
         """
         if not (self._has_lower and self.lower.keeps(root)):
@@ -367,7 +359,6 @@ class TieredRecords:
         """Remove records from every tier, pinned or not, and wait until all tiers have done so.
 
         Args:
-            roots: They are under these.
             choose: Given all records under the roots, returns the keys of those to remove.
 
         Returns:
@@ -501,12 +492,7 @@ class TieredRecords:
         return {tier.tier.name: tier.tier.location for tier in self.lower.tiers.tiers}
 
     def stats(self, audits: Audits, codec: str) -> dict[str, Any]:
-        """Counts and bytes by tier, as `ChunkStore.stats()` returns them.
-
-        Args:
-            audits: Those of the store.
-            codec: The name of its codec.
-        """
+        """Counts and bytes by tier, as `ChunkStore.stats()` returns them."""
         memory, device, lower = self.memory, self.device, self.lower
         with self.lock:
             chunks = memory.chunks.values()

@@ -104,7 +104,6 @@ def open_tiers(
     """Open the tiers of a store.
 
     Args:
-        tiers: Addresses, or tiers themselves.
         max_bytes: Bytes of host memory, if no address tells; None for `DEFAULT_RAM_BYTES`.
         key: The key of the seals that blobs below host memory must have; None for no seals.
         least_bytes: What an address must have room for: one chunk.

@@ -60,7 +60,6 @@ class Entry:
 
     Args:
         key: The key of the entry, which no other entry has.
-        kind: What the blob holds.
         model: Names the model that it is of: its configuration and shapes, not its weights.
         root: The root that its history begins at.
         parent: Key of the chunk that it was computed behind, or the root.
@@ -235,9 +234,7 @@ class Guard:
     go on without it.
 
     Args:
-        place: What is guarded, for the log.
         failures: What counts as a failure. All there is, where a foreign client does not tell what it raises.
-        secrets: Words to keep out of the log.
         cooldown_s: Seconds to leave it alone for after a failure, twice as many after each further one.
         max_cooldown_s: No more than these.
 

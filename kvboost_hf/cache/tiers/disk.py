@@ -48,7 +48,6 @@ class DiskTier:
 
     Args:
         path: A folder; it is made if it is missing.
-        max_bytes: The budget of all blobs and their rows in the index.
         read_entry: Reads what a blob is found by, for blobs that are in the folder but not in the index.
         name: The name of the tier in reports and `stats()`.
 

@@ -1,7 +1,6 @@
 """The phases of a task: `Prefill` computes prompts piece by piece, `Decoding` the answers, one token in a forward.
 
-An answer that runs alone may get several tokens in one forward, which `Speculation` chooses; with looked-up drafts all
-answers of a batch may.
+Answers may get several tokens in one forward, which `Speculation` chooses.
 """
 
 import time
@@ -11,13 +10,14 @@ from functools import partial
 import torch
 
 from kvboost_hf.assisted.heads import Heads
+from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.cache.costs import free_columns
 from kvboost_hf.cache.forward.head_kv import head_roots
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.task import Task
 from kvboost_hf.server.fair_share import FairTurns
-from kvboost_hf.server.generation.batch import Again, BatchKV
+from kvboost_hf.server.generation.batch import Again, BatchKV, KeysValues
 from kvboost_hf.server.generation.row_repair import RowRepair
 from kvboost_hf.server.generation.speculation import (
     Add,
@@ -134,14 +134,15 @@ class Decoding:
 
     Args:
         runner: Runs the model.
+        last: The layers whose hidden states drafts read of the last token of a row.
 
     Attributes:
         tasks: In the order of the batch's rows, and then those that are not in it.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, last: Sequence[int] = ()) -> None:
         self.tasks: list[Task] = []
-        self._runner = runner
+        self._runner, self._last = runner, last
         self._batch = BatchKV(runner.model, in_place=runner.in_place)
 
     @property
@@ -225,6 +226,26 @@ class Decoding:
         """Keep the first tokens of each task, of the columns of the last `check`."""
         self._batch.keep(counts, columns)
 
+    def show(self, place: int, states: TextStates) -> None:
+        """Have heads see what they have not seen yet of a row of the batch: hidden states of its text, and its K/V."""
+        task, batch = self.tasks[place], self._batch
+        length = batch.length(place)
+
+        def read_kv(layers: Sequence[int]) -> list[KeysValues | None]:
+            found = batch.read(place, length)
+            return [found[layer] for layer in layers]
+
+        states.read_kv = read_kv
+        if not states.whole:
+            states.append(batch.read_hidden(place, 1) if batch.can_read else {}, length)
+            return
+        states.cache = task.cache
+        if states.stop < task.joined and task.cache is not None:
+            before = task.cache.read_hidden(states.layers, states.stop) or {}
+            states.append({layer: found[:, : task.joined - states.stop] for layer, found in before.items()})
+        if states.stop >= task.joined:
+            states.append(batch.read_hidden(place, length - states.stop))
+
     def sync(self, task: Task) -> None:
         """Copy what the batch has computed for a task into the task's own cache."""
         place = self.tasks.index(task) if task in self.tasks else len(self._batch)
@@ -270,7 +291,7 @@ class Decoding:
         # Moved chunks are computed for the one text that they are in.
         owner = task.job.salt if task.cache.policy.mode == "exact" else task
         cache, tokens = task.cache, [*task.job.ids, *task.ids[:-1]]
-        self._batch.join(cache.read(), tokens, owner, cache.read_states(), cache.kept_layers)
+        self._batch.join(cache.read(), tokens, owner, cache.read_states(), cache.kept_layers, self._last)
         task.repair = RowRepair(*rides) if (rides := cache.rides_from) is not None else None
 
     def _leave_batch(self, task: Task) -> None:
@@ -294,6 +315,11 @@ class Speculation:
         """Figures of all rounds of the draft model; none without one."""
         return self._drafts.figures if self._drafts is not None else {}
 
+    @property
+    def last(self) -> Sequence[int]:
+        """The layers whose hidden states drafts read of the last token of a text only."""
+        return self._drafts.last if self._drafts is not None else ()
+
     def head_roots(self, roots: Iterable[bytes]) -> frozenset[bytes]:
         """The roots of what heads that draft have computed of texts under some roots, before a restart, too."""
         heads = self._drafts.draft if self._drafts is not None else None
@@ -316,15 +342,15 @@ class Speculation:
         return None
 
     def rows(self, decoding: Decoding) -> RowDrafts | None:
-        """Chains for the answers of a batch, by text that is looked up; None for a step of plain decoding."""
+        """Chains for the answers of a batch; None for a step of plain decoding."""
         tasks, drafts = decoding.tasks, self._drafts
-        if drafts is None or not drafts.looks_up or not decoding.can_check:
+        if drafts is None or not decoding.can_check:
             return None
         takes = [drafts.take(task.job, len(task.ids)) for task in tasks]
-        return RowDrafts(
-            drafts,
-            [self._drafted(task, drafts) if takes_it else None for task, takes_it in zip(tasks, takes, strict=True)],
-        )
+        texts = [
+            self._drafted(task, drafts) if takes_it else None for task, takes_it in zip(tasks, takes, strict=True)
+        ]
+        return RowDrafts(drafts, texts, decoding.show)
 
     def _predicted(self, task: Task) -> list[int]:
         """The next tokens of an answer by its client's prediction; none where they cannot be checked."""

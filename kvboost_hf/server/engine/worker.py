@@ -61,8 +61,7 @@ class ModelEngine:
         live_quant: The codec of K/V of running jobs, each of which then has a cache of its own; None for K/V as the
             model computes it.
         draft: A smaller model with the same vocabulary, heads that `load_assistant` has prepared for `model`, or a
-            `LookupAssistant`, which drafts tokens for a job that runs alone; None for no drafts. With heads, the
-            hidden states that they read are kept of all texts.
+            `LookupAssistant`; None for no drafts. With heads, the hidden states that they read are kept of all texts.
         draft_trees: The size of its trees of drafts; None for the default.
         clients: Names of clients whose sessions at other servers with the same tiers are to be listed before they ask.
         clock: Seconds since 1970, for what is kept of sessions.
@@ -103,7 +102,7 @@ class ModelEngine:
         self._ahead = Speculation(self._runner, drafts)
         self.holdings = Holdings.of(model, store)
         self._intake, self._sessions = Intake(self._limits), SessionTable(self._runner, clock, clients)
-        self._prefill, self._decoding = Prefill(self._runner), Decoding(self._runner)
+        self._prefill, self._decoding = Prefill(self._runner), Decoding(self._runner, self._ahead.last)
         self._failures = Failures(_log, "The engine", (Exception,), "Requests go on")
         self._counts: Counter[str] = Counter()
         self._tiers: Counter[str] = Counter()

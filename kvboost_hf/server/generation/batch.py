@@ -203,19 +203,26 @@ class _RowHidden:
 
     Args:
         layers: The layers whose states are kept, by their numbers or `LAST`.
+        last: Those of which only the states of the last tokens are needed.
     """
 
-    def __init__(self, layers: Sequence[int]) -> None:
-        self.layers = tuple(layers)
+    def __init__(self, layers: Sequence[int], last: Sequence[int] = ()) -> None:
+        self.layers, self.shown = tuple(layers), tuple({*layers, *last})
         self._steps: list[dict[int, torch.Tensor]] = []  # by layer, [1, 1, hidden_size]
 
     def append(self, shown: Shown, row: int) -> None:
         """Keep what a step has shown of a row, [rows, tokens, hidden_size]."""
         states = {
-            layer: found[row : row + 1].clone() for layer in self.layers if (found := shown.of(layer)) is not None
+            layer: found[row : row + 1].clone() for layer in self.shown if (found := shown.of(layer)) is not None
         }
-        for at in range(next((found.shape[1] for found in states.values()), 1) if self.layers else 0):
+        tokens = next((found.shape[1] for found in states.values()), 1) if self.shown else 0
+        for at in range(tokens):
             self._steps.append({layer: found[:, at : at + 1] for layer, found in states.items()})
+        if not self.layers:
+            del self._steps[:-tokens]
+
+    def __len__(self) -> int:
+        return len(self._steps)
 
     def forget(self, tokens: int) -> None:
         """Forget the last tokens."""
@@ -224,9 +231,9 @@ class _RowHidden:
     def read(self, tokens: int) -> dict[int, torch.Tensor]:
         """Of each layer, the states [1, tokens, hidden_size] of the last `tokens`; none if some were not shown."""
         steps = self._steps[len(self._steps) - tokens :] if 0 < tokens <= len(self._steps) else []
-        if not steps or any(len(step) < len(self.layers) for step in steps):
+        if not steps or any(len(step) < len(self.shown) for step in steps):
             return {}
-        return {layer: torch.cat([step[layer] for step in steps], dim=1) for layer in self.layers}
+        return {layer: torch.cat([step[layer] for step in steps], dim=1) for layer in self.shown}
 
 
 def _room(columns: int) -> int:
@@ -282,6 +289,7 @@ class BatchKV:
         owner: Hashable = None,
         states: Sequence[LayerState | None] = (),
         hidden: Sequence[int] = (),
+        last: Sequence[int] = (),
     ) -> None:
         """Add a row behind the others. If it fails, the others do not change.
 
@@ -294,6 +302,7 @@ class BatchKV:
                 Empty if no layer has any.
             hidden: The layers whose hidden states are kept of the row's new tokens. The model needs
                 `hook_hidden_states` then.
+            last: Those of which only the states of the last token are needed.
         """
         states = states or [None] * len(kv)
         if not self._lengths:
@@ -315,7 +324,7 @@ class BatchKV:
                     held.add(state)
             self._lengths.append(len(tokens))
             self._own.append(own)
-            self._kept.append(_RowHidden(hidden))
+            self._kept.append(_RowHidden(hidden, last))
             self._place()
         except BaseException:
             self._keep(rows, stop, made)
@@ -456,7 +465,7 @@ class BatchKV:
             if layer is not None and layer.table is not None:
                 layer.keep, in_pieces = None if even else keep, True
         cache, found = PrivateCache(self._shown), list[Shown]()
-        if kept := {layer for row in self._kept for layer in row.layers}:
+        if kept := {layer for row in self._kept for layer in row.shown}:
 
             def take(shown: Shown) -> Shown:
                 found.append(shown)
@@ -513,6 +522,8 @@ class BatchKV:
             cache.take = None
         for layer in layers:
             layer.stop += count
+        for held in self._kept:
+            held.forget(len(held))
         self._appended(count)
         logits: torch.Tensor = output.logits[:, -count:]
         return logits
@@ -530,8 +541,12 @@ class BatchKV:
     @property
     def can_check(self) -> bool:
         """Whether a step may have several tokens of a row, of which it keeps some: states cannot go back."""
-        held = [layer for layer in self._layers if layer is not None]
-        return not any(self._states) and all(layer.table is None for layer in held)
+        return bool(self._lengths) and not any(self._states)
+
+    @property
+    def can_read(self) -> bool:
+        """Whether `read` can read all tokens of a row: none lie elsewhere."""
+        return all(layer.table is None for layer in self._layers if layer is not None)
 
     @torch.no_grad()
     def keep(self, counts: Sequence[int], columns: int) -> None:

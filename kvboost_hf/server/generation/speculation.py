@@ -1,8 +1,9 @@
-"""Several tokens in one forward for an answer that runs alone: drafted by a model, or expected by its client."""
+"""Several tokens of an answer in one forward: drafted by a model or heads, looked up, or expected by its client."""
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.assisted.branches import Branches
 from kvboost_hf.assisted.chains import Chain, continuing, drafting_reason, keeps_states
 from kvboost_hf.assisted.columns import Account, PassTimes
-from kvboost_hf.assisted.heads import DraftedAnswer, Heads
+from kvboost_hf.assisted.heads import DraftedAnswer, Heads, share_of
 from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.limits import fitted
 from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft, TextStore
@@ -106,12 +107,14 @@ class Drafts:
         if isinstance(self.draft, LookupAssistant):
             return LookupDraft(self.draft.searching(store, job.salt), growth, ends)
         chains = keeps_states(self.model)
-        return TreeDraft(ModelSource(self.draft), self.config, growth, sampler.warpers, ends, chains=chains)
+        source = ModelSource(self.draft, share_of(self.draft, self.model))
+        return TreeDraft(source, self.config, growth, sampler.warpers, ends, chains=chains)
 
     @property
-    def looks_up(self) -> bool:
-        """Whether drafts are text that is looked up, which costs next to nothing for each of several answers."""
-        return isinstance(self.draft, LookupAssistant)
+    def last(self) -> tuple[int, ...]:
+        """The layers whose hidden states the draft reads of the last token of a text only."""
+        states = self.states()
+        return states.layers if states is not None and not states.whole else ()
 
     def account(self, rows: int) -> Account:
         """What passes over so many rows take with drafts and without."""
@@ -160,7 +163,11 @@ class _Guarded:
     """Drafts whose failures are `_DraftFailedError`."""
 
     def __init__(self, drafts: Drafter) -> None:
-        self._drafts, self.passes = drafts, 0
+        self._drafts, self.passes, self.share = drafts, 0, drafts.share
+
+    def behind(self, length: int) -> int:
+        """As `Drafter.behind`."""
+        return self._drafts.behind(length)
 
     def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
         """As `Drafter.grow`."""
@@ -219,14 +226,34 @@ class DraftedText:
         cache.stop_recording()
         return choosing.reason
 
-    def tree(self, ids: Sequence[int]) -> Tree:
-        """Drafts behind the answer so far, `ids`, for a pass over several answers."""
+    def cost(self, said: int) -> tuple[float, int]:
+        """What a draft behind the first `said` tokens of the answer is expected to take: see `Account.may_draft`."""
+        return self._drafting.share, self._drafting.behind(len(self._job.ids) + said)
+
+    def chain(self, ids: Sequence[int], show: Callable[[TextStates], None]) -> Tree:
+        """A chain behind the answer so far, for a pass over several answers.
+
+        Args:
+            ids: The token ids of the answer.
+            show: Has heads see what they read of the text.
+        """
         room = self._job.options.max_tokens - len(ids) - 1  # the last token is the model's
+        if room <= 0:
+            return Tree()
+        if self._states is not None:
+            show(self._states)
         try:
-            return self._drafting.grow(torch.tensor([[*self._job.ids, *ids]]), room) if room > 0 else Tree()
+            return self._drafting.grow(torch.tensor([[*self._job.ids, *ids]]), room, chain=True)
         except _DraftFailedError as failed:
             self._drafts.give_up(failed.__cause__)
             return Tree()
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Take note of the tokens of the last chain that are in the answer now."""
+        try:
+            self._drafting.keep(path)
+        except _DraftFailedError as failed:
+            self._drafts.give_up(failed.__cause__)
 
 
 class RowDrafts:
@@ -235,12 +262,16 @@ class RowDrafts:
     Args:
         drafts: Has the statistics.
         texts: The drafting of each answer; None for those that get no drafts.
+        show: Has heads see what they read of the text of an answer, by its place.
     """
 
-    def __init__(self, drafts: Drafts, texts: Sequence[DraftedText | None]) -> None:
-        self._drafts, self._texts = drafts, texts
+    def __init__(
+        self, drafts: Drafts, texts: Sequence[DraftedText | None], show: Callable[[int, TextStates], None]
+    ) -> None:
+        self._drafts, self._texts, self._show = drafts, texts, show
         self._account, self._clock = drafts.account(len(texts)), drafts.rounds.clock
         self._trees: list[Tree] = []
+        self._behind: list[int] = []  # tokens that drafts take in
         self._began = self._drafted = self._clock()
 
     def draft(self, ids: Sequence[Sequence[int]]) -> list[Tree]:
@@ -251,16 +282,31 @@ class RowDrafts:
         """
         self._began = self._clock()
         fixed = self._drafts.config.policy == "tree"
-        if fixed or self._account.may_draft:
+        chosen = self._chosen(ids, everybody=fixed)
+        if chosen:
             self._trees = [
-                text.tree(said) if text is not None else Tree() for text, said in zip(self._texts, ids, strict=True)
+                text.chain(said, partial(self._show, place)) if text is not None and place in chosen else Tree()
+                for place, (text, said) in enumerate(zip(self._texts, ids, strict=True))
             ]
         chains = [tree.chances for tree in self._trees]
-        count = max(map(len, chains), default=0) if fixed else 0
+        count = min(max(map(len, chains), default=0), self._drafts.config.max_nodes) if fixed else 0
         if any(chains) and not fixed:
             count = self._account.columns(chains, [0] * len(chains))
         self._drafted = self._clock()
         return [tree.part(tree.likeliest(count)) for tree in self._trees] or [Tree() for _ in self._texts]
+
+    def _chosen(self, ids: Sequence[Sequence[int]], *, everybody: bool) -> set[int]:
+        """The places of the answers to draft for: as many as there is time for, those with least to take in first."""
+        costs = {
+            place: text.cost(len(said))
+            for place, (text, said) in enumerate(zip(self._texts, ids, strict=True))
+            if text is not None
+        }
+        order = sorted(costs, key=lambda place: costs[place][1])
+        while order and not everybody and not self._account.may_draft([costs[place] for place in order]):
+            order.pop()
+        self._behind = [costs[place][1] for place in order]
+        return set(order)
 
     def note(
         self,
@@ -285,13 +331,17 @@ class RowDrafts:
         for tree, tokens in zip(self._trees, said, strict=False):
             if len(tree):
                 growth.compare(tree, tokens)
+        for text, tree, found in zip(self._texts, checked, taken, strict=True):
+            if text is not None and len(tree) and found is not None:
+                text.keep(found.kept)
         columns = max(map(len, checked))
         if not columns:
             self._drafts.note_shared(len(checked))
         forward = sum(map(len, said)) / len(said)
         draft_s = self._drafted - self._began if self._trees else 0.0
         if timed:
-            self._account.note(columns + 1 if columns else 0, forward, draft_s, self._clock() - self._drafted)
+            pass_s = self._clock() - self._drafted
+            self._account.note(columns + 1 if columns else 0, forward, draft_s, pass_s, self._behind)
 
 
 class Choosing:
