@@ -219,6 +219,13 @@ class TierContract:
         assert keys(tier.entries(other.root)) == [other.key]
         assert keys(tier.entries(name_of("no root"))) == []
 
+    def test_lists_those_of_roots_that_begin_alike(self, tier: Tier) -> None:
+        begin = name_of("root")[:10]
+        some = [make_entry(number, root=begin + name_of("rest", number)[:10]) for number in range(4)]
+        write(tier, *some, make_entry(9, root=begin[:9] + name_of("root")[:11]), make_entry(8))
+        assert set(keys(tier.entries(begin))) == set(keys(some))
+        assert keys(tier.entries(name_of("no root")[:10])) == []
+
     def test_what_is_listed_may_go_meanwhile(self, tier: Tier) -> None:
         several = [make_entry(number, nbytes=100, root=name_of("root", number % 2)) for number in range(20)]
         write(tier, *several)

@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
@@ -331,31 +332,34 @@ def test_over_http_with_a_client(monkeypatch: pytest.MonkeyPatch, make: Make, se
     assert counts[1]["drafted"] > 0
 
 
-@pytest.mark.parametrize("served_again", [False, True])
+@pytest.mark.parametrize("again", ["the same", "the same, serving", "other heads", "no heads"])
 def test_a_session_that_is_dropped_after_a_restart_leaves_nothing_of_heads(
-    served_again: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Make
+    again: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Make
 ) -> None:
-    """Whether or not the new engine has served anybody; what other sessions have stays."""
+    """Whatever the new engine drafts with, and whether it has served anybody; what other sessions have stays."""
     model = make_target("glm4_moe")
     use_layers(model, monkeypatch)
     heads, salts = load_assistant(model), {name: prompt_salt("", None, name) for name in "ab"}
 
-    def started() -> ModelEngine:
+    def started(**told: Any) -> ModelEngine:
         store = ChunkStore(model, chunk_size=16, tiers=[f"disk:{tmp_path}:100MB"])
-        return make(model, draft=heads, store=store)
+        return make(model, store=store, policy=ReusePolicy(keep_hidden_states=-1), **told)
 
     def stored(engine: ModelEngine) -> int:
         engine.store.flush()
         return sum(1 for file in tmp_path.rglob("*.safetensors"))
 
-    engine = started()
+    engine = started(draft=heads)
     for salt in salts.values():
         run(engine, replace(job(), salt=salt))
     both = stored(engine)
     engine.close()
     engine.store.close()
-    engine = started()
-    if served_again:
+    if again == "other heads":
+        with torch.no_grad():
+            next(heads.parameters()).mul_(2)
+    engine = started(**{} if again == "no heads" else {"draft": heads})
+    if again == "the same, serving":
         run(engine, replace(job(), salt=salts["b"]))
     assert engine.drop_session(b"", "a", salts["a"]) is not None
     assert stored(engine) == both / 2

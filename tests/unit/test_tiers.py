@@ -83,6 +83,9 @@ BREAKS: dict[str, dict[str, Change]] = {
         "find_alike": lambda old, tier, heads: [e for e in tier.entries() if e.head in heads]
     },
     "lists_all_and_those_of_one_root": {"entries": lambda old, _, root=None: old()},
+    "lists_those_of_roots_that_begin_alike": {
+        "entries": lambda old, _, root=None: [each for each in old() if each.root[:9] == (root or b"")[:9]]
+    },
     "what_is_listed_may_go_meanwhile": {"entries": _listed},
     "one_that_is_there_stays_as_it_is": {"write": _anew},
     "deletes": {"delete": lambda old, _, keys: True},

@@ -8,7 +8,7 @@ heads. Nobody finds what heads of other weights, or the model as it was before, 
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from kvboost_hf.cache.kv import Put, StoredChunk
 from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV, Place
 from kvboost_hf.cache.kv.model_form import ColumnForm, ModelForm
 from kvboost_hf.cache.live.ledger import Ledger
-from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens, prefix_key, root_beside
+from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens, prefix_key
 from kvboost_hf.cache.planning.plan import Border
 from kvboost_hf.compat import KeptOnModel, cache_layers, rope_regime
 from kvboost_hf.device_link import on_host
@@ -247,12 +247,6 @@ class _Own(KeptOnModel):
 
     def __init__(self) -> None:
         self.name = os.urandom(16)
-
-
-def head_roots(heads: PreTrainedModel, roots: Iterable[bytes]) -> frozenset[bytes]:
-    """The roots under which any process keeps what these heads, as they are, compute of texts under some roots."""
-    found = ModelState.of(heads).fingerprint.durable(heads)
-    return frozenset(root_beside(root, found) for root in roots) if isinstance(found, bytes) else frozenset()
 
 
 def _has_form(form: ColumnForm, tensor: torch.Tensor) -> bool:

@@ -120,8 +120,17 @@ def root_key(fingerprint: bytes, salt: bytes, regime: bytes = b"") -> bytes:
 
 
 def root_beside(root: bytes, mark: bytes) -> bytes:
-    """The key before the first chunk of what others than the model compute of texts under `root`; `mark` says who."""
-    return root_key(root, mark, b"beside")
+    """The key before the first chunk of what others than the model compute of texts under `root`; `mark` says who.
+
+    It begins with `begin_beside(root)`, so that all of them can be found, whoever they are of.
+    """
+    begin = begin_beside(root)
+    return begin + digest(b"beside", root, mark, size=KEY_BYTES - len(begin))
+
+
+def begin_beside(root: bytes) -> bytes:
+    """The first half of all roots beside `root`, of whose texts it tells nothing."""
+    return digest(b"beside", root, size=KEY_BYTES // 2)
 
 
 def prefix_key(parent: bytes, tokens: Tokens) -> bytes:

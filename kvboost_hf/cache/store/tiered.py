@@ -17,6 +17,7 @@ from kvboost_hf.cache.planning.chunks import (
     KEY_BYTES,
     Chunker,
     Tokens,
+    begin_beside,
     common_length,
     prefix_key,
 )
@@ -24,7 +25,7 @@ from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.plan import Border, ChunkIndex, RowPlan
 from kvboost_hf.cache.store.history import Audits, History, Payback
 from kvboost_hf.cache.store.insertion import ContentIndexes, Insertion, StoredText
-from kvboost_hf.cache.store.lower import BlobReader, LowerMemory, Row, TieredView
+from kvboost_hf.cache.store.lower import BlobReader, LowerMemory, RowToServe, TieredView
 from kvboost_hf.cache.store.memory import DEVICE, DeviceMemory, HostMemory
 from kvboost_hf.cache.store.settings import hand_over
 from kvboost_hf.cache.tiers.base import Entry, MadeWith
@@ -144,7 +145,7 @@ class TieredRecords:
         if not (self._has_lower and self.lower.keeps(root)):
             return self.memory
         self.hear()
-        row = Row(tokens, border or Border(0, root), self._chunker, stateful)
+        row = RowToServe(tokens, border or Border(0, root), self._chunker, stateful)
         return TieredView(self.memory, self.lower.tiers, row, without)
 
     def chain(self, root: bytes, tokens: Tokens) -> list[tuple[StoredChunk, int, int]]:
@@ -377,6 +378,13 @@ class TieredRecords:
             if stored.key in doomed:
                 freed[name] += nbytes
         return dict(freed)
+
+    def roots_beside(self, roots: Collection[bytes]) -> frozenset[bytes]:
+        """The roots under which anything is that others than the model, such as heads, have computed of texts."""
+        self.lower.tiers.flush()
+        begins = tuple(map(begin_beside, roots))
+        here = {each.root for each in self.held() if each.root.startswith(begins)}
+        return frozenset(here.union(*({each.root for _, each, _ in self.lower.records_by_tier(at)} for at in begins)))
 
     def discard(self, keys: Collection[bytes]) -> None:
         """Remove records from host memory and devices, pinned or not, and soon from lower tiers."""

@@ -103,7 +103,7 @@ class Tier(Protocol):
         ...
 
     def entries(self, root: bytes | None = None) -> Iterator[Entry]:
-        """All that is kept, or what is kept under one root."""
+        """All that is kept, or what is kept under one root, or under all roots that begin with some bytes."""
         ...
 
     def read(self, key: bytes) -> memoryview | None:
@@ -388,8 +388,7 @@ class RemoteTier(ABC):
         return {}
 
     @abstractmethod
-    def close(self) -> None:
-        """See `Tier.close`."""
+    def close(self) -> None: ...
 
     @abstractmethod
     def _find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]: ...

@@ -246,11 +246,11 @@ class LowerTiers:
         return list(found.values())
 
     def entries(self, root: bytes | None = None) -> Iterator[Found]:
-        """All that there is under a root, or at all, in the nearest tier that has it."""
+        """All that there is under roots that begin so, or at all, in the nearest tier that has it."""
         seen: set[bytes] = set()
         for tier in self.tiers:
             for entry in tier.tier.entries(root):
-                if entry.key not in seen and _is_usable(entry, entry.key) and root in (None, entry.root):
+                if entry.key not in seen and _is_usable(entry, entry.key) and entry.root.startswith(root or b""):
                     seen.add(entry.key)
                     yield Found(entry, tier)
 

@@ -26,6 +26,7 @@ from typing import Any
 from uuid import uuid4
 from weakref import ref
 
+from kvboost_hf.cache.planning.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers import disk_index as index
 from kvboost_hf.cache.tiers.base import Entry, Failures, Heard
 from kvboost_hf.cache.tiers.disk_files import BlobFiles, NoticeFile, in_flight, is_dead, is_writable
@@ -116,10 +117,13 @@ class DiskTier:
         return [entry for _, entry in sorted(found, key=lambda numbered: -numbered[0])]
 
     def entries(self, root: bytes | None = None) -> Iterator[Entry]:
-        """All that is kept, as far as it is known, or all that is kept under one root."""
+        """All that is kept, as far as it is known, or all that is kept under roots that begin so."""
         if root is not None:
             self._wait_until_whole()
+        values: tuple[bytes, ...] = ()
         where, values = ("", ()) if root is None else ("root = ? AND ", (root,))
+        if root is not None and len(root) < KEY_BYTES:
+            where, values = "root BETWEEN ? AND ? AND ", (root, root.ljust(KEY_BYTES, b"\xff"))
         last: int | None = 0
         while last is not None:
             page: list[tuple[int, Entry]] = []

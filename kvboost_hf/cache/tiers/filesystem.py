@@ -20,6 +20,7 @@ from uuid import uuid4
 from fsspec.implementations.local import LocalFileSystem
 
 from kvboost_hf import forks
+from kvboost_hf.cache.planning.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Heard, RemoteTier, without_secrets
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 
@@ -110,7 +111,15 @@ class FilesystemTier(RemoteTier):
         return found
 
     def _keys(self, root: bytes | None) -> list[bytes]:
-        return [listed.key for listed in self._index("index" if root is None else f"index/{root.hex()}")]
+        if root is None or len(root) == KEY_BYTES:
+            return [listed.key for listed in self._index("index" if root is None else f"index/{root.hex()}")]
+        try:
+            folders = self._fs.ls(f"{self._base}/index", detail=False)
+        except FileNotFoundError:
+            return []
+        names = [path.rstrip("/").rpartition("/")[2] for path in folders]
+        alike = [f"index/{name}" for name in names if name.startswith(root.hex())]
+        return [listed.key for folder in alike for listed in self._index(folder)]
 
     def _read(self, key: bytes) -> memoryview | None:
         try:

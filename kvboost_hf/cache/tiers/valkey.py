@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvboost_hf.cache.planning.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Guard, Heard, RemoteTier, without_secrets
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 from kvboost_hf.errors import how_to_install
@@ -24,6 +25,7 @@ from kvboost_hf.errors import how_to_install
 _MAX_BLOB_BYTES = 512 * 2**20  # of one transaction the server takes no more than 1 GiB, unless it is told to
 _PIECE_BYTES = 2**20  # what has to get through within one timeout
 _MAX_NOTICES = 8192
+_SCANNED = 1000  # keys that the server looks at in one request
 _VICTIMS = 64  # that are looked at in one request
 _SIZE_BYTES = 8
 _SECONDS_PER_TOKEN = 1e-6  # by which a later chunk counts as used earlier, so that it goes first
@@ -108,11 +110,21 @@ class ValkeyTier(RemoteTier):
             gone = self._gone([_key(member) for member in members])
             self._drop([member for member in members if _key(member) in gone])
             return [key for key in map(_key, members) if key not in gone]
-        name = self._name("root", root)
-        keys = list(self._ask([("SMEMBERS", name)])[0])
-        gone = self._gone(keys)
-        self._change(("SREM", name, key) for key in gone)
-        return [key for key in keys if key not in gone]
+        names = [self._name("root", root)] if len(root) == KEY_BYTES else self._roots(root)
+        members = self._ask(("SMEMBERS", name) for name in names)
+        gone = self._gone([key for keys in members for key in keys])
+        listed = [(name, key) for name, keys in zip(names, members, strict=True) for key in keys]
+        self._change(("SREM", name, key) for name, key in listed if key in gone)
+        return [key for _, key in listed if key not in gone]
+
+    def _roots(self, begin: bytes) -> list[str]:
+        """The names of sets of roots that begin with some bytes."""
+        found, cursor, name = set[str](), b"0", self._name("root", begin)
+        while True:
+            cursor, some = self._ask([("SCAN", cursor, "MATCH", f"{name}*", "COUNT", _SCANNED)])[0]
+            found |= {each.decode() if isinstance(each, bytes) else each for each in some}
+            if int(cursor) == 0:
+                return sorted(found)
 
     def _gone(self, keys: Sequence[bytes]) -> set[bytes]:
         present = self._ask(("EXISTS", self._name("chunk", key)) for key in keys)

@@ -9,11 +9,9 @@ from functools import partial
 
 import torch
 
-from kvboost_hf.assisted.heads import Heads
 from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.cache.costs import free_columns
-from kvboost_hf.cache.forward.head_kv import head_roots
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.task import Task
 from kvboost_hf.server.fair_share import FairTurns
@@ -291,8 +289,9 @@ class Decoding:
         # Moved chunks are computed for the one text that they are in.
         owner = task.job.salt if task.cache.policy.mode == "exact" else task
         cache, tokens = task.cache, [*task.job.ids, *task.ids[:-1]]
-        self._batch.join(cache.read(), tokens, owner, cache.read_states(), cache.kept_layers, self._last)
-        task.repair = RowRepair(*rides) if (rides := cache.rides_from) is not None else None
+        rides, read = cache.rides_from, (cache.read(), tokens, owner, cache.read_states(), cache.kept_layers)
+        self._batch.join(*read, self._last, rides=rides is not None)
+        task.repair = RowRepair(*rides) if rides is not None else None
 
     def _leave_batch(self, task: Task) -> None:
         self.sync(task)
@@ -319,11 +318,6 @@ class Speculation:
     def last(self) -> Sequence[int]:
         """The layers whose hidden states drafts read of the last token of a text only."""
         return self._drafts.last if self._drafts is not None else ()
-
-    def head_roots(self, roots: Iterable[bytes]) -> frozenset[bytes]:
-        """The roots of what heads that draft have computed of texts under some roots, before a restart, too."""
-        heads = self._drafts.draft if self._drafts is not None else None
-        return head_roots(heads, roots) if heads is not None and Heads.known(heads) is not None else frozenset()
 
     def note_step(self, tasks: int) -> None:
         """Note a step that gives each of so many tasks one token."""
