@@ -58,12 +58,13 @@ def test_the_contract_notices(kind: type, promise: Promise) -> None:
 def test_what_cannot_be_lent_or_read_says_why() -> None:
     """A reason of the cache comes before those of its layers."""
     growing, state, opaque = (FORMS[name].make() for name in ("GrowingLayer", "StateLayer", "OpaqueLayer"))
+    rigid = "its cache has layers of the kind OpaqueLayer"
     lent: list[tuple[str | None, list[Any], str | None, str | None]] = [
         (None, [growing], None, None),
         ("why", [growing], "why", "why"),
         ("why", [state], "why", "why"),
         (None, [growing, state], "its cache has layers of the kind StateLayer", None),
-        (None, [opaque], *["its cache has layers of the kind OpaqueLayer"] * 2),
+        (None, [opaque], rigid, rigid),
     ]
     for reason, layers, lending, reading in lent:
         live: Any = SimpleNamespace(plain_reason=reason, layers=layers)
