@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,10 +55,6 @@ class RepairRow:
         for seam in self.seams:
             found[max(0, seam - before) : seam + after] = True
         return found & self.moved
-
-    def moved_behind_seams(self) -> list[int]:
-        """How many moved tokens there are from each seam up to the next one, or to the end."""
-        return [int(self.moved[start:end].sum()) for start, end in pairwise((*self.seams, len(self.moved)))]
 
     def behind_seam(self) -> NDArray[np.int64]:
         """How many tokens each column is behind the last seam at or before it; before the first one, the column."""
@@ -117,7 +112,8 @@ class Repair:
 def budget(row: RepairRow, ratio: float | None) -> int:
     """The number of moved tokens that a ratio allows; None is 15% of those behind each seam, 64 at most."""
     if ratio is None:
-        return sum(min(math.ceil(_RATIO * moved - 1e-9), _MOST_FOR_A_SEAM) for moved in row.moved_behind_seams())
+        behind = np.add.reduceat(row.moved.astype(np.int64), row.seams) if row.seams else np.zeros(0)
+        return int(np.minimum(np.ceil(_RATIO * behind - 1e-9), _MOST_FOR_A_SEAM).sum())
     return math.ceil(ratio * int(row.moved.sum()) - 1e-9)
 
 
