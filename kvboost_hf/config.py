@@ -85,8 +85,7 @@ class ReusePolicy:
             once: many on a GPU, none on most CPUs. `False`: never. None is `"ride"` where moved text has a seam every
             1,024 tokens or more often, as documents in another order have, and `False` where it has fewer, as behind
             an edit: K/V changes most near a seam. `ChunkReuseCache.repair` does all of it at once. Not where layers
-            with a sliding window have let go of tokens, where an image came behind moved text, where drafts branch, or
-            while a server decodes several requests in one batch.
+            with a sliding window have let go of tokens, where an image came behind moved text, or where drafts branch.
         keep_logprobs: Keep the last hidden states of all tokens beside their K/V (`hidden_size` numbers a token), so
             that calls which want the logits of all tokens, or a loss, reuse as others do: the head of the model
             computes the logits of reused tokens from them. K/V stored with it is not found without it. Not with mode

@@ -164,9 +164,7 @@ class CudaLink:
         tensor.record_stream(cast(torch.cuda.Stream, stream))
 
     def pinned(self, shape: torch.Size, dtype: torch.dtype, *, warns: bool = True) -> torch.Tensor:
-        """See `Link`.
-
-        PyTorch keeps what is freed for the next tensor of its size, once no copy reads it any more, so that a full
+        """PyTorch keeps what is freed for the next tensor of its size, once no copy reads it any more, so that a full
         store pins nothing new. It rounds sizes up to powers of two.
         """
         self._kept.let_go()

@@ -75,6 +75,20 @@ def setting(
     return field(default=default, metadata={_KEY: told})
 
 
+def same(kind: type, name: str, **flag: Any) -> Any:
+    """A field with the default and the bounds of one of another dataclass, which alone spells them.
+
+    Args:
+        kind: The other dataclass.
+        name: The name of its field.
+        flag: What `setting` takes of the flag.
+    """
+    other = next(each for each in fields(kind) if each.name == name)
+    told: _Setting = other.metadata.get(_KEY) or _Setting()
+    bounds = {each: getattr(told, each) for each in ("least", "above", "most", "below")}
+    return setting(other.default, **bounds, **flag)
+
+
 def check_bounds(settings: Any) -> None:
     """Check the types, the choices and the bounds of all fields that `setting` made.
 
@@ -93,7 +107,7 @@ def check_bounds(settings: Any) -> None:
             raise ValueError(f"`{each.name}` must be {what}, got {value!r}.")
         if _within(value, bounds):
             continue
-        unset = _described(kind)[each.name][1] if each.default is None else None
+        unset = _described(kind).get(each.name, ("", None))[1] if each.default is None else None
         remedy = f" Pass None for {unset}." if unset else ""
         raise ValueError(f"`{each.name}` must be {_told(bounds)}, got {value}.{remedy}")
 

@@ -128,7 +128,7 @@ def _places(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], rows: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PiecedKV:
-    """K/V of a layer of which the first columns are in pieces.
+    """K/V of a layer of which the first columns are in pieces. All queries are behind these.
 
     Args:
         table: The columns [0, table.columns).

@@ -111,7 +111,7 @@ class Constant:
         return min(self._tokens, most)
 
     def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float, first: bool = False) -> None:
-        """See `DraftLength.learn`."""
+        """Learn nothing: the length stays."""
 
 
 class Heuristic:

@@ -161,8 +161,10 @@ def _with_graph(
 def _read_in_place(call: AttentionCall, kv: MixedKV) -> torch.Tensor | None:
     """Compute attention over K/V that is no tensor of all columns; None where it has to be made one."""
     query, seen = call.query, call.visibility
-    if seen.columns is not None or seen.mask is not None:
+    if seen.mask is not None:
         return None
+    if seen.columns is not None:
+        return _read_behind_pieces(call, kv)
     keep = seen.keep
     if isinstance(kv, PiecedKV):
         keep = kv.keep if keep is None else keep[:, kv.table.columns :]
@@ -185,3 +187,16 @@ def _read_in_place(call: AttentionCall, kv: MixedKV) -> torch.Tensor | None:
         part = ops.attend_codes(call, kv.keys, kv.values, kv.lengths)
         exact = kv.exact_keys, kv.exact_values
     return ops.merge([part, ops.attend(rest, *exact)], call.sinks, query.dtype)
+
+
+def _read_behind_pieces(call: AttentionCall, kv: MixedKV) -> torch.Tensor | None:
+    """Compute attention of queries at any columns behind the pieces, all of which they see; see `_read_in_place`."""
+    seen = call.visibility
+    if not isinstance(kv, PiecedKV) or seen.window or seen.tree is not None or seen.columns is None:
+        return None
+    before, keep = kv.table.columns, seen.keep
+    behind = Visibility(keep=keep[:, before:] if keep is not None else kv.keep, columns=seen.columns - before)
+    rest = AttentionCall(call.query, call.scale, behind, call.softcap, partial=True)
+    call = call._replace(visibility=Visibility())  # the last columns, as far as the pieces know
+    part = ops.attend_pieces(call, kv.table, before + kv.keys.shape[2])
+    return ops.merge([part, ops.attend(rest, kv.keys, kv.values)], call.sinks, call.query.dtype)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kvboost_hf.bench.arms import ARMS, Arm
 from kvboost_hf.bench.environments import peers_at_hand
-from kvboost_hf.bench.models import ModelSource
+from kvboost_hf.bench.models import ModelOrigin
 from kvboost_hf.bench.peers import PEERS
 from kvboost_hf.bench.run import MeasuredRow, Settings, provenance, run
 from kvboost_hf.bench.show import as_json, note, page, remarks, summaries, table
@@ -29,7 +29,7 @@ from kvboost_hf.outputs import STANDARD_OUTPUT, Progress, duration, say, write, 
 class _Plan:
     """Holds all that is measured."""
 
-    source: ModelSource
+    source: ModelOrigin
     settings: Settings
     arms: list[Arm]
     peers: list[str]
@@ -42,7 +42,7 @@ class _Plan:
             raise ValueError("`--install-peers` is for peers: pass `--peers`, with their names or for all of them.")
         if options.json == options.html == STANDARD_OUTPUT:
             raise ValueError("`--json` and `--html` must not both be '-': name a file for one of them.")
-        source = ModelSource(
+        source = ModelOrigin(
             name=options.model, random=options.random, draft=options.draft, device=options.device, dtype=options.dtype
         )
         settings = Settings(

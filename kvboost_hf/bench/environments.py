@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from kvboost_hf.bench.models import Models, ModelSource
+from kvboost_hf.bench.models import ModelOrigin, Models
 from kvboost_hf.bench.peers import PEERS
 from kvboost_hf.bench.run import Contender
 from kvboost_hf.bench.served import Served, Server, reason
@@ -33,7 +33,7 @@ _EXIT_TIMEOUT_S = 10  # for the process to end by itself
 
 
 @contextmanager
-def peers_at_hand(names: Sequence[str], source: ModelSource, *, install: bool) -> Iterator[list[Contender]]:
+def peers_at_hand(names: Sequence[str], source: ModelOrigin, *, install: bool) -> Iterator[list[Contender]]:
     """Peers, where they can run, for as long as the context lasts.
 
     Args:
@@ -71,7 +71,7 @@ class PeerProcess:
         source: The model, which the process loads for itself.
     """
 
-    def __init__(self, python: str, source: ModelSource) -> None:
+    def __init__(self, python: str, source: ModelOrigin) -> None:
         self._folder = TemporaryDirectory()
         threads = str(torch.get_num_threads())
         command = [python, "-P", "-m", __spec__.name, json.dumps(asdict(source)), threads, self._folder.name]
@@ -140,7 +140,7 @@ class PeerProcess:
         return answer["result"]
 
 
-def _place(needs: str, folder: Path, source: ModelSource, stack: ExitStack) -> PeerProcess | str:
+def _place(needs: str, folder: Path, source: ModelOrigin, stack: ExitStack) -> PeerProcess | str:
     try:
         python = make_environment(folder, needs)
     except OSError as error:
@@ -230,7 +230,7 @@ class _ServerElsewhere:
 class _Peers:
     """The peers inside the process."""
 
-    def __init__(self, source: ModelSource, folder: Path) -> None:
+    def __init__(self, source: ModelOrigin, folder: Path) -> None:
         self._models, self._tokenizer = Models(source, folder), source.tokenizer()
         self._servers: dict[str, Server] = {}
 
@@ -255,7 +255,7 @@ def main() -> None:
     torch.set_num_threads(int(threads))
     disable_progress_bar()  # type: ignore[no-untyped-call]
     with redirect_stdout(sys.stderr):
-        peers = _Peers(ModelSource(**json.loads(source)), Path(folder))
+        peers = _Peers(ModelOrigin(**json.loads(source)), Path(folder))
         for line in sys.stdin:
             name, *arguments = json.loads(line)
             try:

@@ -62,7 +62,7 @@ class Counted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSource:
+class ModelOrigin:
     """Loads a model and its tokenizer, here and in other processes.
 
     Args:
@@ -76,7 +76,7 @@ class ModelSource:
         ValueError: for a random model with a name, or a width that is not a multiple of 64.
 
     Example:
-        >>> ModelSource(random=(2, 128)).shown
+        >>> ModelOrigin(random=(2, 128)).shown
         'random Llama, 2 layers of 128'
     """
 
@@ -181,7 +181,7 @@ class Models:
         folder: For the files of streamed layers.
     """
 
-    def __init__(self, source: ModelSource, folder: Path) -> None:
+    def __init__(self, source: ModelOrigin, folder: Path) -> None:
         self.source, self.folder = source, folder
         self._loaded: dict[tuple[str | None, bool], Counted] = {}
 

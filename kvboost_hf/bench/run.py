@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvboost_hf import __version__
 from kvboost_hf.bench.arms import PLAIN, Arm
-from kvboost_hf.bench.models import Models, ModelSource
+from kvboost_hf.bench.models import ModelOrigin, Models
 from kvboost_hf.bench.served import Served, Server, ServerTurns, reason
 from kvboost_hf.demo.workloads import AskedPrompt, Workload
 
@@ -119,7 +119,7 @@ class Result:
 
 
 def run(
-    source: ModelSource,
+    source: ModelOrigin,
     arms: Sequence[Arm],
     peers: Sequence[Contender],
     workloads: Sequence[Workload],
@@ -165,7 +165,7 @@ def run(
 
 
 class _Bench:
-    def __init__(self, source: ModelSource, folder: Path, settings: Settings, progress: AnswersDone) -> None:
+    def __init__(self, source: ModelOrigin, folder: Path, settings: Settings, progress: AnswersDone) -> None:
         self.models, self.tokenizer = Models(source, folder / "layers"), source.tokenizer()
         self._folder, self._settings, self._progress = folder, settings, progress
         self._done = self._total = 0

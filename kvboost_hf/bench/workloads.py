@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from kvboost_hf import choices
 from kvboost_hf.assets.texts import ChatMessage, encode
 from kvboost_hf.assets.world import SYSTEM_PROMPT, ChatTurn, Document, chat_messages, make_chat, make_documents
-from kvboost_hf.bench.models import ModelSource
+from kvboost_hf.bench.models import ModelOrigin
 from kvboost_hf.demo.workloads import (
     CHAT,
     LONG_DOCUMENT_TOKENS,
@@ -85,7 +85,7 @@ WORKLOADS: dict[str, Workload] = {
 assert tuple(WORKLOADS) == choices.WORKLOADS, "flags take the names in choices"
 
 
-def workloads_of(source: ModelSource, max_new_tokens: int) -> dict[str, Workload]:
+def workloads_of(source: ModelOrigin, max_new_tokens: int) -> dict[str, Workload]:
     """The workloads for a model, by name: real text for one that is named, else the text of the embedded model.
 
     Args:

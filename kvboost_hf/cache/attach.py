@@ -44,19 +44,19 @@ class _OfThread(threading.local):
     """State that the calls of one thread leave for its next one."""
 
     last: ChunkReuseCache | None = None
-    fixed: "_Buffers | None" = None  # of a fixed size: they serve the next call, too
-    in_graphs: "_Buffers | None" = None  # of the calls that decode in graphs of which nobody has named the size
+    fixed: "_LeftBuffers | None" = None  # of a fixed size: they serve the next call, too
+    in_graphs: "_LeftBuffers | None" = None  # of the calls that decode in graphs of which nobody has named the size
     eager_reason: str | None = None  # why the call that begins decodes without a graph
 
 
-class _Buffers(NamedTuple):
+class _LeftBuffers(NamedTuple):
     """What a cache of a fixed size has, for the next call to go on with."""
 
     cache: "weakref.ref[ChunkReuseCache]"  # gone when the call has ended and nobody keeps what it has returned
     parts: CacheParts
 
     @classmethod
-    def of(cls, cache: ChunkReuseCache) -> "_Buffers":
+    def of(cls, cache: ChunkReuseCache) -> "_LeftBuffers":
         return cls(weakref.ref(cache), cache.parts)
 
 
@@ -112,7 +112,7 @@ class _Attachment:
         of_thread.eager_reason = cache.reason_for_eager(call)
         if of_thread.eager_reason is not None:  # a call that grows may need the memory
             return None
-        of_thread.in_graphs = _Buffers.of(cache)
+        of_thread.in_graphs = _LeftBuffers.of(cache)
         return self._of_call(self._begin_anew(cache))
 
     def stand_in(self, model: PreTrainedModel, theirs: Any, kwargs: Kwargs) -> ChunkReuseCache | None:
@@ -185,10 +185,10 @@ class _Attachment:
             cache = self._of_any_size(model, max_cache_len)
         else:
             cache = ChunkReuseCache.over(parts)
-        self._of_thread.fixed = _Buffers.of(cache)
+        self._of_thread.fixed = _LeftBuffers.of(cache)
         return self._begin_anew(cache)
 
-    def _take_over(self, buffers: _Buffers | None) -> CacheParts | None:
+    def _take_over(self, buffers: _LeftBuffers | None) -> CacheParts | None:
         """What an earlier call of this thread has left; None if it is under way, or its cache or layers are in use."""
         if buffers is None:
             return None

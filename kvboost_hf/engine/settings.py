@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvboost_hf.config import KVQuantConfig, Progressive, RecomputeStrategy, ReusePolicy, parse_size, require_size
-from kvboost_hf.fields import check_bounds, setting
+from kvboost_hf.fields import check_bounds, same, setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,12 +103,12 @@ class EngineSettings:
     disk_cache_dir: str | Path | None = setting(None, group=ALIKE, metavar="FOLDER", parse=str)
     tiers: "Sequence[str | Tier]" = setting((), group=ALIKE, metavar="ADDRESS", parse=str, nargs="+")
     tier_key: bytes | None = field(default=None, repr=False)
-    recompute_overlap: int = setting(16, least=0)
-    recompute_ratio: float | None = setting(None, group=REUSED, metavar="SHARE")
-    sink_tokens: int = setting(16, group=REUSED)
-    overlap_k: int = setting(0, group=REUSED)
-    progressive: Progressive | None = setting(None, group=REUSED, parse=bool)
-    min_prefill_saving: int = 64
+    recompute_overlap: int = same(ReusePolicy, "seam_tokens")
+    recompute_ratio: float | None = same(ReusePolicy, "recompute_ratio", group=REUSED, metavar="SHARE")
+    sink_tokens: int = same(ReusePolicy, "sink_tokens", group=REUSED)
+    overlap_k: int = same(ReusePolicy, "overlap_k", group=REUSED)
+    progressive: Progressive | None = same(ReusePolicy, "progressive", group=REUSED, parse=bool)
+    min_prefill_saving: int = same(ReusePolicy, "min_prefill_saving")
     prefill_chunk_size: int = setting(0, least=0)
     salt: str | bytes = b""
     chat_template: bool = True

@@ -21,11 +21,11 @@ from kvboost_hf.server.apis.ollama.routes import ollama_model_routes, ollama_rou
 from kvboost_hf.server.apis.openai.responses import response_routes
 from kvboost_hf.server.apis.openai.routes import chat_routes, completion_routes, embedding_routes, model_routes
 from kvboost_hf.server.chats.encoding import Encoder
+from kvboost_hf.server.fair_share import Turns
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.http.errors import add_handlers
 from kvboost_hf.server.http.guard import PrivateNetwork, RequestGuard
 from kvboost_hf.server.http.metrics import Meter
-from kvboost_hf.server.http.turns import Turns
 from kvboost_hf.server.jobs import SamplingDefaults
 from kvboost_hf.server.protocol import Engine
 from kvboost_hf.server.settings import ServerSettings

@@ -23,8 +23,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kvboost_hf.server.app import add_middleware
+from kvboost_hf.server.fair_share import Turns, in_thread
 from kvboost_hf.server.http.errors import ApiError, add_handlers
-from kvboost_hf.server.http.turns import Turns, in_thread
 from kvboost_hf.server.prompt_keys import prompt_keys
 from kvboost_hf.server.routing import News, Place, PrefixRouter
 from kvboost_hf.server.settings import ServerSettings

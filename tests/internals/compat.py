@@ -2,6 +2,7 @@
 
 from kvboost_hf.compat import (
     CACHE,
+    LAST,
     SERVED_LAYERS,
     KeyRotation,
     LayerRotation,
@@ -17,6 +18,7 @@ from kvboost_hf.compat import (
     generate_frame,
     hidden_form,
     hidden_states_reason,
+    hook_hidden_states,
     is_compiled,
     key_rotation,
     known_reason,

@@ -28,7 +28,7 @@ from kvboost_hf.server.engine.neighbours import MemoryPlans
 from kvboost_hf.server.engine.phases import Prefill
 from kvboost_hf.server.engine.task import Task
 from kvboost_hf.server.engine.worker import ModelEngine
-from kvboost_hf.server.fair_share import FairCache, FairShare, FairTurns, may_hold
+from kvboost_hf.server.fair_share import FairCache, FairShare, FairTurns, Turns, may_hold
 from kvboost_hf.server.generation.batch import BatchKV, _BatchLayer
 from kvboost_hf.server.generation.prefix_tree import PrefixTree
 from kvboost_hf.server.generation.sampling import Sampler, choose_rows
@@ -47,7 +47,6 @@ from kvboost_hf.server.http.guard import Hosts, JsonLines
 from kvboost_hf.server.http.listen import FrontServer
 from kvboost_hf.server.http.metrics import Meter
 from kvboost_hf.server.http.traces import otlp_provider
-from kvboost_hf.server.http.turns import Turns
 from kvboost_hf.server.jobs import (
     Constraint,
     Finished,

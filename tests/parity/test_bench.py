@@ -26,8 +26,8 @@ from tests.internals.bench import (
     Arm,
     Contender,
     MeasuredRow,
+    ModelOrigin,
     Models,
-    ModelSource,
     OurServer,
     Peer,
     PeerElsewhere,
@@ -43,7 +43,7 @@ from tests.internals.bench import (
 from tests.internals.cli import main
 from tests.internals.demo import AskedPrompt
 
-EMBEDDED = ModelSource()
+EMBEDDED = ModelOrigin()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ def test_a_peer_answers_the_same_in_a_process_of_its_own() -> None:
 @pytest.mark.slow
 def test_a_process_says_why_a_peer_does_not_run_there(tmp_path: Path) -> None:
     models, tokenizer = Models(EMBEDDED, tmp_path), EMBEDDED.tokenizer()
-    with PeerProcess(sys.executable, ModelSource(random=(1, 64))) as process:
+    with PeerProcess(sys.executable, ModelOrigin(random=(1, 64))) as process:
         peer = PeerElsewhere("kvboost-none", process)
         assert peer.refusal(models, tokenizer) == "ModuleNotFoundError: No module named 'kvboost'"
         with pytest.raises(PeerError, match="KeyError: 'nobody'"):
@@ -282,7 +282,7 @@ def test_who_interrupts_is_told_no_more(monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.parametrize("random", [(0, 64), (1, 65)])
 def test_sizes_that_are_none(random: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
-        ModelSource(random=random)
+        ModelOrigin(random=random)
 
 
 def test_what_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,13 +292,13 @@ def test_what_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert "must be None for a model with a name" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["bench", "--random", "big"])
-    models = Models(ModelSource(name="there"), Path())
+    models = Models(ModelOrigin(name="there"), Path())
     assert ARMS["draft"].refusal(models, None) == "no draft model: name one with --draft"
     assert PLAIN.refusal(models, None) is None
 
 
 def test_a_random_model_is_the_same_again() -> None:
-    source = ModelSource(random=(1, 64))
+    source = ModelOrigin(random=(1, 64))
     state = torch.random.get_rng_state()
     once, again = source.load().state_dict(), source.load().state_dict()
     assert all(torch.equal(once[name], again[name]) for name in once)

@@ -27,8 +27,8 @@ from tests.internals.bench import (
     Contender,
     ContinuousBatching,
     Counted,
+    ModelOrigin,
     Models,
-    ModelSource,
     OurServer,
     Peer,
     PeerElsewhere,
@@ -43,14 +43,14 @@ from tests.internals.bench import (
 )
 from tests.internals.cli import main
 
-EMBEDDED = ModelSource()
+EMBEDDED = ModelOrigin()
 
 
 def small(
     arms: Sequence[Arm],
     workloads: Sequence[str],
     peers: Sequence[Contender] = (),
-    source: ModelSource = EMBEDDED,
+    source: ModelOrigin = EMBEDDED,
     prompts: int = 2,
 ) -> Result:
     return run(source, arms, peers, [WORKLOADS[name] for name in workloads], Settings(prompts=prompts, repeats=1))
@@ -291,12 +291,12 @@ def test_peers_that_have_nothing_to_do_say_so() -> None:
 # Models that are not like Llama
 
 
-def saved(folder: Path, make: type, config: Any) -> ModelSource:
+def saved(folder: Path, make: type, config: Any) -> ModelOrigin:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         make(config).save_pretrained(folder)
     EMBEDDED.tokenizer().save_pretrained(folder)
-    return ModelSource(name=str(folder))
+    return ModelOrigin(name=str(folder))
 
 
 def test_a_model_with_windows(tmp_path: Path) -> None:

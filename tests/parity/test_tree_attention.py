@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig
 from tests.attention import UNIT, Problem, shares_of_budget
 from tests.conftest import make_model, random_ids
+from tests.internals.assisted import ROOT, Branches
 from tests.internals.attention import Part, Visibility, attention, kernel_calls, no_log, ops, use_tier
 from tests.internals.cache import PiecedLayer, QuantizedLayer
 from tests.internals.compat import decoder_layers
@@ -151,6 +153,14 @@ def test_logits_are_those_of_each_path(name: str, trimmed: bool) -> None:
     found = logits_of(model, tree, DynamicCache(config=model.config) if trimmed else DynamicCache())
     assert dict(kernel_calls() - before) == {"cpu.attend": 2 * model.config.num_hidden_layers}
     torch.testing.assert_close(found, logits_of_paths(model, tree), rtol=0, atol=1e-4)
+
+
+def test_a_branch_sees_its_window_of_itself_alone() -> None:
+    """A window goes by depth: among branches, an ancestor that has left it is no farther off in the order of nodes."""
+    branches = SimpleNamespace(_parents=[ROOT, 0, 1, 0, 3], _keep=None, _held=0)
+    seen = Branches.see(branches, 2, 5, 5, torch.device("cpu"))  # type: ignore[arg-type]
+    assert seen.tree is not None
+    assert seen.tree.tolist() == [[0b00001, 0b00011, 0b00110, 0b01001, 0b11000]]
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])

@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.internals.server import ServerSettings, TokenLogprob, make_app
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 
@@ -230,3 +231,12 @@ def test_bodies_of_streams_are_json_lines(at: Listening) -> None:
         for line in response.iter_lines():
             if line and line != "data: [DONE]":
                 assert json.loads(line.removeprefix("data: "))["object"] == "chat.completion.chunk"
+
+
+def test_the_bytes_of_a_token_that_is_a_part_of_a_character(engine: FakeEngine, tokenizer: Any) -> None:
+    """Its text is a mark for what cannot be read; clients join bytes."""
+    context = make_app(engine, tokenizer, ServerSettings(model_name="reader")).state.context
+    ids = tokenizer.encode("€", add_special_tokens=False)
+    assert len(ids) > 1
+    told = [bytes(context.logprob_body(TokenLogprob(token, -1.0))["bytes"]) for token in ids]
+    assert b"".join(told).decode() == "€"

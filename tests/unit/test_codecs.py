@@ -32,6 +32,7 @@ from tests.codecs import (
 )
 from tests.internals.cache import (
     Codec,
+    ColumnFormat,
     ExactStart,
     Role,
     centroids,
@@ -115,6 +116,13 @@ def test_distortion(codec: Codec, role: Role, rotation: LayerRotation | None, x:
     # The control: not so for zeros, the vectors of other tokens, other coordinates, and what was never encoded.
     for wrong in (torch.zeros_like(x), found.roll(1, dims=2), found.flip(-1), x):
         assert not is_as_expected(wrong, x, expected)
+
+
+def test_what_is_behind_the_layers_of_kv_is_kept_as_it_is() -> None:
+    """Such as hidden states, whose layer comes after those of the model."""
+    form = ColumnFormat(make_codec("int8"), layers=2)
+    found = [form.of(layer, 0, torch.float32, at_start=False).codec.lossless for layer in range(4)]
+    assert found == [False, False, True, True]
 
 
 def test_eight_bits_are_next_to_exact() -> None:

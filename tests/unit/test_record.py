@@ -158,6 +158,16 @@ def test_tensors_of_two_blobs_are_not_exchanged() -> None:
         checked(one[:-400] + other[-400:])
 
 
+def test_a_header_is_as_long_as_may_be_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, data = joined(ENTRY, {"codes": torch.zeros(4, 8)})
+    size = int.from_bytes(data[:8], "little")
+    monkeypatch.setattr(record, "_MAX_HEADER_BYTES", size)
+    assert read_entry(memoryview(data)).key == ENTRY.key
+    monkeypatch.setattr(record, "_MAX_HEADER_BYTES", size - 1)
+    with pytest.raises(DamagedBlobError, match="has a header of"):
+        read_entry(memoryview(data))
+
+
 def test_damage_is_found_where_it_is() -> None:
     _, data = joined(ENTRY, {"codes": torch.zeros(4, 8)})
     blob = Blob(memoryview(data[:-40] + b"\1" + data[-39:]))

@@ -484,7 +484,7 @@ def test_pace_follows_what_is_observed() -> None:
     assert 0 < estimated < 1
     found.observe(pace.LEAST_TOKENS - 1, 1000.0)  # too few to tell
     assert found.seconds_per_token(MODEL) == estimated
-    found.observe(100, 50.0)
+    found.observe(pace.LEAST_TOKENS, pace.LEAST_TOKENS / 2)
     assert found.seconds_per_token(MODEL) == 0.5
     found.observe(100, 150.0)
     assert found.seconds_per_token(MODEL) == pytest.approx(0.5 + pace._WEIGHT * 1.0)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
+_CHAT, _FILES = re.compile(r"a chat request enters (\d+) files"), re.compile(r"^(\d+) files: ", re.M)
 _ROW = re.compile(r"^\| (\w+) \| (\d+) \| (\d+) \| (\d+) \|$", re.M)
 
 
@@ -16,13 +17,23 @@ def _table(text: str) -> dict[str, dict[str, int]]:
     return {name: dict(zip(("files", "changes", "calls"), map(int, counts), strict=True)) for name, *counts in rows}
 
 
-def test_calls_walk_no_farther_than_the_table_says() -> None:
-    """In a process of its own: what other tests have left behind is walked through, too."""
-    allowed = _table((_ROOT / "docs" / "design.md").read_text())
-    command = [sys.executable, "-W", "ignore", str(_ROOT / "benchmarks" / "walk.py")]
+def _walk(*flags: str) -> str:
+    """What the script says, in a process of its own: what other tests have left behind is walked through, too."""
+    command = [sys.executable, "-W", "ignore", str(_ROOT / "benchmarks" / "walk.py"), *flags]
     env = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
-    told = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=120, check=True)
-    found = _table(told.stdout)
+    return subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def test_a_chat_request_enters_no_more_files_than_the_page_says() -> None:
+    allowed, found = _CHAT.search((_ROOT / "docs" / "design.md").read_text()), _FILES.search(_walk("--chat"))
+    assert allowed is not None
+    assert found is not None
+    assert 0 < int(found[1]) <= int(allowed[1])
+
+
+def test_calls_walk_no_farther_than_the_table_says() -> None:
+    allowed = _table((_ROOT / "docs" / "design.md").read_text())
+    found = _table(_walk())
     assert allowed.keys() == found.keys()
     own = found.keys() - {"transformers"}
     farther = {name: (found[name], allowed[name]) for name in own if _exceeds(found[name], allowed[name])}

@@ -40,7 +40,7 @@ class _Stop(threading.Event):
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
+class _IdleTurn:
     """Work that waits, or is being done.
 
     Args:
@@ -84,14 +84,14 @@ class _Turn:
         return is_left and not self.unwanted and self.tries < _MOST_TRIES
 
 
-class _Line:
+class _IdleLine:
     """The turns that wait, and the thread that takes them. A forked process begins with an empty one.
 
     Its changes are single operations of a deque, which no other thread sees half done.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[_Turn] = deque()
+        self._waiting: deque[_IdleTurn] = deque()
         self._taken = forks.lock()  # by the thread, as long as it has something to do; nobody waits for it
         self._come = threading.Event()  # a look at the turns is worth it
         self._executor: ThreadPoolExecutor | None = None
@@ -100,7 +100,7 @@ class _Line:
     def _begin_anew(self) -> None:
         self._waiting, self._come, self._executor = deque(), threading.Event(), None
 
-    def add(self, turn: _Turn, most_bytes: int) -> None:
+    def add(self, turn: _IdleTurn, most_bytes: int) -> None:
         """Add a turn. The oldest ones give way where too many wait, or too much K/V with them."""
         self._waiting.append(turn)
         while len(self._waiting) > 1 and self._is_full(most_bytes):
@@ -110,7 +110,7 @@ class _Line:
                 break
         self._wake()
 
-    def drop(self, turn: _Turn) -> None:
+    def drop(self, turn: _IdleTurn) -> None:
         """Have a turn end soon: at once, unless it is being done."""
         turn.unwanted = True
         turn.stop.set()
@@ -151,7 +151,7 @@ class _Line:
             if not self._waiting or not self._taken.acquire(blocking=False):  # one has come meanwhile
                 return
 
-    def _take(self, turn: _Turn) -> None:
+    def _take(self, turn: _IdleTurn) -> None:
         try:
             self._waiting.remove(turn)
         except ValueError:  # it was dropped
@@ -166,7 +166,7 @@ class _Line:
                 turn.end()
 
 
-_line = _Line()
+_line = _IdleLine()
 
 
 class Idle:
@@ -179,7 +179,7 @@ class Idle:
 
     busy = False
     _pid = 0
-    _turn: _Turn | None = None
+    _turn: _IdleTurn | None = None
 
     def begin(self, work: Work, nbytes: int, most_bytes: int) -> None:
         """A call has ended: have work done when the thread has time.
@@ -193,7 +193,7 @@ class Idle:
         """
         if self.busy and self._pid == os.getpid() and not self.wait(0):
             return
-        self.busy, self._pid, self._turn = True, os.getpid(), _Turn(work, nbytes)
+        self.busy, self._pid, self._turn = True, os.getpid(), _IdleTurn(work, nbytes)
         _line.add(self._turn, most_bytes)
 
     def stop(self) -> None:

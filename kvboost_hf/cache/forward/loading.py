@@ -211,7 +211,7 @@ class Loading:
                     write_row([part[row] for part in opened], [piece])
 
 
-class _Run(NamedTuple):
+class _LayerRun(NamedTuple):
     """Consecutive tokens of one chunk, and where they go."""
 
     kv: LayerKV | None  # None for columns that are zeroed
@@ -221,7 +221,7 @@ class _Run(NamedTuple):
     column: int  # of the first token, among those that a layer has opened
 
 
-def _runs_of(plan: ReusePlan) -> Iterator[_Run]:
+def _runs_of(plan: ReusePlan) -> Iterator[_LayerRun]:
     """What goes where, of all rows: what a row has ends with the last column, and zeros are before it."""
     for number, (row, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
         start, stop, own = plan.held - pad, plan.filled - pad, []
@@ -231,9 +231,9 @@ def _runs_of(plan: ReusePlan) -> Iterator[_Run]:
                 own.append((chunk.loaded, begin - segment.start + segment.offset, end - begin))
         column = plan.filled - plan.held - sum(length for _, _, length in own)
         if column:
-            yield _Run(None, 0, column, number, 0)
+            yield _LayerRun(None, 0, column, number, 0)
         for kv, at, length in own:
-            yield _Run(kv, at, length, number, column)
+            yield _LayerRun(kv, at, length, number, column)
             column += length
 
 
@@ -262,7 +262,7 @@ def _can_gather(chunks: Sequence[LayerKV], device: torch.device) -> bool:
     ) and all(kv.is_like(chunks[0]) for kv in chunks[1:])
 
 
-def _table_of(runs: Iterable[_Run], like: LayerKV, device: torch.device) -> torch.Tensor:
+def _table_of(runs: Iterable[_LayerRun], like: LayerKV, device: torch.device) -> torch.Tensor:
     """Make the table [runs, 5 + blocks] of runs, int64, on a device: one copy, behind the current stream's work.
 
     Args:

@@ -32,7 +32,7 @@ _NEVER = 2**62  # tokens that an extra forward must save
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedPrompt:
     """All that is decided of a prompt before its forward, with what serves it loaded.
 
     Args:
@@ -55,7 +55,7 @@ class Planned:
     reason: str | None = None
 
 
-def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns) -> Planned:
+def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns) -> PlannedPrompt:
     """Decide how a prompt runs, and then load what serves it; anew, if some of that turns out to be lost."""
     live, store, ids = parts.live, parts.binding.store, prompt.ids
     ledger, ranks = live.ledger, store.ranks
@@ -159,14 +159,14 @@ def _known_tokens(parts: CacheParts, request: Request, found: Admitted, kind: tu
 
 def _decide(
     parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns, plan: ReusePlan, ledger: Ledger
-) -> Planned:
+) -> PlannedPrompt:
     """How a prompt runs, given what the store can serve of it as it stands."""
     live = parts.live
     moves = parts.binding.policy.mode == "blend" and not live.hidden_layers
     if live.hidden_layers and parts.binding.policy.mode == "blend":
         live.tally.moved_reason = MOVED_HIDDEN
     if moves and (moving := plan_moved(parts, model, prompt, plan)) is not None:
-        return Planned(prompt, moving.plan.reuse, moving=moving)
+        return PlannedPrompt(prompt, moving.plan.reuse, moving=moving)
     cuts: list[int] = []
     stops: list[int] = []
     spaced: list[int] = []
@@ -184,9 +184,11 @@ def _decide(
                 prompt, plan = _without_reuse(parts, prompt, plan, ledger, reason)
         cuts = _mask_cuts(parts, model, plan, prompt)
     if (plan.filled > prompt.first or cuts or stops or spaced) and (reason := _probed(parts, model, prompt.inputs)):
-        return Planned(prompt, plan, cuts, reason=reason)
+        return PlannedPrompt(prompt, plan, cuts, reason=reason)
     live.hand_out(parts.binding.fact(model, attn_implementation) == ATTENTION)  # what overlaps depends on it
-    return Planned(prompt, plan, cuts, stops, spaced, overlaps=not cuts and _may_overlap(parts, model, plan, prompt))
+    return PlannedPrompt(
+        prompt, plan, cuts, stops, spaced, overlaps=not cuts and _may_overlap(parts, model, plan, prompt)
+    )
 
 
 def _needed_for(plan: ReusePlan) -> dict[bytes, Stored]:

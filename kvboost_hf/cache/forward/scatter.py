@@ -68,6 +68,11 @@ class TakesColumns(Protocol):
         """The first column that is still held."""
         ...
 
+    @property
+    def window(self) -> int:
+        """Columns that a token attends to, itself included; 0 for all."""
+        ...
+
     def scatter(
         self, columns: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +129,7 @@ class ScatterPass:
         self._pads = np.asarray(pads)
         self._length, self._stop = max(layer.length or 0 for layer in layers) + new, stop
         self._present, self._unmasked = present, unmasked
-        windows = [layer.sliding_window or 0 if isinstance(layer, SlidingLayer) else 0 for layer in layers]
+        windows = [_window(layer) for layer in layers]
         kinds = [(windows[source], self._length - layers[source].first) for source in self._sources]
         self._masks = LayerMasks(model, cache, kinds, compact=compact)
         self._at: dict[torch.device, torch.Tensor] = {}
@@ -265,6 +270,13 @@ class ScatterPass:
         if device not in self._at:
             self._at[device] = torch.from_numpy(self.columns).to(device)
         return self._at[device]
+
+
+def _window(layer: ReuseLayer | TakesColumns) -> int:
+    """Columns that a token attends to, itself included; 0 for all."""
+    if isinstance(layer, SlidingLayer):
+        return layer.sliding_window or 0
+    return 0 if isinstance(layer, ReuseLayer) else layer.window
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

@@ -122,7 +122,7 @@ def with_descendants(keys: Iterable[bytes], records: Iterable[Stored]) -> set[by
     return found
 
 
-class Heads:
+class Beginnings:
     """How the prompts of several owners begin.
 
     A first chunk, and all that continues it, belongs to the owners with the longest head that it begins with.
@@ -159,7 +159,7 @@ class Belongings:
     """The part of a store that belongs to some prompts.
 
     Args:
-        owner: As `Heads` name it: what begins with its heads.
+        owner: As `Beginnings` name it: what begins with its heads.
         roots: All that is stored under these.
         pieces: By key of a record that is found by its content, its root.
         all_pieces: There are more of these, whose keys are not known.
@@ -170,11 +170,11 @@ class Belongings:
     pieces: Mapping[bytes, bytes] = field(default_factory=dict)
     all_pieces: bool = False
 
-    def under(self, heads: Heads) -> frozenset[bytes]:
+    def under(self, heads: Beginnings) -> frozenset[bytes]:
         """The roots that anything of it is under."""
         return self.roots.union(heads.roots(self.owner), self.pieces.values())
 
-    def keys(self, records: Collection[Stored], heads: Heads, *, lost: bool) -> set[bytes]:
+    def keys(self, records: Collection[Stored], heads: Beginnings, *, lost: bool) -> set[bytes]:
         """Keys of those records that belong to the prompts.
 
         Args:
@@ -196,7 +196,7 @@ class Belongings:
         return stored.parent != stored.root and stored.parent not in known
 
 
-def count_bytes(held: Iterable[Stored], wanted: Iterable[Belongings], heads: Heads) -> list[int]:
+def count_bytes(held: Iterable[Stored], wanted: Iterable[Belongings], heads: Beginnings) -> list[int]:
     """The bytes of each.
 
     Args:

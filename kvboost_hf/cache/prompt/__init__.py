@@ -51,7 +51,7 @@ class HookedCache(Protocol):
 
     @property
     def is_compileable(self) -> bool:
-        """See `Cache.is_compileable`."""
+        """As transformers asks of a `Cache`: whether the next forward may be compiled."""
 
     def before_forward(self, model: PreTrainedModel, kwargs: Kwargs) -> Kwargs:
         """Called with the keyword arguments of a forward; returns those to run it with."""

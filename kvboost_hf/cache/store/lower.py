@@ -339,7 +339,7 @@ class LowerMemory:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class RowToServe:
     """A row to find chunks for.
 
     Args:
@@ -386,7 +386,7 @@ class TieredView:
         without: Keys of records in lower tiers that are not to be found.
     """
 
-    def __init__(self, memory: HostMemory, lower: LowerTiers, row: Row, without: frozenset[bytes]) -> None:
+    def __init__(self, memory: HostMemory, lower: LowerTiers, row: RowToServe, without: frozenset[bytes]) -> None:
         self._memory, self._lower, self._row, self._without = memory, lower, row, without
         self._found: dict[bytes, Stored] | None = None
         self._alike: dict[bytes, list[Stored]] | None = None  # by head

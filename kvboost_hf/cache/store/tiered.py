@@ -25,7 +25,7 @@ from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.plan import Border, ChunkIndex, RowPlan
 from kvboost_hf.cache.store.history import Audits, History, Payback
 from kvboost_hf.cache.store.insertion import ContentIndexes, Insertion, StoredText
-from kvboost_hf.cache.store.lower import BlobReader, LowerMemory, Row, TieredView
+from kvboost_hf.cache.store.lower import BlobReader, LowerMemory, RowToServe, TieredView
 from kvboost_hf.cache.store.memory import DEVICE, DeviceMemory, HostMemory
 from kvboost_hf.cache.store.settings import hand_over
 from kvboost_hf.cache.tiers.base import Entry, MadeWith
@@ -145,7 +145,7 @@ class TieredRecords:
         if not (self._has_lower and self.lower.keeps(root)):
             return self.memory
         self.hear()
-        row = Row(tokens, border or Border(0, root), self._chunker, stateful)
+        row = RowToServe(tokens, border or Border(0, root), self._chunker, stateful)
         return TieredView(self.memory, self.lower.tiers, row, without)
 
     def chain(self, root: bytes, tokens: Tokens) -> list[tuple[StoredChunk, int, int]]:

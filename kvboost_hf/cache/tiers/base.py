@@ -388,8 +388,7 @@ class RemoteTier(ABC):
         return {}
 
     @abstractmethod
-    def close(self) -> None:
-        """See `Tier.close`."""
+    def close(self) -> None: ...
 
     @abstractmethod
     def _find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]: ...

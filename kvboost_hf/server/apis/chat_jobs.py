@@ -12,9 +12,8 @@ from typing import Any, Literal
 from fastapi import Request
 
 from kvboost_hf.cache.planning.beginnings import Order, search_order
-from kvboost_hf.server.apis.answers import CallReaders
+from kvboost_hf.server.apis.answers import CallReaders, RequestJobs
 from kvboost_hf.server.apis.context import RouteContext
-from kvboost_hf.server.apis.request_jobs import RequestJobs
 from kvboost_hf.server.chats.reasoning import AfterReasoning, AnswerReader, ReasoningMarks, ReasoningReader, marks_of
 from kvboost_hf.server.chats.tool_formats import known_format
 from kvboost_hf.server.chats.tools import REASONING_FIELDS, ToolCallStream

@@ -9,14 +9,14 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from starlette.requests import Request
 
 from kvboost_hf.cache.prompt.chats import Start
-from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
+from kvboost_hf.server.apis.answers import RequestJobs, unless_gone
 from kvboost_hf.server.chats.encoding import Encoder
 from kvboost_hf.server.chats.merging import without_changing_lines
 from kvboost_hf.server.chats.template import Rendering
+from kvboost_hf.server.fair_share import Turns, in_thread
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.http.errors import ApiError, refused
 from kvboost_hf.server.http.metrics import Meter
-from kvboost_hf.server.http.turns import Turns, in_thread
 from kvboost_hf.server.jobs import (
     Constraint,
     Job,

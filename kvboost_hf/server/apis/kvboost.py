@@ -13,13 +13,13 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvboost_hf.cache.prompt.chats import why_not_stored
+from kvboost_hf.server.apis.answers import RequestJobs, unless_gone
 from kvboost_hf.server.apis.context import RouteContext, client
-from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.apis.wire import PostedRoute
 from kvboost_hf.server.chats.template import Rendering
+from kvboost_hf.server.fair_share import Turns, in_thread
 from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.http.guard import require_operator
-from kvboost_hf.server.http.turns import Turns, in_thread
 from kvboost_hf.server.jobs import Finished, Job, Keep, SamplingOptions, Session, SessionChange
 from kvboost_hf.server.protocol import QueueFullError, UnreachableTierError
 from kvboost_hf.server.requests.texts import SessionRequest, WarmRequest

@@ -7,8 +7,8 @@ from typing import Any
 
 from fastapi import Request
 
+from kvboost_hf.server.apis.answers import unless_gone
 from kvboost_hf.server.apis.context import RouteContext, client
-from kvboost_hf.server.apis.request_jobs import unless_gone
 from kvboost_hf.server.http.errors import ApiError, refused
 from kvboost_hf.server.protocol import DrainingError
 from kvboost_hf.server.requests.texts import MAX_TEXTS

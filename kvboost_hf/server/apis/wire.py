@@ -18,11 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from kvboost_hf.server.apis.answers import RequestJobs
 from kvboost_hf.server.apis.context import RouteContext, client
-from kvboost_hf.server.apis.request_jobs import RequestJobs
+from kvboost_hf.server.fair_share import in_thread
 from kvboost_hf.server.http.errors import ApiError, api_error, most_telling
 from kvboost_hf.server.http.notes import noting
-from kvboost_hf.server.http.turns import in_thread
 from kvboost_hf.server.requests.fields import LargeJsonError, read_json
 
 _JSON = "application/json"

@@ -19,9 +19,9 @@ from kvboost_hf.cache.prompt.chats import ChatTemplate, Messages, Start, chat_st
 from kvboost_hf.server.chats.merging import Abilities, abilities_of, adapted
 from kvboost_hf.server.chats.template import CutText, ForgedMarkerError, Markers, Rendering, forget_words, texts_in
 from kvboost_hf.server.chats.token_cache import KnownTools, Owner, TokenCache
+from kvboost_hf.server.fair_share import Turns, in_thread
 from kvboost_hf.server.http.errors import ApiError, refused
 from kvboost_hf.server.http.notes import note_changed
-from kvboost_hf.server.http.turns import Turns, in_thread
 from kvboost_hf.server.protocol import TooLongError
 
 Told = list[dict[str, Any]]  # messages, or tools, as chat templates take them

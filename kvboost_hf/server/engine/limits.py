@@ -5,10 +5,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from kvboost_hf.fields import check_bounds, setting
+from kvboost_hf.fields import check_bounds, same, setting
 from kvboost_hf.server.fair_share import may_hold
 from kvboost_hf.server.jobs import Job
 from kvboost_hf.server.protocol import TooLongError
+from kvboost_hf.server.settings import ServerSettings
 
 
 class Claim(Protocol):
@@ -33,26 +34,23 @@ class EngineLimits:
     """Limits of a `ModelEngine`.
 
     Args:
-        max_batch_size: Jobs that run at the same time, those whose prompts are being computed included.
-        max_queue_size: Jobs that may wait besides.
-        prefill_chunk_size: Tokens of a prompt that are computed in one forward, at most.
-        batch_window_ms: How long the first job after a pause waits for others, in milliseconds.
-        max_model_len: Tokens of a prompt and its answer, at most; None for the number of positions of the model.
+        max_batch_size, max_queue_size, prefill_chunk_size, batch_window_ms, max_model_len: As `ServerSettings` has
+            them, of jobs.
         max_live_tokens: Tokens of all running jobs; None for no limit. Of an answer, `FIRST_TOKENS` count from its
             start, and more when it gets longer. Where there is no room for more, a job is set aside until there is.
         max_client_share: The share of `max_queue_size` and of `max_live_tokens` that one client may take alone, as
             `may_hold` has it.
 
     Raises:
-        ValueError: A count is not positive, or the share is not above 0 and at most 1.
+        ValueError: A limit is out of its range.
     """
 
-    max_batch_size: int = setting(8, above=0)
-    max_queue_size: int = setting(64, above=0)
-    prefill_chunk_size: int = setting(256, above=0)
-    batch_window_ms: float = 0
-    max_model_len: int | None = setting(None, above=0)
-    max_live_tokens: int | None = setting(None, above=0)
+    max_batch_size: int = same(ServerSettings, "max_batch_size")
+    max_queue_size: int = same(ServerSettings, "max_queue_size")
+    prefill_chunk_size: int = same(ServerSettings, "prefill_chunk_size")
+    batch_window_ms: float = same(ServerSettings, "batch_window_ms")
+    max_model_len: int | None = same(ServerSettings, "max_model_len")
+    max_live_tokens: int | None = same(ServerSettings, "max_live_tokens")
     max_client_share: float = setting(1.0, above=0, most=1)
 
     def __post_init__(self) -> None:

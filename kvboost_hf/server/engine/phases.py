@@ -289,8 +289,9 @@ class Decoding:
         # Moved chunks are computed for the one text that they are in.
         owner = task.job.salt if task.cache.policy.mode == "exact" else task
         cache, tokens = task.cache, [*task.job.ids, *task.ids[:-1]]
-        self._batch.join(cache.read(), tokens, owner, cache.read_states(), cache.kept_layers, self._last)
-        task.repair = RowRepair(*rides) if (rides := cache.rides_from) is not None else None
+        rides, read = cache.rides_from, (cache.read(), tokens, owner, cache.read_states(), cache.kept_layers)
+        self._batch.join(*read, self._last, rides=rides is not None)
+        task.repair = RowRepair(*rides) if rides is not None else None
 
     def _leave_batch(self, task: Task) -> None:
         self.sync(task)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvboost_hf.cache.kv import Belongings, Heads
+from kvboost_hf.cache.kv import Beginnings, Belongings
 from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
@@ -219,7 +219,9 @@ class SessionTable:
             self.pins.keep_session(store, client, id, keys, change.keep, session.priority or 0)
         return session
 
-    def drop(self, client: bytes, id: str, roots: Iterable[bytes], tasks: Sequence[Task]) -> tuple[Belongings, Heads]:
+    def drop(
+        self, client: bytes, id: str, roots: Iterable[bytes], tasks: Sequence[Task]
+    ) -> tuple[Belongings, Beginnings]:
         """Forget a session; what its tasks under way hold is not stored.
 
         Args:
@@ -245,9 +247,9 @@ class SessionTable:
         own = session.belongings
         return replace(own, roots=own.roots | roots), heads
 
-    def heads(self, client: bytes | None) -> Heads:
+    def heads(self, client: bytes | None) -> Beginnings:
         """How the prompts of a client begin, or those of all."""
-        heads = Heads()
+        heads = Beginnings()
         for session in self._all():
             if client in (None, session.client):
                 session.add_to(heads)

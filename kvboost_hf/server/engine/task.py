@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost_hf.cache.kv import Belongings, Heads
+from kvboost_hf.cache.kv import Beginnings, Belongings
 from kvboost_hf.cache.live.ledger import KnownRow
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens, digest
 from kvboost_hf.cache.planning.report import ReuseReport
@@ -99,7 +99,7 @@ class SessionRecord:
         """Whether something of it is found by its content."""
         return bool(self._pieces) or self._has_more_pieces
 
-    def add_to(self, heads: Heads) -> None:
+    def add_to(self, heads: Beginnings) -> None:
         """Add how its prompts begin."""
         for head in self.heads.values():
             for root in self.roots:

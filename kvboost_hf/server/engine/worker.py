@@ -21,10 +21,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.rounds import Taken
-from kvboost_hf.cache.kv import Belongings, Heads, count_bytes
+from kvboost_hf.cache.kv import Beginnings, Belongings, count_bytes
 from kvboost_hf.cache.planning.plan import Border
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.store.lower import Row
+from kvboost_hf.cache.store.lower import RowToServe
 from kvboost_hf.cache.tiers.base import Failures
 from kvboost_hf.compat import require_cache
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
@@ -163,7 +163,7 @@ class ModelEngine:
     def sessions(self, client: bytes | None, id: str | None = None) -> list[Session]:
         table = self._sessions
 
-        def look() -> tuple[list[tuple[SessionRecord, Belongings]], Heads]:
+        def look() -> tuple[list[tuple[SessionRecord, Belongings]], Beginnings]:
             self._hear()
             return [(each, each.belongings) for each in table.of(client, id)], table.heads(client)
 
@@ -185,7 +185,7 @@ class ModelEngine:
         table, root = self._sessions, self._runner.root_of(salt)
         roots = [] if root is None else [root]
 
-        def drop() -> tuple[SessionRecord | None, Belongings, Heads]:
+        def drop() -> tuple[SessionRecord | None, Belongings, Beginnings]:
             self._hear()
             known = next(iter(table.of(client, id)), None)
             own, heads = table.drop(client, id, roots, self._intake.begun)
@@ -378,7 +378,7 @@ class ModelEngine:
         job, cache = task.job, task.cache
         if job.text_keys and cache is not None and cache.root is not None:
             ids = np.asarray(job.ids, dtype=np.int64)
-            row = Row(ids, Border(0, cache.root), self.store.chunker, stateful=False)
+            row = RowToServe(ids, Border(0, cache.root), self.store.chunker, stateful=False)
             # The first key names the session, where the request names one, and is of no piece.
             pieces = job.text_keys[job.session is not None :]
             self.holdings.link(pieces, row.borders[1:], len(ids))

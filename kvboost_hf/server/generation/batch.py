@@ -19,7 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from kvboost_hf.cache.forward.scatter import ScatterPass
 from kvboost_hf.cache.layers.base import LayerState
@@ -43,13 +48,19 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
         self.rows = self.stop = self._opened = 0
         self.table: PieceTable | None = None  # of what lies elsewhere, before these columns
         self.keep: torch.Tensor | None = None  # [rows, columns], beside a table
+        self.window = 0  # columns that a token attends to, itself included; 0 for all
 
     first = 0  # column that is held
 
     @property
+    def before(self) -> int:
+        """Columns of the table, which are before those of the buffers."""
+        return self.table.columns if self.table is not None else 0
+
+    @property
     def length(self) -> int:
-        """Columns of the buffers."""
-        return self.stop
+        """Columns of the buffers and of the table."""
+        return self.before + self.stop
 
     def open(self, columns: int) -> None:
         """Make room for so many columns more; `scatter` writes to them, too."""
@@ -58,21 +69,28 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
             self.move(0, len(self.buffers[0]), self.stop, self.stop + columns)
 
     def scatter(self, columns: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> KeysValues:
-        """Write [rows, num_kv_heads, m, head_dim] over `columns` [rows, m]; returns views of all, open ones included.
+        """Write [rows, num_kv_heads, m, head_dim] over `columns` [rows, m]; returns those of all, open ones included.
 
-        The last of `columns` are the open ones.
+        The last of `columns` are the open ones. None of them is in the table.
         """
-        new = self._opened
+        new, columns = self._opened, columns - self.before
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             again = states[:, :, :-new]
             buffer[: self.rows].scatter_(2, columns[:, None, :-new, None].expand(again.shape), again)
             buffer[: self.rows, :, self.stop : self.stop + new].copy_(states[:, :, -new:])  # also over the filled-up
-        keys, values = (buffer[: self.rows, :, : self.stop + new] for buffer in self.buffers)
-        return keys, values
+        return self._with_table(self.stop + new, None)
+
+    def _with_table(self, stop: int, keep: torch.Tensor | None) -> KeysValues:
+        """Views of the columns up to `stop`; a `KVHandle` each where others lie elsewhere."""
+        keys, values = (buffer[: self.rows, :, :stop] for buffer in self.buffers)
+        if self.table is None:
+            return keys, values
+        kv, columns = PiecedKV(self.table, keys, values, keep), self.before + stop
+        return KVHandle(kv, _not_dense, keys, columns), KVHandle(kv, _not_dense, values, columns)
 
     def get_seq_length(self) -> int:
         """Columns of the buffers and of the table."""
-        return self.stop + (self.table.columns if self.table is not None else 0)
+        return self.length
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KeysValues:
         """Append [rows, num_kv_heads, 1, head_dim]; returns views of all columns, or a `KVHandle` each."""
@@ -81,11 +99,7 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
             self.move(0, len(self.buffers[0]), start, self.stop)
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[: self.rows, :, start : self.stop].copy_(states)
-        keys, values = (buffer[: self.rows, :, : self.stop] for buffer in self.buffers)
-        if self.table is None:
-            return keys, values
-        kv, columns = PiecedKV(self.table, keys, values, self.keep), self.get_seq_length()
-        return KVHandle(kv, _not_dense, keys, columns), KVHandle(kv, _not_dense, values, columns)
+        return self._with_table(self.stop, self.keep)
 
     def add(self, pair: KeysValues, stop: int) -> None:
         """Add a row whose last columns are `pair`; all rows end at `stop` then. If it fails, nothing has changed."""
@@ -261,7 +275,7 @@ class BatchKV:
         self._lengths: list[int] = []  # of each row
         self._own: list[int] = []  # those of its tokens that are in columns
         self._kept: list[_RowHidden] = []
-        self._stop, self._is_full = 0, False
+        self._stop, self._rides = 0, False
         self._tree: PrefixTree[list[KeysValues]] | None = PrefixTree(least) if in_place else None
 
     def __len__(self) -> int:
@@ -290,6 +304,7 @@ class BatchKV:
         states: Sequence[LayerState | None] = (),
         hidden: Sequence[int] = (),
         last: Sequence[int] = (),
+        rides: bool = False,
     ) -> None:
         """Add a row behind the others. If it fails, the others do not change.
 
@@ -303,6 +318,7 @@ class BatchKV:
             hidden: The layers whose hidden states are kept of the row's new tokens. The model needs
                 `hook_hidden_states` then.
             last: Those of which only the states of the last token are needed.
+            rides: Whether steps may compute tokens of the row again: its K/V is copied then, wherever it lies.
         """
         states = states or [None] * len(kv)
         if not self._lengths:
@@ -313,7 +329,7 @@ class BatchKV:
         try:
             placed = 0
             if self._tree is not None:
-                placed = self._tree.add(owner, tokens, [pair for pair in kv if pair is not None])
+                placed = self._tree.add(owner, [] if rides else tokens, [pair for pair in kv if pair is not None])
             own = len(tokens) - placed
             self._stop = max(self._stop, own)
             for layer, pair in zip(self._layers, kv, strict=True):
@@ -386,13 +402,18 @@ class BatchKV:
     def _make_layers(self, kv: Sequence[KeysValues | None], states: Sequence[LayerState | None]) -> None:
         """Empty layers, for K/V and states where a row has them."""
         self._shown = cache_layers(self._model)
-        self._is_full = all(type(layer) is DynamicLayer for layer in self._shown)
+        windows = [layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else 0 for layer in self._shown]
+        self._rides = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in self._shown)
+        self._rides &= None not in kv
         for at, (pair, state) in enumerate(zip(kv, states, strict=True)):
             if pair is not None:
                 self._shown[at] = _BatchLayer() if state is None else _HybridLayer(len(state.tensors) // 2)
             elif state is not None:
                 self._shown[at] = LinearAttentionLayer(len(state.tensors) // 2)
         self._layers = [layer if isinstance(layer, _BatchLayer) else None for layer in self._shown]
+        for held, window in zip(self._layers, windows, strict=True):
+            if held is not None:
+                held.window = window
         self._states = [
             _RowStates(layer) if state is not None else None for layer, state in zip(self._shown, states, strict=True)
         ]
@@ -452,7 +473,8 @@ class BatchKV:
 
         Args:
             tokens: For each row, as many as for the others. More than one only if `can_check`; `keep` is to follow.
-            again: For each row, tokens that it holds, and whose K/V is computed again on the way; only if `can_ride`.
+            again: For each row, tokens that it holds, and whose K/V is computed again on the way; only if `can_ride`,
+                and of rows that joined with `rides`.
         """
         if any(ids for _, ids in again):
             return self._ride(tokens, again)
@@ -464,14 +486,7 @@ class BatchKV:
         for layer in self._layers:
             if layer is not None and layer.table is not None:
                 layer.keep, in_pieces = None if even else keep, True
-        cache, found = PrivateCache(self._shown), list[Shown]()
-        if kept := {layer for row in self._kept for layer in row.shown}:
-
-            def take(shown: Shown) -> Shown:
-                found.append(shown)
-                return shown
-
-            cache.hidden_layers, cache.take_hidden_states = sorted(kept), take
+        cache, found = self._cache(count)
         try:
             output = run_model(
                 self._model,
@@ -486,57 +501,66 @@ class BatchKV:
                 if layer is not None:
                     layer.stop = self._stop
             raise
-        self._appended(count)
-        for shown in found:
-            for row, held in enumerate(self._kept):
-                held.append(shown, row)
+        self._appended(count, found)
         logits: torch.Tensor = output.logits[:, -count:]
         return logits
 
-    def _appended(self, count: int) -> None:
+    def _cache(self, count: int) -> tuple[PrivateCache, list[Shown]]:
+        """The cache of a forward, and where the hidden states of its last `count` tokens will be, if rows keep any."""
+        cache, found = PrivateCache(self._shown), list[Shown]()
+        if kept := {layer for row in self._kept for layer in row.shown}:
+
+            def take(shown: Shown) -> Shown:
+                last = (None if layer is None else layer[:, -count:] for layer in shown.layers)
+                found.append(Shown(shown.last[:, -count:], tuple(last)))
+                return shown
+
+            cache.hidden_layers, cache.take_hidden_states = sorted(kept), take
+        return cache, found
+
+    def _appended(self, count: int, found: Sequence[Shown]) -> None:
         self._stop += count
         self._lengths = [length + count for length in self._lengths]
         self._own = [own + count for own in self._own]
+        for shown in found:
+            for row, held in enumerate(self._kept):
+                held.append(shown, row)
 
     def _ride(self, tokens: Sequence[Sequence[int]], again: Sequence[Again]) -> torch.Tensor:
         """Append tokens to each row, and compute others again. Rows with fewer of these compute a new token again."""
         device, count, width = next(self._buffers).device, len(tokens[0]), max(len(ids) for _, ids in again)
         layers = [layer for layer in self._layers if layer is not None]
-        pads = [self._stop - own for own in self._own]
+        before = layers[0].before
+        pads = [before + self._stop - own for own in self._own]
         given, columns = list[list[int]](), list[list[int]]()
         for row, pad, (start, ids) in zip(tokens, pads, again, strict=True):
-            filled = width - len(ids)
+            filled, end = width - len(ids), before + self._stop
             given.append([*ids, *[row[0]] * filled, *row])
             at = range(pad + start, pad + start + len(ids))
-            columns.append([*at, *[self._stop] * filled, *range(self._stop, self._stop + count)])
+            columns.append([*at, *[end] * filled, *range(end, end + count)])
         for layer in layers:
             layer.open(count)
-        cache = PrivateCache(self._shown)
+        cache, found = self._cache(count)
         scatter = ScatterPass(self._model, cache, layers, np.array(columns), pads, new=count)
         cache.take = scatter.update
         try:
             arguments = scatter.arguments_of(torch.tensor(given, device=device))
+            elsewhere = [length - own for length, own in zip(self._lengths, self._own, strict=True)]
+            arguments["position_ids"] += torch.tensor(elsewhere, device=device)[:, None]
             output = run_model(self._model, cache=cache, logits=count, **arguments)
         finally:
             scatter.close()
             cache.take = None
         for layer in layers:
             layer.stop += count
-        for held in self._kept:
-            held.forget(len(held))
-        self._appended(count)
+        self._appended(count, found)
         logits: torch.Tensor = output.logits[:, -count:]
         return logits
 
     @property
     def can_ride(self) -> bool:
-        """Whether a step may compute tokens again: all K/V is in columns, of full attention, and nothing else kept."""
-        return (
-            bool(self._lengths)
-            and self._is_full
-            and all(layer is not None and layer.table is None for layer in self._layers)
-            and not any(kept.layers for kept in self._kept)
-        )
+        """Whether a step may compute tokens again: each layer has K/V of its own, and nothing but K/V."""
+        return bool(self._lengths) and self._rides
 
     @property
     def can_check(self) -> bool:

@@ -22,9 +22,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvboost_hf.server.fair_share import FairShare
+from kvboost_hf.server.fair_share import FairShare, in_thread
 from kvboost_hf.server.http.errors import ApiError, is_anthropic
-from kvboost_hf.server.http.turns import in_thread
 from kvboost_hf.server.settings import ServerSettings
 
 _PROBES = frozenset({"/health", "/ready"})

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvboost_hf import __version__
-from kvboost_hf.server.apis.answers import Answer, CallReaders, Delta, deltas, large, whole
+from kvboost_hf.server.apis.answers import Answer, CallReaders, Delta, RequestJobs, deltas, large, unless_gone, whole
 from kvboost_hf.server.apis.chat_jobs import start_chat
 from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.apis.ollama.schema import (
@@ -22,7 +22,6 @@ from kvboost_hf.server.apis.ollama.schema import (
     OllamaGenerateRequest,
     OllamaShowRequest,
 )
-from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.apis.texts import embed, filled, require_embeddings
 from kvboost_hf.server.apis.wire import JSON_LINES, EventStream, PostedRoute
 from kvboost_hf.server.chats.calls import ToolCall

@@ -11,10 +11,19 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from kvboost_hf.server.apis.answers import Answer, CallReaders, Delta, Usage, deltas, large, whole
+from kvboost_hf.server.apis.answers import (
+    Answer,
+    CallReaders,
+    Delta,
+    RequestJobs,
+    Usage,
+    deltas,
+    large,
+    unless_gone,
+    whole,
+)
 from kvboost_hf.server.apis.chat_jobs import constraints_of, start_chat
 from kvboost_hf.server.apis.context import RouteContext
-from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.apis.texts import embed, filled, require_embeddings
 from kvboost_hf.server.apis.wire import EventStream, PostedRoute
 from kvboost_hf.server.chats.calls import ToolCall
