@@ -208,14 +208,14 @@ class _Bench:
 
     def _round(self, workload: Workload, number: int, turns: ServerTurns) -> list[MeasuredRow]:
         rows: list[MeasuredRow] = []
-        asking = workload.ask(self.tokenizer, self._settings.prompts, self._settings.seed)
-        prompt = next(asking)
-        for index in range(self._settings.prompts):
+
+        def answer(index: int, prompt: AskedPrompt) -> str:
             answers = turns.answer(prompt.ids, self._settings.max_new_tokens, index)
-            rows += self._rows(workload, number, index, prompt, answers)
+            rows.extend(self._rows(workload, number, index, prompt, answers))
             self._advance(len(turns))
-            if index + 1 < self._settings.prompts:
-                prompt = asking.send(self._text(answers[PLAIN.name]))
+            return self._text(answers[PLAIN.name])
+
+        workload.play(self.tokenizer, self._settings.prompts, self._settings.seed, answer)
         return rows
 
     def restarted(self, workload: Workload, arms: Sequence[Arm]) -> list[MeasuredRow]:

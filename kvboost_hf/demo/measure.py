@@ -162,17 +162,17 @@ class Demo:
         caches = {name: None if name == "plain" else self._fresh_cache(name) for name in arms}
         found: dict[str, list[Figures]] = {name: [] for name in arms}
         prompts: list[AskedPrompt] = []
-        asking = workload.ask(self.tokenizer, count, self.seed)
-        prompt = next(asking)
-        while True:
+
+        def answer(index: int, prompt: AskedPrompt) -> str:
             plain = self._answer(prompt, None)
             for name, cache in caches.items():
                 call = plain if cache is None else self._answer(prompt, cache)
                 found[name].append(self._figures(prompt, plain, call, cache))
             prompts.append(prompt)
-            if len(prompts) == count:
-                return Measured(workload, prompts, found)
-            prompt = asking.send(found["plain"][-1].answer)
+            return found["plain"][-1].answer
+
+        workload.play(self.tokenizer, count, self.seed, answer)
+        return Measured(workload, prompts, found)
 
     def _answer(self, prompt: AskedPrompt, cache: ChunkReuseCache | None) -> Call:
         kwargs: dict[str, Any] = {} if cache is None else {cache_argument(self.model): cache}

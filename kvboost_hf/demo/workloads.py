@@ -249,6 +249,20 @@ class Workload:
     ask: Callable[[Any, int, int], Prompts]
     restarts: bool = False
 
+    def play(self, tokenizer: Any, count: int, seed: int, answer: Callable[[int, AskedPrompt], str]) -> None:
+        """Ask all prompts, in their order: a chat goes on from the answers.
+
+        Args:
+            tokenizer: The tokenizer of the model.
+            count: How many prompts.
+            seed: The seed of the texts.
+            answer: Called with the index of each prompt and with itself; returns the text of its answer.
+        """
+        asking = self.ask(tokenizer, count, seed)
+        said: str | None = None
+        for index in range(count):
+            said = answer(index, next(asking) if said is None else asking.send(said))
+
 
 def own_prompts(prompts: Sequence[Any]) -> Workload:
     """Prompts of one's own, in their order.

@@ -24,6 +24,7 @@ from kvboost_hf.cache.forward.admission import blend_reason
 from kvboost_hf.cache.forward.ahead import StemReader
 from kvboost_hf.cache.forward.head_kv import HeadKV
 from kvboost_hf.cache.forward.idle import Idle
+from kvboost_hf.cache.forward.loans import lending_reason, reading_reason
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.identity import ModelFingerprint, ModelState, ModelWalk, foreign, model_name
@@ -44,11 +45,12 @@ from kvboost_hf.cache.kv import StoredStates, layer_kv
 from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateCodes, StateFormat
 from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ColumnFormat, ModelForm, read_kv, read_states
-from kvboost_hf.cache.layers import EmptyLayer, OpaqueLayer, make_layers
+from kvboost_hf.cache.layers import EmptyLayer, IndexedLayer, OpaqueLayer, SparseLayer, make_layers
 from kvboost_hf.cache.layers import base as layers
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
-from kvboost_hf.cache.layers.growing import ColumnLayer, GrowingLayer
+from kvboost_hf.cache.layers.growing import ColumnLayer, GrowingLayer, SlidingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
+from kvboost_hf.cache.layers.hidden_states import HiddenStates
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import CodedTensor, QuantizedLayer, exact_layers, live_bytes
 from kvboost_hf.cache.layers.stateful import (
@@ -58,7 +60,6 @@ from kvboost_hf.cache.layers.stateful import (
     view_states,
 )
 from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
-from kvboost_hf.cache.layers.windows import HiddenStates, IndexedLayer, SlidingLayer, SparseLayer
 from kvboost_hf.cache.live import binding, decoding_form
 from kvboost_hf.cache.live.compiled import StepLog, Windows, seen_columns
 from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager

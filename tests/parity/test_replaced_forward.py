@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, detach, last_cache
 from tests.conftest import left_pad, make_model, random_ids
+from tests.internals.cache import foreign
 
 HEAD = random_ids(200, seed=1)
 
@@ -146,3 +147,10 @@ def test_a_loop_by_hand_gets_all_logits() -> None:
     with torch.no_grad():
         assert model(HEAD, past_key_values=cache).logits.shape[1] == 200
     assert "the logits of all tokens are wanted" in (cache.report.bypass_reason or "")
+
+
+def test_a_partial_of_a_function_is_nobody_s_own() -> None:
+    """In a module that is first seen when it has one: what it calls with is anybody's."""
+    place = types.ModuleType("transformers.models.llama.seen_late")
+    place.own, place.given = torch.nn.functional.silu, functools.partial(torch.nn.functional.silu, inplace=True)  # type: ignore[attr-defined]
+    assert foreign._Names(place).replaced() == [place.given]

@@ -425,6 +425,44 @@ def test_a_thread_that_is_kept_from_it_is_not_waited_for(llama: PreTrainedModel,
     assert store.stats()["chunks"] == 4
 
 
+def test_only_other_threads_with_the_same_root_and_beginning_wait(
+    llama: PreTrainedModel, store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, waited, ids = [], [0], PROMPT.numpy()
+    init = running.SettledLater.__init__
+
+    class Waited(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waited[0] += 1
+            return False
+
+    def noting(later: Any, *given: Any) -> None:
+        init(later, *given)
+        later._begun = Waited()
+        made.append(later)
+
+    monkeypatch.setattr(running.SettledLater, "__init__", noting)
+    told: list[int] = []
+
+    def at_first() -> None:
+        (later,) = made
+        later.wait_for(later._root, ids)
+        told.append(waited[0])  # its own thread would wait for itself
+        for root, asked in ((b"another", ids), (later._root, ids + 1), (later._root, ids)):
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(later.wait_for, root, asked).result()
+            told.append(waited[0])
+
+    class First(Watching):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.chunks) == 2:
+                at_first()
+
+    generate(llama, ChunkReuseCache(llama, store), streamer=First(store))
+    assert told == [0, 0, 0, 1]
+
+
 @pytest.mark.parametrize(("seed", "salt"), [(5, None), (0, "another")])
 def test_what_can_use_nothing_of_it_does_not_wait(
     llama: PreTrainedModel, store: ChunkStore, monkeypatch: pytest.MonkeyPatch, seed: int, salt: str | None

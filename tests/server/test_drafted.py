@@ -142,7 +142,7 @@ def test_ends_and_stop_texts_within_a_tree(make: Make) -> None:
 def test_others_come_and_go(shared: bool, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """From rounds into the batch and back, several times."""
     ways: list[str] = []
-    for kind, name, way in ((DraftedText, "run", "round"), (BatchKV, "step", "batch")):
+    for kind, name, way in ((DraftedText, "run", "round"), (BatchKV, "step", "batch"), (BatchKV, "check", "batch")):
         run = getattr(kind, name)
 
         def noting(self: Any, *args: Any, run: Any = run, way: str = way) -> Any:

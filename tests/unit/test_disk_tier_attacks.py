@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.blobs import is_right, key_of, make_blob
-from tests.internals.disk import DiskTier
+from tests.internals.disk import DiskTier, disk_index
 
 NUMBERS = range(4)
 NOBODY = 2**31 - 1  # no process has this number
@@ -121,9 +121,20 @@ COLUMNS = {
     "uses": ["'text'", "9223372036854775807"],
     "last_used": ["'text'", "-1", "9223372036854775807"],
     "token": ["7", "x'00'", "CAST(x'ff' AS TEXT)"],
-    "pid": ["'text'", "9223372036854775807", "-1", "0"],
+    "pid": ["'text'", "9223372036854775807", "-1"],
     "since": ["'text'", "NULL", "9223372036854775807"],
 }
+
+
+def test_a_number_that_is_of_no_process_is_damage() -> None:
+    """To signal 0 is to signal all processes of a group."""
+    assert [disk_index._is_process(number) for number in (-1, 0, 1, 2**31 - 1, 2**31)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(("column", "value"), [(name, value) for name, values in COLUMNS.items() for value in values])

@@ -1,12 +1,13 @@
 """Every kind of layer keeps every promise of `ReuseLayer`, and the contract notices one that does not."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.internals.cache import GrowingLayer, StateLayer
+from tests.internals.cache import GrowingLayer, StateLayer, lending_reason, reading_reason
 from tests.layer_contract import FORMS, PROMISES, Form, goes_back, goes_two_ways, holds_what_it_was_given, kinds
 
 Promise = Callable[[Form], None]
@@ -52,3 +53,19 @@ def test_the_contract_notices(kind: type, promise: Promise) -> None:
     stateful = issubclass(kind, StateLayer)
     with pytest.raises(AssertionError):
         promise(Form(kind, columns=0 if stateful else 2, conv=stateful, recurrent=stateful))
+
+
+def test_what_cannot_be_lent_or_read_says_why() -> None:
+    """A reason of the cache comes before those of its layers."""
+    growing, state, opaque = (FORMS[name].make() for name in ("GrowingLayer", "StateLayer", "OpaqueLayer"))
+    rigid = "its cache has layers of the kind OpaqueLayer"
+    lent: list[tuple[str | None, list[Any], str | None, str | None]] = [
+        (None, [growing], None, None),
+        ("why", [growing], "why", "why"),
+        ("why", [state], "why", "why"),
+        (None, [growing, state], "its cache has layers of the kind StateLayer", None),
+        (None, [opaque], rigid, rigid),
+    ]
+    for reason, layers, lending, reading in lent:
+        live: Any = SimpleNamespace(plain_reason=reason, layers=layers)
+        assert (lending_reason(live), reading_reason(live)) == (lending, reading)

@@ -23,7 +23,7 @@ from kvboost_hf.cache.kv.layer_kv import Groups, LayerKV
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import write_row
-from kvboost_hf.cache.layers.windows import HiddenStates
+from kvboost_hf.cache.layers.hidden_states import HiddenStates
 from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.tiers.record import DamagedBlobError
 

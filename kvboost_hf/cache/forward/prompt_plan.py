@@ -16,8 +16,8 @@ from kvboost_hf.cache.kv import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.kv.checkpoints import can_segment, mixers_of, spacing_of
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.hidden_states import HiddenStates
 from kvboost_hf.cache.layers.pieced import PiecedLayer
-from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.live.binding import in_order
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces

@@ -17,7 +17,7 @@ from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns,
 from kvboost_hf.cache.kv import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.kv.checkpoints import Checkpoints, mixers_of
 from kvboost_hf.cache.layers.base import Piece
-from kvboost_hf.cache.layers.windows import HiddenStates
+from kvboost_hf.cache.layers.hidden_states import HiddenStates
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import PIECE, Tokens
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, plan_shared

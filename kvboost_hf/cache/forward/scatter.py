@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
-from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.layers.windows import SlidingLayer
+from kvboost_hf.cache.layers.growing import GrowingLayer, SlidingLayer
 from kvboost_hf.cache.planning.moved import BlendPlan
 from kvboost_hf.compat import LayerMasks, PrivateCache, hook_layers, kv_sources, run_model
 from kvboost_hf.visibility import Visibility

@@ -1,6 +1,7 @@
 """Makes the layers that take the place of a model's, and caches of them for forwards of our own.
 
-Two are held as transformers made them: `OpaqueLayer`, which only its model understands, and `EmptyLayer`.
+Those that few models have are here, too. Two of them are held as transformers made them: `OpaqueLayer`, which only its
+model understands, and `EmptyLayer`.
 """
 
 import copy
@@ -14,7 +15,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer, kv_layers
-from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.growing import GrowingLayer, SlidingLayer
+from kvboost_hf.cache.layers.hidden_states import HiddenStates
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import QuantizedLayer, exact_layers
 from kvboost_hf.cache.layers.stateful import (
@@ -25,7 +27,6 @@ from kvboost_hf.cache.layers.stateful import (
     are_as_marked,
     marks_of,
 )
-from kvboost_hf.cache.layers.windows import HiddenStates, IndexedLayer, SlidingLayer, SparseLayer
 from kvboost_hf.compat import (
     SERVED_LAYERS,
     KeyRotation,
@@ -56,7 +57,6 @@ class EmptyLayer(ReuseLayer):
         return self._layer
 
     def fresh(self) -> "EmptyLayer":
-        """An empty layer of the same kind."""
         return EmptyLayer(type(self._layer)())
 
 
@@ -86,11 +86,9 @@ class OpaqueLayer(ReuseLayer):
 
     @property
     def length(self) -> int | None:
-        """Columns seen so far; None for a layer that does not count them."""
         return int(self._layer.get_seq_length()) if isinstance(self._layer, CacheLayerMixin) else None
 
     def fresh(self) -> "OpaqueLayer":
-        """An empty layer of the same kind."""
         layer = copy.copy(self._layer)
         layer.__dict__ = _copied(self._unused)
         return OpaqueLayer(layer)
@@ -102,7 +100,6 @@ class OpaqueLayer(ReuseLayer):
         return twin
 
     def reset(self) -> None:
-        """Drop everything."""
         self._kept = None
         self._become(self._unused)
 
@@ -198,6 +195,61 @@ def _leaves(value: Any, kind: type[T]) -> list[T]:
         return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return [leaf for part in inner for leaf in _leaves(part, kind)]
+
+
+class IndexedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
+    """Full-attention K/V with the keys of an indexer that picks what is attended to (dynamic sparse attention).
+
+    `indexer_keys` are [batch, length, index_head_dim]; `indexer_position_ids`, for models that keep them,
+    [kinds, batch, length].
+    """
+
+    can_branch = False
+    _num_tensors = 4  # keys, values, indexer keys, indexer positions
+
+    @property
+    def is_indexer_initialized(self) -> bool:
+        """Whether there are indexer keys."""
+        return self._tensors[2].buffer is not None
+
+    @property
+    def indexer_keys(self) -> torch.Tensor | None:
+        """All indexer keys, or None."""
+        return self._tensors[2].view()[:, 0] if self.is_indexer_initialized else None
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Append [batch, m, index_head_dim] and return all indexer keys."""
+        self._append(2, indexer_key_states[:, None])
+        return self._tensors[2].view()[:, 0]
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """All indexer positions, or None."""
+        positions = self._tensors[3]
+        return positions.view()[..., 0].transpose(0, 1) if positions.buffer is not None else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, value: torch.Tensor | None) -> None:
+        if value is not None:  # the old ones with the new ones behind them
+            new = value[..., self._tensors[3].stop :]
+            self._append(3, new.transpose(0, 1)[..., None])
+
+
+class SparseLayer(GrowingLayer):  # type: ignore[no-untyped-call]
+    """Full-attention K/V with the keys [batch, heads, length, dim] that choose blocks to attend to (MiniMax-M3)."""
+
+    can_branch = False
+    _num_tensors = 3
+
+    @property
+    def idx_keys(self) -> torch.Tensor | None:
+        """All index keys, or None."""
+        return self._tensors[2].view() if self._tensors[2].buffer is not None else None
+
+    def update_index(self, idx_k: torch.Tensor) -> torch.Tensor:
+        """Append [batch, heads, m, dim] and return all index keys."""
+        self._append(2, idx_k)
+        return self._tensors[2].view()
 
 
 # By name: some of them come and go between releases, and some live with their model. Exactly these, no subclasses: a

@@ -1,4 +1,4 @@
-"""Layers of full attention that grow in place.
+"""Layers of full and sliding attention that grow in place.
 
 `DynamicLayer.update` concatenates: every decoded token copies the whole history of every layer. A `GrowingLayer` owns
 buffers with room to spare and hands out views of them, so that an append costs what is appended.
@@ -13,6 +13,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvboost_hf.cache.layers.base import ColumnSpec, Piece, ReuseLayer, Turn
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
+
+_REWIND = 256  # columns kept behind the window, so that a cache can go back a little without asking the store
 
 
 class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -195,7 +197,6 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         )
 
     def reset(self) -> None:
-        """Drop everything."""
         for tensor in self._tensors:
             if tensor.buffer is not None or tensor.stop or self.is_initialized:
                 self.version += 1
@@ -211,7 +212,6 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
 
     @property
     def first(self) -> int:
-        """The first column that is still held."""
         return self._tensors[0].first
 
     def columns(self, row: int, start: int, stop: int) -> Piece | None:
@@ -328,3 +328,103 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     @property
     def _batch_size(self) -> int:
         return self._tensors[0].view().shape[0]
+
+
+class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
+    """K/V of sliding-window or chunked attention: the next token attends to the last `window - 1` columns.
+
+    Columns that have left the window are let go of, once the store has had them and while assisted decoding does not
+    ask for them to be kept.
+
+    Args:
+        window: Columns that a token can attend to, itself included.
+    """
+
+    is_sliding = True
+
+    def __init__(self, window: int) -> None:
+        GrowingLayer.__init__(self)
+        self._window = window
+        self.record_past = False
+        self._stored = 0  # columns before it are of no more use to the store
+        self._cropped = 0  # columns at the last crop()
+
+    @property
+    def sliding_window(self) -> int:
+        """Columns that a token can attend to, itself included. What is held was computed with it: it stays."""
+        return self._window
+
+    @property
+    def _sliding_window_tensor(self) -> torch.Tensor:
+        return torch.tensor(self._window)  # by which `DynamicCache(cache)` knows a window
+
+    def fresh(self) -> "SlidingLayer":
+        return SlidingLayer(self.sliding_window)
+
+    def activate_past_recording(self) -> None:
+        """Keep everything from the last `crop` on until the next, as stock layers do."""
+        self.record_past = True
+        self._cropped = self.length
+
+    def stop_recording(self) -> None:
+        self.record_past = False
+
+    def lend(self) -> "SlidingLayer":
+        """transformers has been told to record."""
+        self._cropped = self.length
+        return self
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if not self._reaches_back_to(max(0, self.length + int(tokens_to_remove))):
+            raise RuntimeError(
+                f"`crop({int(tokens_to_remove)})` goes back further than this sliding-window layer remembers. Call "
+                "`activate_past_recording()` on the cache before what is to be removed."
+            )
+        super().crop(tokens_to_remove)
+        self._cropped = self.length
+
+    def reset(self) -> None:
+        super().reset()
+        self._stored = self._cropped = 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number of keys that a mask must cover, and the column of the first."""
+        offset = max(self.length - self.sliding_window + 1, 0)
+        return self.length - offset + query_length, offset
+
+    def get_max_length(self) -> int:
+        """Columns that a token can attend to."""
+        return self.sliding_window
+
+    def can_rewind(self, length: int) -> bool:
+        return self._reaches_back_to(length)
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._stored, self._cropped = min(self._stored, length), min(self._cropped, length)
+
+    def needed_from(self, length: int) -> int:
+        return max(0, length - self.sliding_window + 1)
+
+    def release(self, before: int) -> None:
+        self._stored = before
+        keep_from = self._keep_from()
+        for tensor in self._tensors:
+            tensor.trim(keep_from)
+
+    def _reaches_back_to(self, length: int) -> bool:
+        """Whether the window before column `length` is held; layers with states beside their K/V need more."""
+        return length <= self.length and self.first <= self.needed_from(length)
+
+    def _keep_from(self) -> int:
+        last = self._cropped if self.record_past else self.length
+        return max(0, min(self.needed_from(last) - _REWIND, self._stored))
+
+    def _bounds(self, held: int) -> tuple[int, int]:
+        return self._keep_from(), self.needed_from(held)
+
+    def _shown_from(self) -> int:
+        return self.needed_from(self.length)
+
+    def _end_of(self, index: int, new: torch.Tensor) -> int:
+        return max(self._tensors[index].stop, new.shape[2])

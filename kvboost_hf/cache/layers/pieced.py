@@ -57,7 +57,6 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         return self._held if self._held is not None else found
 
     def reset(self) -> None:
-        """Drop everything."""
         self._rows, self._table, self._held = (), None, None
         super().reset()
 
@@ -75,7 +74,6 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
 
     @property
     def first(self) -> int:
-        """The first column that is still held."""
         return 0 if self._rows else super().first
 
     def truncate(self, length: int) -> None:

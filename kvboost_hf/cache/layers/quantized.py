@@ -150,7 +150,6 @@ class CodedTensor:
         return out
 
     def truncate(self, length: int) -> None:
-        """Forget all columns from `length` on."""
         coded = sum(self._blocks)
         self._exact.truncate(max(length - coded, min(length, self._sinks)))
         starts = [0, *accumulate(self._blocks)]
@@ -281,7 +280,6 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         return next(made), next(made)
 
     def reset(self) -> None:
-        """Drop everything."""
         self.version += 1
         self.is_initialized = self._tampered = False
         self._tensors = self._empty()
@@ -298,7 +296,6 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         return sum(self._tensors[0].blocks)
 
     def fresh(self) -> "QuantizedLayer":
-        """An empty layer of the same kind."""
         return QuantizedLayer(self._codec, self._config, self._rotation)
 
     def lend(self) -> "QuantizedLayer":

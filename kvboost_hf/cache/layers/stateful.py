@@ -15,9 +15,8 @@ from transformers.cache_utils import (
 )
 
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
-from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.growing import GrowingLayer, SlidingLayer
 from kvboost_hf.cache.layers.growing_tensor import version_of
-from kvboost_hf.cache.layers.windows import SlidingLayer
 
 Marks = list[tuple[torch.Tensor, int]]  # tensors, and how often each had been written to
 
@@ -127,7 +126,6 @@ class StateLayer(_WithStates, LinearAttentionLayer):
             super().lazy_initialization(*args, **kwargs)
 
     def fresh(self) -> "StateLayer":
-        """An empty layer of the same kind."""
         return type(self)(self.number_of_states)
 
     def share(self) -> Self:
@@ -139,7 +137,6 @@ class StateLayer(_WithStates, LinearAttentionLayer):
         return twin
 
     def reset(self) -> None:
-        """Drop everything."""
         self._kept = None
         _reset_states(self)
 
@@ -184,7 +181,6 @@ class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-ca
         return twin
 
     def reset(self) -> None:
-        """Drop everything."""
         super().reset()
         self._kept = None
         _reset_states(self)
@@ -223,7 +219,6 @@ class HybridLayer(_BesideAttention, LinearAttentionAndFullAttentionLayer):  # ty
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)  # type: ignore[no-untyped-call]
 
     def fresh(self) -> "HybridLayer":
-        """An empty layer of the same kind."""
         return HybridLayer(self.number_of_states)
 
 
@@ -237,7 +232,6 @@ class HybridSlidingLayer(  # type: ignore[misc, override]
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)  # type: ignore[no-untyped-call]
 
     def fresh(self) -> "HybridSlidingLayer":
-        """An empty layer of the same kind."""
         return HybridSlidingLayer(self.sliding_window, self.number_of_states)
 
     def activate_past_recording(self) -> None:

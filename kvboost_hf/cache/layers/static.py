@@ -17,10 +17,9 @@ from typing import Any, Self, cast
 import torch
 
 from kvboost_hf.cache.layers.base import LayerState, Piece, Turn
-from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.growing import GrowingLayer, SlidingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.cache.layers.stateful import StateLayer, states_of
-from kvboost_hf.cache.layers.windows import SlidingLayer
 
 
 class _FixedTensor(GrowingTensor):
@@ -37,7 +36,6 @@ class _FixedTensor(GrowingTensor):
         self._columns = columns
 
     def truncate(self, length: int) -> None:
-        """Forget all columns from `length` on."""
         if length < self.stop and not self.shared and self.buffer is not None:
             # Hidden columns are multiplied by 0, which leaves a NaN a NaN.
             self.note_changes()
@@ -145,7 +143,6 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
 
     @property
     def first(self) -> int:
-        """The first column that is still held."""
         return self._first
 
     def needed_from(self, length: int) -> int:
@@ -235,7 +232,6 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
         super().crop(change)
 
     def truncate(self, length: int) -> None:
-        """Forget all columns from `length` on."""
         super().truncate(length)
         self.length_tensor.fill_(self.length)
         self.whole = True

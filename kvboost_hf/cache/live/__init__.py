@@ -25,9 +25,9 @@ from kvboost_hf.cache.identity.weights import are_held_by_more, references
 from kvboost_hf.cache.layers import make_layers
 from kvboost_hf.cache.layers.base import ReuseLayer, kv_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.hidden_states import HiddenStates
 from kvboost_hf.cache.layers.stateful import states_of
 from kvboost_hf.cache.layers.static import StaticReuseLayer
-from kvboost_hf.cache.layers.windows import HiddenStates
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.ledger import KnownRow, Ledger
 from kvboost_hf.cache.planning.chunks import Tokens, is_text

@@ -99,7 +99,6 @@ class HostMemory:
         return self._stored + self._reserved
 
     def find(self, key: bytes, tokens: Tokens) -> StoredChunk | None:
-        """The chunk under prefix key `key`, if its tokens are `tokens`."""
         with self._lock:
             chunk = self.chunks.get(key)
         if chunk is None or chunk.content_only:

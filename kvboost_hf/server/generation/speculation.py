@@ -240,12 +240,12 @@ class DraftedText:
         room = self._job.options.max_tokens - len(ids) - 1  # the last token is the model's
         if room <= 0:
             return Tree()
-        if self._states is not None:
-            show(self._states)
         try:
+            if self._states is not None:
+                show(self._states)
             return self._drafting.grow(torch.tensor([[*self._job.ids, *ids]]), room, chain=True)
-        except _DraftFailedError as failed:
-            self._drafts.give_up(failed.__cause__)
+        except Exception as error:  # of the draft model, or of the caches that heads read
+            self._drafts.give_up(error.__cause__ or error)
             return Tree()
 
     def keep(self, path: Sequence[int]) -> None:
