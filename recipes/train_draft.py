@@ -14,6 +14,8 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -80,34 +82,92 @@ def distill(
     Returns:
         Share of the answers' tokens in the last step at which draft and reader agreed.
     """
-    rng = random.Random(HELD_OUT_SEEDS.stop + seed)
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    start = time.monotonic()
-    taught: deque[tuple[Batch, torch.Tensor]] = deque(maxlen=64)
-    step, agreed, elapsed = 0, 0.0, 0.0
-    draft.train()
-    while elapsed < 1:
-        for group in optimizer.param_groups:
-            group["lr"] = peak_lr * min(1.0, (step + 1) / 50) * max(0.03, 1 - elapsed)
-        if step % STEPS_PER_BATCH == 0:
-            batch = make_reading_batch(rng, rng.choice(STAGES), tokenizer)
-            with torch.no_grad():
-                taught.append((batch, _answer_logits(reader, batch).log_softmax(-1)))
-        batch, wanted = taught[-1] if step % STEPS_PER_BATCH == 0 else rng.choice(taught)
+
+    def teach(batch: Batch) -> tuple[Batch, torch.Tensor]:
+        with torch.no_grad():
+            return batch, _answer_logits(reader, batch).log_softmax(-1)
+
+    def learn(taught: tuple[Batch, torch.Tensor]) -> tuple[torch.Tensor, list[float]]:
+        batch, wanted = taught
         given = _answer_logits(draft, batch).log_softmax(-1)
         loss = torch.nn.functional.kl_div(given, wanted, reduction="batchmean", log_target=True)
+        return loss, [(given.argmax(-1) == wanted.argmax(-1)).float().mean().item()]
+
+    weights = list(draft.parameters())
+    draft.train()
+    plan = Plan(minutes=minutes, seed=seed, peak_lr=peak_lr, stages=STAGES, kept=64, steps_per_save=STEPS_PER_SAVE)
+    agreed = learn_answers(tokenizer, weights, teach, learn, plan, on_save)
+    draft.train(False)
+    return agreed[0] if agreed else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How weights are trained on answers.
+
+    Args:
+        minutes: Wall-clock time for all of it.
+        seed: Seed of the data.
+        peak_lr: Learning rate after the warm-up; it falls to 3% of it linearly.
+        stages: The kinds of batches, of which each is drawn as often.
+        kept: Batches that are learned from again.
+        steps_per_save: Steps from one save to the next.
+    """
+
+    minutes: float
+    seed: int
+    peak_lr: float
+    stages: Sequence[ReadingStage]
+    kept: int
+    steps_per_save: int
+
+
+T = TypeVar("T")
+
+
+def learn_answers(
+    tokenizer: PreTrainedTokenizerFast,
+    weights: Sequence[torch.nn.Parameter],
+    teach: Callable[[Batch], T],
+    learn: Callable[[T], tuple[torch.Tensor, list[float]]],
+    plan: Plan,
+    on_save: Callable[[], None],
+) -> list[float]:
+    """Trains weights on answers whose distributions a reader has told, each of them several times.
+
+    Args:
+        tokenizer: Makes the batches.
+        weights: What is trained.
+        teach: Has the reader tell the distributions of a batch.
+        learn: Gives the loss on what it has told, and the shares of tokens at which both agreed.
+        plan: How.
+        on_save: Called after every `plan.steps_per_save` steps.
+
+    Returns:
+        The shares of the last step.
+    """
+    rng = random.Random(HELD_OUT_SEEDS.stop + plan.seed)
+    optimizer = torch.optim.AdamW(weights, lr=plan.peak_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    start = time.monotonic()
+    taught: deque[T] = deque(maxlen=plan.kept)
+    step, agreed, elapsed = 0, list[float](), 0.0
+    while elapsed < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = plan.peak_lr * min(1.0, (step + 1) / 50) * max(0.03, 1 - elapsed)
+        if step % STEPS_PER_BATCH == 0:
+            taught.append(teach(make_reading_batch(rng, rng.choice(plan.stages), tokenizer)))
+        loss, agreed = learn(taught[-1] if step % STEPS_PER_BATCH == 0 else rng.choice(taught))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        agreed = (given.argmax(-1) == wanted.argmax(-1)).float().mean().item()
         step += 1
-        elapsed = (time.monotonic() - start) / (60 * minutes)
+        elapsed = (time.monotonic() - start) / (60 * plan.minutes)
         if step % 25 == 0:
-            logger.info("%5.1f min, step %d, loss %.3f, agreed %.3f", minutes * elapsed, step, loss.item(), agreed)
-        if step % STEPS_PER_SAVE == 0:
+            shares = " ".join(f"{each:.3f}" for each in agreed)
+            logger.info("%5.1f min, step %d, loss %.3f, agreed %s", plan.minutes * elapsed, step, loss.item(), shares)
+        if step % plan.steps_per_save == 0:
             on_save()
-    draft.train(False)
     return agreed
 
 

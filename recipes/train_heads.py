@@ -12,9 +12,8 @@ multi-token-prediction layers: its configuration names none, and `MtpModel` of t
 
 import logging
 import random
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assisted.eagle import EagleHeads
 from recipes.train import HELD_OUT_SEEDS, IGNORED_LABEL, Batch, ReadingStage, begin, make_reading_batch
+from recipes.train_draft import Plan, learn_answers
 
 logger = logging.getLogger(__name__)
 
 LAYERS = (1, 2, 3)  # of four, by their numbers in what `output_hidden_states` returns
 DEPTH = 4
 DECAY = 0.8  # weight of a step beside the step before
-STEPS_PER_BATCH = 3  # asking the reader takes longer than a step
 STEPS_PER_SAVE = 100
 VOCABULARY_BATCHES = 24
 STAGES = tuple(
@@ -104,34 +103,18 @@ def distill(
     Returns:
         For each step of a draft, the share of the last batch's answer tokens at which heads and reader agreed.
     """
-    rng = random.Random(HELD_OUT_SEEDS.stop + seed)
-    own = [weight for name, weight in heads.named_parameters() if not name.startswith("embed_tokens")]
-    optimizer = torch.optim.AdamW(own, lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    start = time.monotonic()
-    taught: deque[tuple[Batch, torch.Tensor, torch.Tensor]] = deque(maxlen=48)
-    step, agreed, elapsed = 0, list[float](), 0.0
-    while elapsed < 1:
-        for group in optimizer.param_groups:
-            group["lr"] = peak_lr * min(1.0, (step + 1) / 50) * max(0.03, 1 - elapsed)
-        if step % STEPS_PER_BATCH == 0:
-            taught.append(_asked(reader, heads, make_reading_batch(rng, rng.choice(STAGES), tokenizer)))
-        batch, states, wanted = taught[-1] if step % STEPS_PER_BATCH == 0 else rng.choice(taught)
-        loss, agreed = torch.zeros(()), []
+
+    def learn(taught: tuple[Batch, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, list[float]]:
+        batch, states, wanted = taught
+        loss, agreed = torch.zeros(()), list[float]()
         for depth, given in enumerate(_drafted(heads, batch, states)):
             loss = loss + DECAY**depth * F.kl_div(given, wanted, reduction="batchmean", log_target=True)
             agreed.append((given.argmax(-1) == wanted.argmax(-1)).float().mean().item())
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(own, 1.0)
-        optimizer.step()
-        step += 1
-        elapsed = (time.monotonic() - start) / (60 * minutes)
-        if step % 25 == 0:
-            shares = " ".join(f"{each:.3f}" for each in agreed)
-            logger.info("%5.1f min, step %d, loss %.3f, agreed %s", minutes * elapsed, step, loss.item(), shares)
-        if step % STEPS_PER_SAVE == 0:
-            on_save()
-    return agreed
+        return loss, agreed
+
+    own = [weight for name, weight in heads.named_parameters() if not name.startswith("embed_tokens")]
+    plan = Plan(minutes=minutes, seed=seed, peak_lr=peak_lr, stages=STAGES, kept=48, steps_per_save=STEPS_PER_SAVE)
+    return learn_answers(tokenizer, own, partial(_asked, reader, heads), learn, plan, on_save)
 
 
 def _answers(batch: Batch) -> torch.Tensor:

@@ -10,13 +10,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.eagle import EagleHeads, KeysValues, layer_numbers
-from kvboost_hf.assisted.head_drafts import SourceCandidates
+from kvboost_hf.assisted.head_drafts import Chains
 from kvboost_hf.assisted.heads import DraftedAnswer, HeadKind, Heads, prepared, require_can_read, share_of
 from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.kept_kv import KeptKV
 from kvboost_hf.assisted.limits import vocab_size
 from kvboost_hf.assisted.rounds import Drafter
-from kvboost_hf.assisted.schedule import DraftLength
 from kvboost_hf.assisted.tree import depths, lineage
 from kvboost_hf.compat import CACHE, HiddenForm
 
@@ -103,14 +102,13 @@ def _borrowed(module: Any, heads: EagleHeads, what: str, width: int) -> nn.Modul
     return borrowed
 
 
-def prepare_eagle(heads: EagleHeads, target: PreTrainedModel, lengths: DraftLength, threshold: float) -> EagleHeads:
+def prepare_eagle(heads: EagleHeads, target: PreTrainedModel, chains: Chains) -> EagleHeads:
     """Prepare EAGLE-3 heads for a target; returns them.
 
     Args:
         heads: Which `load_eagle` has loaded, or that were trained.
         target: The model that they draft for.
-        lengths: How many tokens chains have.
-        threshold: Chains end at a token with less probability than that.
+        chains: How long chains are.
 
     Raises:
         ValueError: they were made for a target of another width, depth or vocabulary.
@@ -134,7 +132,7 @@ def prepare_eagle(heads: EagleHeads, target: PreTrainedModel, lengths: DraftLeng
             f"{name} draft for a vocabulary of {max(heads.config.vocab_size, needed)} tokens, and that of their "
             f"target, a {kind}, has {known}. Choose heads that were trained for this target."
         )
-    prepared(heads, target, Eagle(heads, lengths, threshold))
+    prepared(heads, target, Eagle(heads, chains))
     return heads
 
 
@@ -143,14 +141,13 @@ class Eagle(HeadKind):
 
     Args:
         heads: Prepared for their target.
-        lengths: How many tokens chains have.
-        threshold: Chains end at a token with less probability than that.
+        chains: How long chains are.
     """
 
     reads_whole = True
 
-    def __init__(self, heads: EagleHeads, lengths: DraftLength, threshold: float) -> None:
-        self._heads, self._lengths, self._threshold = heads, lengths, threshold
+    def __init__(self, heads: EagleHeads, chains: Chains) -> None:
+        self._heads, self._chains = heads, chains
 
     def numbers(self, form: HiddenForm) -> Sequence[int]:
         return layer_numbers(self._heads.config, form)
@@ -164,7 +161,7 @@ class Eagle(HeadKind):
         states = TextStates(form.numbered(self.numbers(form)))
         order = _in_order(form.numbered, self.numbers(form))
         source = EagleSource(self._heads, states, order, asking_for(target, states.layers))
-        return SourceCandidates(source, config, processors, self._lengths, self._threshold)
+        return self._chains.candidates(source, config, processors)
 
 
 def _in_order(numbered: Any, numbers: Sequence[int]) -> list[int]:

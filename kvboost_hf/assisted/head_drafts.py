@@ -6,6 +6,7 @@ forward. Here they get the same from whoever runs rounds: `TreeDecoding`, and th
 
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -151,6 +152,23 @@ class ShownSource(DraftSource, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """How long the chains are that a source drafts for `generate(assistant_model=...)`.
+
+    Args:
+        lengths: How many tokens to draft.
+        threshold: Chains end at a token with less probability than that.
+    """
+
+    lengths: DraftLength
+    threshold: float
+
+    def candidates(self, source: ShownSource, config: Any, processors: Any) -> "SourceCandidates":
+        """The candidates of one call: see `SourceCandidates`."""
+        return SourceCandidates(source, config, processors, self)
+
+
 class SourceCandidates:
     """Candidates for `generate(assistant_model=...)`, as transformers asks for them: chains, from a source.
 
@@ -158,8 +176,7 @@ class SourceCandidates:
         source: Continues the text of the call.
         config: The generation configuration of the call.
         processors: Logits processors of the call.
-        lengths: How many tokens to draft.
-        threshold: Chains end at a token with less probability than that.
+        chains: How long they are.
 
     Raises:
         ValueError: this version of transformers shows drafts nothing of the target.
@@ -167,9 +184,7 @@ class SourceCandidates:
 
     requires_model_outputs = True
 
-    def __init__(
-        self, source: ShownSource, config: Any, processors: Any, lengths: DraftLength, threshold: float
-    ) -> None:
+    def __init__(self, source: ShownSource, config: Any, processors: Any, chains: Chains) -> None:
         if not hasattr(CandidateGenerator, "requires_model_outputs"):
             raise ValueError(
                 f"transformers {transformers.__version__} shows drafts no hidden states, which these heads read; "
@@ -177,7 +192,7 @@ class SourceCandidates:
             )
         self._source, self._config = source, config
         self._processors: Any = processors if processors is not None else LogitsProcessorList()
-        self._lengths, self._threshold = lengths, threshold
+        self._lengths, self._threshold = chains.lengths, chains.threshold
         self.model_kwargs_overrides = source.asks
         self._sure: list[float] = []
         self._began = self._ended = 0.0

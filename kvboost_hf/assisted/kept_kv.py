@@ -122,33 +122,18 @@ class WarmCandidates:
         found: dict[str, Any] = self._inner.model_kwargs_overrides
         return found
 
-    def get_candidates(
-        self,
-        input_ids: torch.Tensor,
-        model_kwargs: Any,
-        model_outputs: Any,
-        is_first_iteration: bool,
-        n_last_matches: int,
-        **kwargs: Any,
-    ) -> Any:
+    def get_candidates(self, input_ids: torch.Tensor, **round_: Any) -> Any:
         """As transformers' generators."""
-        if not is_first_iteration and not self._begun:
+        if not round_["is_first_iteration"] and not self._begun:
             self._begun = True
-            self._keeps = _is_plain(model_kwargs) and all(map(_is_known, self._own.layers))
+            self._keeps = _is_plain(round_["model_kwargs"]) and all(map(_is_known, self._own.layers))
             if self._keeps:
-                text = self._text
-                own = (text.cache, text.row) if text is not None else (getattr(model_outputs, CACHE, None), 0)
+                shown, text = round_["model_outputs"], self._text
+                own = (text.cache, text.row) if text is not None else (getattr(shown, CACHE, None), 0)
                 if (found := self._kept.begin(own[0], input_ids, own[1])) is not None:
-                    model_outputs = self._put(found, model_outputs)
-                    n_last_matches = input_ids.shape[1] - 2 - found[0].shape[2]
-        result = self._inner.get_candidates(
-            input_ids=input_ids,
-            model_kwargs=model_kwargs,
-            model_outputs=model_outputs,
-            is_first_iteration=is_first_iteration,
-            n_last_matches=n_last_matches,
-            **kwargs,
-        )
+                    round_["model_outputs"] = self._put(found, shown)
+                    round_["n_last_matches"] = input_ids.shape[1] - 2 - found[0].shape[2]
+        result = self._inner.get_candidates(input_ids=input_ids, **round_)
         if self._keeps and not self._inner.is_main_model_prefill and self._holds(input_ids.shape[1] - 1):
             self._kept.offer(input_ids, self._read, self._first)
         return result

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from kvboost_hf.assisted.draft import Drafting
 from kvboost_hf.assisted.eagle import EagleHeads, is_eagle
 from kvboost_hf.assisted.eagle_drafts import load_eagle, prepare_eagle
+from kvboost_hf.assisted.head_drafts import Chains
 from kvboost_hf.assisted.heads import Heads, is_dflash, load_own_heads, prepare_blocks
 from kvboost_hf.assisted.limits import fitted
 from kvboost_hf.assisted.lookup import LOOKED_UP, TextStore, lookup_assistant
@@ -118,9 +119,9 @@ def load_assistant(
         return prepare_blocks(draft, target)
     lengths = _schedule(schedule, num_assistant_tokens or _FIRST)
     if isinstance(draft, EagleHeads):
-        return prepare_eagle(draft, target, lengths, confidence_threshold)
+        return prepare_eagle(draft, target, Chains(lengths, confidence_threshold))
     if reads_shared_kv(draft.config):
-        return prepare_shared(draft, target, lengths, confidence_threshold)
+        return prepare_shared(draft, target, Chains(lengths, confidence_threshold))
     require_one_process(target, "Drafts whose length is chosen")
     _require_kind(draft, target)
     other = ", or pass `tokenizer` and `assistant_tokenizer` to generate() with the draft as it is"

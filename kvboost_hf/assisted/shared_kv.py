@@ -18,28 +18,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.assisted.head_drafts import SourceCandidates
+from kvboost_hf.assisted.head_drafts import Chains
 from kvboost_hf.assisted.heads import DraftedAnswer, HeadKind, prepared, require_can_read, share_of
 from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.limits import vocab_size
 from kvboost_hf.assisted.rounds import Drafter
-from kvboost_hf.assisted.schedule import DraftLength
 from kvboost_hf.compat import LAST, SHARED_KV, HiddenForm, layer_configs
 
 _WINDOWED = "sliding_attention"
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values [1, num_kv_heads, columns, head_dim]
 
 
-def prepare_shared(
-    draft: PreTrainedModel, target: PreTrainedModel, lengths: DraftLength, threshold: float
-) -> PreTrainedModel:
+def prepare_shared(draft: PreTrainedModel, target: PreTrainedModel, chains: Chains) -> PreTrainedModel:
     """Prepare an assistant of Gemma 4 for a target; returns it.
 
     Args:
         draft: The assistant.
         target: The model that it drafts for.
-        lengths: How many tokens chains have.
-        threshold: Chains end at a token with less probability than that.
+        chains: How long chains are.
 
     Raises:
         ValueError: it was made for a target of another width, vocabulary, window, or K/V.
@@ -84,7 +80,7 @@ def prepare_shared(
                 f"{name} reads {reads[0]} heads of {reads[1]} numbers of a layer of the type {each}, and its target, "
                 f"a {kind}, has {shows[0]} of {shows[1]}. {other}"
             )
-    return prepared(draft, target, _SharedKV(draft, lengths, threshold))
+    return prepared(draft, target, _SharedKV(draft, chains))
 
 
 def _sources(config: Any) -> dict[str, int]:
@@ -102,14 +98,13 @@ class _SharedKV(HeadKind):
 
     Args:
         draft: Prepared for its target.
-        lengths: How many tokens chains have.
-        threshold: Chains end at a token with less probability than that.
+        chains: How long chains are.
     """
 
     reads_whole = False
 
-    def __init__(self, draft: PreTrainedModel, lengths: DraftLength, threshold: float) -> None:
-        self._draft, self._lengths, self._threshold = draft, lengths, threshold
+    def __init__(self, draft: PreTrainedModel, chains: Chains) -> None:
+        self._draft, self._chains = draft, chains
 
     def numbers(self, form: HiddenForm) -> int:
         return LAST
@@ -119,7 +114,7 @@ class _SharedKV(HeadKind):
 
     def generator(self, target: Any, make: Callable[[], Any], config: Any, processors: Any) -> Any:
         source = SharedKVSource(self._draft, target, TextStates((LAST,), whole=False))
-        return SourceCandidates(source, config, processors, self._lengths, self._threshold)
+        return self._chains.candidates(source, config, processors)
 
 
 class SharedKVSource:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from kvboost_hf import (
     ChunkReuseCache,
     ChunkStore,
+    DraftTreeConfig,
     KVQuantConfig,
     ReusePolicy,
     ReuseReport,
@@ -26,9 +27,9 @@ from kvboost_hf import (
     lookup_assistant,
 )
 from recipes.awq import quantize_awq
-from tests.composition.factors import CHAINS, Cell
+from tests.composition.factors import CHAINS, TREES, Cell
 from tests.conftest import left_pad, make_model, random_ids
-from tests.internals.assisted import branch_reason
+from tests.internals.assisted import EagleHeads, branch_reason
 from tests.internals.cache import REPAIRS, blend_reason
 from tests.internals.compat import decoder_layers, padding_reason
 from tests.internals.offload import use_backend
@@ -39,6 +40,7 @@ from tests.streaming import FULL_STREAM, stream_except
 NEW = 6  # tokens of an answer
 CHUNK = 32
 _DRAFTED = 4
+_READ = (1, 2, 3)  # hidden states that heads read
 _DOCUMENTS = [random_ids(64, seed=100 + i) for i in range(2)]
 _HEADS = [random_ids(n, seed=200 + n) for n in (45, 38, 33)]
 _TAILS = [random_ids(20, seed=300 + i) for i in range(3)]
@@ -92,7 +94,7 @@ def reference(cell: Cell) -> Cell:
     simpler = replace(cell, buffers="growing")
     # Rejection sampling takes other random numbers, and so do rows that are sampled each for itself.
     drawn = cell.decoding == "sampled" and (
-        cell.assistant in CHAINS or (cell.assistant == "trees" and cell.rows != "one")
+        cell.assistant in CHAINS or (cell.assistant in TREES and cell.rows != "one")
     )
     # A prompt over states takes one pass, but two where weights are streamed; and where they are, the first pass has
     # drafts, too.
@@ -175,7 +177,7 @@ def _generate(model: Any, cell: Cell, rows: list[torch.Tensor], **kwargs: Any) -
 def _cache(model: PreTrainedModel, cell: Cell, store: ChunkStore, *, exact: bool = False) -> ChunkReuseCache | None:
     if cell.reuse == "none":
         return None
-    policy = ReusePolicy()
+    policy = ReusePolicy(keep_hidden_states=_READ if _has_heads(cell) else None)
     if cell.repair != "exact" and not exact:
         repair: Any = cell.repair
         # Few tokens behind each seam, so that "query" has to look.
@@ -213,7 +215,8 @@ def _probe(model: PreTrainedModel, cell: Cell) -> None:
 def _history(model: PreTrainedModel, cell: Cell, store: ChunkStore) -> ChunkReuseCache | None:
     """Fill the store, and the cache that goes on, if one does."""
     rows = prompts(cell)
-    alone = replace(cell, reuse="store", buffers="growing", assistant="none", rows="one", decoding="greedy")
+    keeps = "heads" if _has_heads(cell) else "none"
+    alone = replace(cell, reuse="store", buffers="growing", assistant=keeps, rows="one", decoding="greedy")
     known = rows
     if cell.repair != "exact":
         known = [torch.cat([random_ids(CHUNK * (i + 1), seed=900 + i), each], 1) for i, each in enumerate(_DOCUMENTS)]
@@ -241,6 +244,9 @@ def _assistance(model: PreTrainedModel, cell: Cell, store: ChunkStore) -> dict[s
         return {"prompt_lookup_num_tokens": _DRAFTED}
     if cell.assistant == "none":
         return {}
+    if cell.assistant == "heads":
+        heads = load_assistant(_heads(model), target=model)
+        return {"custom_generate": TreeDecoding(heads, DraftTreeConfig(policy="tree", depth=3, width=2, branching=2))}
     draft, clock = _draft(cell), count().__next__
     if cell.assistant == "trees":
         return {"custom_generate": TreeDecoding(draft, clock=clock)}
@@ -248,6 +254,22 @@ def _assistance(model: PreTrainedModel, cell: Cell, store: ChunkStore) -> dict[s
         warnings.filterwarnings("ignore", "The draft has")  # as many weights: it is to be right often
         told: dict[str, Any] = {"schedule": "constant", "num_assistant_tokens": _DRAFTED, "clock": clock}
         return {"assistant_model": load_assistant(draft, target=model, **told)}
+
+
+def _has_heads(cell: Cell) -> bool:
+    """Whether hidden states are kept for heads."""
+    return cell.assistant == "heads" and (cell.repair, cell.live, cell.buffers) == ("exact", "exact", "growing")
+
+
+def _heads(model: PreTrainedModel) -> PreTrainedModel:
+    """EAGLE-3 heads of the model's width, which know nothing."""
+    own: Any = model.config.get_text_config()
+    sizes: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config: Any = LlamaConfig(vocab_size=own.vocab_size, hidden_size=own.hidden_size, num_hidden_layers=1, **sizes)
+    config.eagle_aux_hidden_state_layer_ids = _READ
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return EagleHeads(config).eval()
 
 
 def _draft(cell: Cell) -> PreTrainedModel:

@@ -58,7 +58,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "live": ("exact", "int8", "int4"),
     "attention": ("eager", "sdpa", "kvboost_fa2"),
     "weights": ("resident", "AWQ", "streamed", "streamed AWQ"),
-    "assistant": ("none", "draft", "lookup", "trees", "prompt lookup"),
+    "assistant": ("none", "draft", "lookup", "trees", "heads", "prompt lookup"),
     "rows": ("one", "padded", "samples", "beams"),
     "decoding": ("greedy", "sampled"),
     "buffers": ("growing", "static"),
@@ -66,7 +66,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
 MOVING = tuple(name for name in FACTORS["repair"] if name != "exact")
 CODES = tuple(name for name in FACTORS["live"] if name != "exact")
 CHAINS = ("draft", "lookup", "prompt lookup")
-ASSISTANTS = (*CHAINS, "trees")
+TREES = ("trees", "heads")
 
 Outcome = Literal["refused", "bypassed", "nothing"]
 
@@ -137,6 +137,29 @@ LIMITS: dict[Pair, Limit] = {
     ),
     **_limits("model", ["qwen3_next"], "assistant", CHAINS, _STATES),
     **_limits(
+        "model",
+        ["qwen3_next"],
+        "assistant",
+        ["heads"],
+        Limit(
+            "refused", "drafts for no model with states", "States cannot be taken back by what asks heads for drafts."
+        ),
+    ),
+    **_limits(
+        "repair",
+        MOVING,
+        "assistant",
+        ["heads"],
+        Limit("bypassed", "the call asks for hidden states", "Those of moved chunks belong to another text."),
+    ),
+    **_limits(
+        "live",
+        CODES,
+        "assistant",
+        ["heads"],
+        Limit("bypassed", "`live_quant` keeps none", "Hidden states are kept as they are, or not at all."),
+    ),
+    **_limits(
         "repair",
         MOVING,
         "live",
@@ -159,7 +182,7 @@ LIMITS: dict[Pair, Limit] = {
     ),
     **_limits("assistant", CHAINS, "rows", ["padded"], _ONE_ROW),
     **_limits("assistant", CHAINS, "rows", ["samples"], _ONE_ANSWER),
-    **_limits("assistant", ["trees"], "rows", ["beams"], _TREE_BEAMS),
+    **_limits("assistant", TREES, "rows", ["beams"], _TREE_BEAMS),
     **_limits(
         "assistant",
         CHAINS,
@@ -169,7 +192,7 @@ LIMITS: dict[Pair, Limit] = {
     ),
     **_limits(
         "assistant",
-        ["trees"],
+        TREES,
         "buffers",
         ["static"],
         Limit("refused", "K/V of branches cannot be held", "Branches are appended and taken back."),

@@ -38,6 +38,7 @@ _WORDS = {
     ("assistant", "draft"): "`load_assistant`",
     ("assistant", "lookup"): "`lookup_assistant`",
     ("assistant", "trees"): "`TreeDecoding`",
+    ("assistant", "heads"): "`TreeDecoding` with EAGLE-3 heads",
     ("rows", "one"): "one row",
     ("rows", "padded"): "padded rows",
     ("rows", "samples"): "`num_return_sequences`",

@@ -56,7 +56,7 @@ def test_all_pairs_are_covered() -> None:
     assert covered == set(all_pairs()) - LIMITS.keys()
     assert covering_cells(LIMITS) == CELLS
     print(f"{len(covered)} pairs in {len(CELLS)} cells; {len(LIMITS)} pairs do not go together")  # noqa: T201
-    assert len(CELLS) == 45
+    assert len(CELLS) == 49
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
@@ -148,6 +148,7 @@ CONTROLS = [
     Cell(weights="streamed AWQ"),
     Cell(assistant="draft"),
     Cell(assistant="trees"),
+    Cell(assistant="heads"),
     Cell(rows="padded"),
     Cell(rows="beams"),
     Cell(decoding="sampled"),
