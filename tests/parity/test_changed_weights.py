@@ -226,6 +226,8 @@ TURNED: dict[str, Callable[[nn.Parameter], object]] = {
     "set_": lambda weight: weight.set_(weight.detach().t()),  # type: ignore[call-overload]
     "as_strided_": lambda weight: weight.as_strided_(weight.shape, weight.stride()[::-1]),
     "data": _set_data,
+    "data of torch": lambda weight: torch.Tensor.data.__set__(weight, weight.data.t()),  # type: ignore[attr-defined]
+    "set_data": lambda weight: torch.ops.aten.set_data(weight, weight.data.t()),
     "swap_tensors": _swap,
 }
 
@@ -241,7 +243,6 @@ class TestForms:
         assert fingerprint.current(llama) != before
 
     def test_a_buffer_that_is_turned(self, llama: PreTrainedModel) -> None:
-        """Nobody counts what sets its data."""
         fingerprint, buffer = ModelFingerprint(), torch.randn(4, 4)
         llama.model.register_buffer("kept", buffer)
         before = fingerprint.current(llama)

@@ -61,9 +61,6 @@ class WeightsWatch:
         self.last_epoch = -1
         self._marks: Marks | None = None
         self._forms: Forms = []
-        self._open: list[int] = []  # numbers of tensors whose shapes and strides change unseen, and these
-        self._open_forms: Forms = []
-        self._data_set = -1  # how often the data of any weight was set when the forms of all were last compared
         self._memories = Memories([])
         self._writes: int | None = None
         self.without_memory = False  # some weight had none when last asked: nobody can see what it will hold
@@ -77,7 +74,7 @@ class WeightsWatch:
         """How often the tensors have changed."""
         with torch.inference_mode():  # views cost less in it
             marks = _marks(tensors, self._in_place.elsewhere)
-            same = marks == self._marks and self._are_in_form(tensors)
+            same = marks == self._marks and _forms(tensors) == self._forms
             same = same and self._memories.writes(tensors) == self._writes
             in_place = self._in_place.read(tensors) if same else None
             if in_place is None:
@@ -85,10 +82,7 @@ class WeightsWatch:
                 self._memories = Memories(tensors)
                 self._writes = self._memories.writes(tensors)
                 self._in_place, self._windows = _SampleInPlace(tensors), _windows(tensors)
-                self._data_set = _data_set
                 self._marks, self._forms = _marks(tensors, self._in_place.elsewhere), _forms(tensors)
-                self._open = [at for at, each in enumerate(tensors) if not _counts_forms(each)]
-                self._open_forms = [self._forms[at] for at in self._open]
                 same, in_place = False, self._in_place.read(tensors)
             if in_place is None:  # another thread has given a weight other memory just now
                 self._marks = None
@@ -100,17 +94,6 @@ class WeightsWatch:
                 self.last_epoch += 1
                 self._read_on_host, self._samples = on_host, samples
         return self.last_epoch
-
-    def _are_in_form(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether all have the shapes and strides of before.
-
-        What changes them in place counts as a write, and what sets the `data` of a parameter is counted by us. Only
-        the others have to be asked each time.
-        """
-        if self._data_set == _data_set:
-            return _forms(list(map(tensors.__getitem__, self._open))) == self._open_forms
-        self._data_set = _data_set
-        return _forms(tensors) == self._forms
 
     @property
     def sample(self) -> bytes:
@@ -171,11 +154,6 @@ def _marks(tensors: list[torch.Tensor], elsewhere: Sequence[int]) -> Marks:
 
 def _forms(tensors: Sequence[torch.Tensor]) -> Forms:
     return list(zip(map(_SHAPE, tensors), map(_STRIDES, tensors), strict=True))
-
-
-def _counts_forms(tensor: torch.Tensor) -> bool:
-    """Whether each change of shape and strides is counted: by PyTorch, or by the property of `_make_property`."""
-    return type(tensor) is nn.Parameter and not tensor.is_inference()
 
 
 class _SampleInPlace:
@@ -427,7 +405,6 @@ class Memories:
 
 _all: WeakValueDictionary[int, Memory] = WeakValueDictionary()  # by address
 _noted = 0  # how often any memory was written to or handed out
-_data_set = 0  # how often the data of any parameter was set
 
 
 def note_write(tensor: torch.Tensor) -> None:
@@ -466,9 +443,7 @@ def _get_data(weight: nn.Parameter) -> torch.Tensor:
 
 
 def _set_data(weight: nn.Parameter, data: torch.Tensor) -> None:
-    global _data_set
     _DATA.__set__(weight, data)  # whoever holds `data` is noticed when the weight is found elsewhere
-    _data_set += 1
 
 
 def _holders(weight: torch.Tensor) -> int:
