@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR
+from kvboost_hf.cache.forward.idle import in_idle_thread
 from kvboost_hf.compat import decoder_layers
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.engine.load import naming
@@ -23,7 +24,8 @@ _HEAD_DIM = 64
 class ForwardCount:
     """Counts tokens that go through a model: the mean over its decoder layers.
 
-    A repair sends fewer tokens through later layers than through the first ones.
+    A repair sends fewer tokens through later layers than through the first ones. What is repaired while caches are
+    idle belongs to no call, and is not counted.
 
     Args:
         model: Gets a forward hook on each decoder layer.
@@ -50,6 +52,8 @@ class ForwardCount:
         return -(-self._rows // self._layers)
 
     def _add(self, _layer: torch.nn.Module, _args: Any, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        if in_idle_thread():
+            return
         hidden_BTH = out if isinstance(out, torch.Tensor) else out[0]
         self._rows += hidden_BTH.shape[:-1].numel()
 

@@ -28,7 +28,11 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 @by_page
 def test_examples_run(
-    page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    page: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    loading_is_worth_it: None,
 ) -> None:
     text = page.read_text(encoding="utf-8")
     if "KVBOOST_URL" in text:

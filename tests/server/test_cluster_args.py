@@ -51,7 +51,7 @@ def test_the_name_is_that_of_the_model(tmp_path: Path) -> None:
         ({"server": {"drain_s": True}}, "`server.drain_s` must be a number, got True"),
         ({"server": {"model_aliases": "a"}}, "`server.model_aliases` must be a list, got 'a'"),
         ({"server": {"embeddings": 1}}, "`server.embeddings` must be true or false"),
-        ({"server": {"max_model_len": "long"}}, "`server` has a value of a wrong type"),
+        ({"server": {"max_model_len": "long"}}, "`max_model_len` must be an int, got 'long'"),
         ({"server": {"api_keys": ["secret"]}}, "must not have `api_keys`: .*`api_keys_file`"),
         ({"server": {"tls": {"certfile": "a", "key": "b"}}}, "`server.tls` must have no `key`.*keyfile"),
         ({"kept": {"tier_key": "secret"}}, "must not have `tier_key`"),

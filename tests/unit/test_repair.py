@@ -53,7 +53,7 @@ def test_what_is_attended_to_counts_less_the_farther_it_is_from_its_seam() -> No
     even = row((10, 60), (70, 90))
     assert chosen("query", even, np.ones(100), recompute_ratio=0.1) == [10, 11, 12, 13, 70, 71, 72]
     scores = np.ones(100)
-    scores[58] = (1 + 48 / 100) ** 0.5 + 0.01  # that much makes up for 48 tokens
+    scores[58] = (1 + 48 / 8) ** 0.5 + 0.01  # that much makes up for 48 tokens
     assert chosen("query", even, scores, recompute_ratio=0.01) == [58]
     scores[58] -= 0.02
     assert chosen("query", even, scores, recompute_ratio=0.01) == [10]

@@ -25,7 +25,14 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # until work that another call has broken
 _MOST_TRIES = 60  # which take 5 minutes
 _LOOK_S = 0.05  # after which a thread that waits looks whether the interpreter ends
 
+_THREAD = "kvboost_hf-idle"
+
 Work = Callable[[threading.Event], bool]  # see `Idle.begin`
+
+
+def in_idle_thread() -> bool:
+    """Whether what runs is work between two calls."""
+    return threading.current_thread().name.startswith(_THREAD)
 
 
 def _interpreter_ends() -> bool:
@@ -131,7 +138,7 @@ class _IdleLine:
             return
         try:
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, "kvboost_hf-idle")
+                self._executor = ThreadPoolExecutor(1, _THREAD)
             self._executor.submit(self._take_turns)
         except RuntimeError:  # the interpreter ends
             self._taken.release()

@@ -22,7 +22,7 @@ from kvboost_hf.config import ReusePolicy
 
 LAST_TOKENS = 16  # the end of a prompt is computed even where it is stored
 _RATIO, _MOST_FOR_A_SEAM = 0.15, 64
-_NEAR = 100  # tokens behind a seam, from which on `Query` counts a token for less
+_NEAR = 8  # tokens behind a seam, from which on `Query` counts a token for less
 Mask = NDArray[np.bool_]  # [columns] of a row, or [batch, columns]
 Scores = NDArray[np.float64]
 
@@ -162,7 +162,7 @@ def first_after_seams(row: RepairRow, count: int, most: int | None = None) -> Ma
 
 
 class Query(Repair):
-    """Chooses the tokens with most attention, divided by the square root of 1 + distance from the seam / 100.
+    """Chooses the tokens with most attention, divided by the square root of 1 + distance from the seam / 8.
 
     Choosing by the query's attention is ProphetKV's idea (https://arxiv.org/abs/2602.02579). Attention over stored K/V
     does not show how a token's K/V would change behind its new history. On real text, that falls with the distance
