@@ -184,7 +184,7 @@ class EagleSource:
         states: Hidden states of the text but for its last token.
         order: The layers in `states`, in the order in which the heads read them.
         asked: The value of `output_hidden_states` by which the target shows them.
-        share: Of a pass of the target, that one of the heads is expected to take.
+        share: The time of a pass of the heads, over that of a pass of the target, as expected.
     """
 
     branches = True
@@ -210,7 +210,7 @@ class EagleSource:
 
     def behind(self, length: int) -> int:
         """As `DraftSource.behind`."""
-        return length - 1 - self._states.taken
+        return self._states.behind(length)
 
     def room(self, length: int, most: int) -> int:
         """`most`, where the hidden states of the text are known; else none."""

@@ -34,7 +34,7 @@ class HeadDraft:
         count: How many hidden states the model returns if all are asked for.
         growth: Knows how often tokens were accepted.
         ends: Tokens that end a text.
-        share: Of a pass of the target, that a draft is expected to take.
+        share: The time of a draft, over that of a pass of the target, as expected.
     """
 
     passes = 1  # of the heads, for a draft
@@ -47,7 +47,7 @@ class HeadDraft:
 
     def behind(self, length: int) -> int:
         """As `Drafter.behind`."""
-        return length - 1 - self._states.taken
+        return self._states.behind(length)
 
     def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
         """Draft behind `ids` [1, tokens], at most `room` tokens; none where hidden states of the text are missing."""

@@ -262,7 +262,7 @@ class _Blocks:
 
 
 def share_of(draft: Any, target: PreTrainedModel) -> float:
-    """Of a pass of a target, that one of a draft is expected to take: by their layers, the output layer as one."""
+    """The time of a pass of a draft, over that of its target, as expected by their layers; the output layer is one."""
     own: Any = draft.config.get_text_config(decoder=True)
     theirs: Any = target.config.get_text_config(decoder=True)
     layers: int = getattr(draft, "num_mtp_layers", None) or own.num_hidden_layers

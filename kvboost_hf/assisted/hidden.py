@@ -58,6 +58,10 @@ class TextStates:
         self.stop = stop
         self._new = [*self._new, states] if self.whole else [states]
 
+    def behind(self, length: int) -> int:
+        """How many tokens of a text of `length` heads take in with their next draft: all but the last one."""
+        return length - 1 - self.taken
+
     def take(self) -> dict[int, torch.Tensor]:
         """The states [1, tokens, hidden_size] of each layer that nobody has taken; none if there are none."""
         new, self._new, self.taken = self._new, [], self.stop

@@ -195,7 +195,7 @@ class ModelSource:
 
     Args:
         draft: The draft model.
-        share: Of a pass of the target, that one of the draft is expected to take.
+        share: The time of a pass of the draft, over that of a pass of the target, as expected.
     """
 
     def __init__(self, draft: PreTrainedModel, share: float = 0.0) -> None:

@@ -43,7 +43,7 @@ _HOST = "cpu"
 Window = tuple[int, tuple[int, ...], tuple[int, ...]] | None
 # Versions, implementations, and of tensors that are not read at their addresses, these and their memories.
 Marks = tuple[list[int], list[int], list[tuple[int, int, int]]]
-Forms = list[tuple[torch.Size, tuple[int, ...]]]  # shapes and strides
+Forms = tuple[list[torch.Size], list[bool], list[tuple[int, ...]]]  # shapes, which are contiguous, strides of others
 
 
 class WeightsWatch:
@@ -60,7 +60,7 @@ class WeightsWatch:
         _follow_optimizers()
         self.last_epoch = -1
         self._marks: Marks | None = None
-        self._forms: Forms = []
+        self._forms: Forms | None = None
         self._memories = Memories([])
         self._writes: int | None = None
         self.without_memory = False  # some weight had none when last asked: nobody can see what it will hold
@@ -138,7 +138,7 @@ def plain_tensors(tensor: Any, depth: int = 0) -> Iterator[torch.Tensor]:
                 yield from plain_tensors(value, depth + 1)
 
 
-_ADDRESS, _STORAGE, _STRIDES = map(methodcaller, ("data_ptr", "untyped_storage", "stride"))
+_ADDRESS, _CONTIGUOUS, _STORAGE = map(methodcaller, ("data_ptr", "is_contiguous", "untyped_storage"))
 _MEMORY, _SHAPE, _VERSION = map(attrgetter, ("_cdata", "shape", "_version"))
 _IMPLEMENTATION = _MEMORY  # of a tensor, which `torch.utils.swap_tensors` exchanges
 
@@ -153,7 +153,9 @@ def _marks(tensors: list[torch.Tensor], elsewhere: Sequence[int]) -> Marks:
 
 
 def _forms(tensors: Sequence[torch.Tensor]) -> Forms:
-    return list(zip(map(_SHAPE, tensors), map(_STRIDES, tensors), strict=True))
+    contiguous = list(map(_CONTIGUOUS, tensors))
+    strides = [tensor.stride() for tensor, is_one in zip(tensors, contiguous, strict=True) if not is_one]
+    return list(map(_SHAPE, tensors)), contiguous, strides
 
 
 class _SampleInPlace:

@@ -1,4 +1,4 @@
-"""What a cache holds now: `LiveKV` has its layers, and the record of the tokens whose K/V they hold.
+"""`LiveKV`: the layers of a cache, and the record of the tokens whose K/V they hold.
 
 Every method that changes the layers brings the ledger up to date, with the version of the layers that it belongs to.
 A version that the ledger does not have means that somebody else has changed the layers: then nothing is known of what
