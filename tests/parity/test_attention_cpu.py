@@ -131,6 +131,36 @@ def test_parity_over_codes(form: str, queries: int, softcap: float, monkeypatch:
     )
 
 
+@pytest.mark.parametrize(
+    ("form", "dim", "at_once"),
+    [
+        ("turned:4", 32, True),
+        ("turned:2", 32, True),
+        ("flat:3", 32, True),
+        ("turned:1", 32, False),
+        ("turned:8", 32, False),
+        ("mean:4", 20, False),
+        ("flat:2", 20, False),
+    ],
+)
+def test_bytes_of_codes_are_looked_up_at_once_where_they_can_be(
+    form: str, dim: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any form the result is right; that of usual heads has codes unpacked nowhere."""
+    query = Problem(queries=1, heads=4, head_dim=dim).tensors()[0]
+    lengths = torch.tensor([32] * 8 + [17], dtype=torch.int32)
+    given = (AttentionCall(query, 0.1, Visibility()), *planes(form, dim=dim), lengths)
+    truth = reference.over_codes(*given, torch.float64)
+    unpacked: list[int] = []
+    unpack = reference.unpack
+    monkeypatch.setattr(
+        reference, "unpack", lambda packed, bits, dim: (unpacked.append(bits), unpack(packed, bits, dim))[1]
+    )
+    found = ops.attend_codes(*given)
+    assert bool(unpacked) != at_once
+    assert_within_budget(found, *truth, **of_codes(*given[1:3]), **rounding(query.dtype))
+
+
 @pytest.mark.parametrize("hidden", ["the first column", "the last column"])
 def test_a_column_that_is_not_read_is_noticed(hidden: str) -> None:
     problem = Problem()
