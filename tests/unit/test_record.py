@@ -15,6 +15,8 @@ from safetensors import safe_open
 from tests.forged import Forged
 from tests.internals.cache import Blob, DamagedBlobError, Entry, Kind, MadeWith, dump, read_entry, record
 
+pytestmark = pytest.mark.daily
+
 DTYPES = [getattr(torch, name.removeprefix("torch.")) for name in sorted(record._NAMES)]
 ENTRY = Entry(b"k" * 20, Kind.CHUNK, b"model", b"root", b"parent", b"head", 7, np.arange(-2, 30), 0)
 
