@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvboost_hf.cache.codecs import LiveQuant, live_config
 from kvboost_hf.cache.forward import carrying_forward, may_carry, next_forward
-from kvboost_hf.cache.forward.edits import Ids, cut_live, edited, leave_behind, plan_live, require_editable, run_live
+from kvboost_hf.cache.forward.edits import cut_live, leave_behind, plan_live, require_editable, run_live
 from kvboost_hf.cache.forward.head_kv import HeadKV
 from kvboost_hf.cache.forward.loans import (
     Lent,
@@ -55,6 +55,7 @@ from kvboost_hf.cache.live.binding import Binding, StoreWriter, require_policy, 
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
 from kvboost_hf.cache.planning.beginnings import BestOrder, D, best_order
+from kvboost_hf.cache.planning.edits import Ids, edited
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt import Kwargs, install, read_pads
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
