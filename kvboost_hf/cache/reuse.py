@@ -38,7 +38,13 @@ from kvboost_hf.cache.forward.loans import (
     take_repaired,
 )
 from kvboost_hf.cache.forward.moved import movable_spans
-from kvboost_hf.cache.forward.repair_later import PIECE, may_repair, repair_more, repair_while_idle
+from kvboost_hf.cache.forward.repair_later import (
+    PIECE,
+    may_repair,
+    reason_against_riding,
+    repair_more,
+    repair_while_idle,
+)
 from kvboost_hf.cache.forward.running import (
     CacheParts,
     CacheUse,
@@ -596,7 +602,10 @@ class ChunkReuseCache(DynamicCache):
     def report(self) -> ReuseReport:
         """Counts for the last prompt."""
         self._settle_here()
-        return replace(self._live.tally.report(), eager_reason=self._form.reason)
+        ledger, riding = self._live.ledger, None
+        if ledger is not None and ledger.blended is not None:
+            riding = reason_against_riding(self._live, self._parts.binding.model())
+        return replace(self._live.tally.report(), eager_reason=self._form.reason, riding_reason=riding)
 
     @property
     def nbytes(self) -> int:

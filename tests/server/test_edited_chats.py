@@ -139,8 +139,9 @@ def test_a_front_of_a_cluster_learns_nothing_of_text_that_the_prompt_does_not_be
         await inner({**scope, "text_keys": [b"key"]}, receive, send)
 
     with listening(app) as at:
-        name = told(at.http, CHAT, history=True)["history"]
+        told(at.http, CHAT)
         assert list(engine.job.text_keys) == [b"key"]
+        name = told(at.http, CHAT, history=True)["history"]
         told(at.http, NEW, history=name)
         assert not engine.job.text_keys
         told(at.http, [*CHAT, *NEW], edits=[{"drop": 0}])
@@ -387,6 +388,8 @@ def test_answers_and_work_are_those_of_whole_prompts(
         prompt, cached, moved, computed = counts(usage)
         assert (prompt, cached, moved, computed) == counts(whole[turn][1])
         assert (moved > 0) is (moves and turn > 0)
+        reason = usage["prompt_tokens_details"].get("moved_reason", "")
+        assert ("only keys and values can be moved" in reason) is (repair != "exact" and not moves)
         if turn and moves:
             assert cached > 0.6 * prompt
             assert computed < 0.6 * prompt or "later" in request.node.name  # where all is repaired

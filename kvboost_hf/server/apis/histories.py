@@ -69,8 +69,6 @@ class Histories:
                 )
             kept = found.messages
             self._put(client, key, kept, found.num_bytes)
-        if not kept and not body.edits:
-            return body
         try:
             messages = edited_messages([*kept, *body.messages], body.edits or ())
             whole = body.with_messages(messages)
@@ -81,7 +79,7 @@ class Histories:
         return whole
 
     def keep(self, body: ChatRequest, client: bytes, salt: bytes) -> str | None:
-        """Keep the messages of a request, if it asks for that; returns their name.
+        """Keep the messages of a request; returns their name.
 
         Args:
             body: The request, with all messages.
@@ -89,10 +87,8 @@ class Histories:
             salt: Separates prompts.
 
         Returns:
-            The name; None if nothing is kept, as was asked, or because it alone is larger than all may be.
+            The name; None if nothing is kept, because it alone is larger than all may be.
         """
-        if not body.history:
-            return None
         num_bytes = sum(len(message.model_dump_json()) + _MESSAGE_BYTES for message in body.messages)
         if num_bytes > self._max_bytes:
             return None

@@ -39,12 +39,14 @@ def chat_routes(context: RouteContext) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        owner = (client(request), context.salt(request, body.cache_salt))
-        asked = context.histories.whole(body, *owner)
-        if asked is not body:
-            request.scope["text_keys"] = ()  # of the text that was sent, with which the prompt does not begin
-        jobs, readers = await start_chat(context, asked, request)
-        form = _ChatForm(context, asked, jobs, readers, context.histories.keep(asked, *owner))
+        owner, history = (client(request), context.salt(request, body.cache_salt)), None
+        if body.edits or body.history:
+            body = context.histories.whole(body, *owner)
+            request.scope["text_keys"] = ()  # of the text that was sent, with which the prompt may not begin
+        jobs, readers = await start_chat(context, body, request)
+        if body.history:
+            history = context.histories.keep(body, *owner)
+        form = _ChatForm(context, body, jobs, readers, history)
         if body.stream:
             return EventStream(form.chunks(), jobs, context.settings.ping_s)
         return await unless_gone(request, jobs, form.completion())
