@@ -1,12 +1,14 @@
 """A fitted schema allows what the given one allows: all of it, and no more than that where nothing is left."""
 
+import re
+from itertools import product
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from tests.internals.server import fit
+from tests.internals.server import fit, rust
 
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, 2, 3, -1, 1.5, "", "a", "b", "ab", "abc"),
@@ -64,3 +66,28 @@ def test_what_is_allowed(schema: Any, referred: Any) -> None:
     if not any(not left.note for left in found.left):
         more = [value for value in VALUES if held.is_valid(value) and not asked.is_valid(value)]
         assert not more, found
+
+
+PIECES = [
+    *"abx19-_. \n",
+    *(rf"\{char}" for char in "dwsDWSnt.-/"),
+    "[ab]",
+    "[^a-]",
+    r"[\d-]",
+    r"[\w.]",
+    "(a|b)",
+    "(?:1a)",
+]
+TEXTS = ["".join(chars) for length in range(4) for chars in product("ab19-_. \n", repeat=length)]
+ENDS = st.sampled_from(["", "", "", "?", "*", "+", "{2}"])
+
+
+@settings(max_examples=300)
+@given(st.lists(st.builds(str.__add__, st.sampled_from(PIECES), ENDS), max_size=3))
+def test_patterns_match_the_same_texts(pieces: list[str]) -> None:
+    """As far as JavaScript, Python and Rust agree: for ASCII."""
+    pattern = f"^{''.join(pieces)}$"
+    found, exact = rust(pattern)
+    assert exact
+    wanted, held = re.compile(pattern, re.ASCII), re.compile(found[0], re.ASCII)
+    assert [text for text in TEXTS if wanted.search(text)] == [text for text in TEXTS if held.search(text)]
