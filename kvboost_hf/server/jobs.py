@@ -299,6 +299,8 @@ class Finished:
         pinned: Whether all that `Job.keep` asks for is pinned; None if it asks for nothing.
         accepted_prediction: Tokens of the prediction that were checked and are in the answer; None without one.
         rejected_prediction: Those that were checked and are not.
+        reasons: Why nothing of the prompt was moved (`"moved_reason"`), and why moved tokens were not repaired along
+            with new ones (`"riding_reason"`), where moving was allowed.
     """
 
     reason: FinishReason
@@ -318,6 +320,7 @@ class Finished:
     pinned: bool | None = None
     accepted_prediction: int | None = None
     rejected_prediction: int | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 JobEvent = Progress | Finished
