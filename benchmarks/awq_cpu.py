@@ -220,8 +220,7 @@ def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
 
 def kl(truth: torch.Tensor, found: torch.Tensor) -> float:
     """Mean Kullback-Leibler divergence per token, in nats."""
-    given = (each.log_softmax(-1) for each in (found, truth))
-    return float(F.kl_div(*given, reduction="batchmean", log_target=True))
+    return float(F.kl_div(found.log_softmax(-1), truth.log_softmax(-1), reduction="batchmean", log_target=True))
 
 
 Ask = Callable[..., tuple[float, float]]
@@ -323,25 +322,26 @@ def markdown(result: Result) -> str:
 def step_lines(found: list[Result]) -> list[str]:
     peer = next((each["ms"] for each in found if each["way"] == "llama.cpp"), None)
     lines = [
-        f"A step of SmolLM2-135M-Instruct after {PROMPTS[0]} tokens: milliseconds of the processor's time, the median "
-        "and the least. KL: of the prompt's logits from those in float32, in nats a token.",
+        f"A step of SmolLM2-135M-Instruct after {PROMPTS[0]} tokens: the processor's time, the median and the least. "
+        "KL: of the prompt's logits from those in float32, in nats a token.",
         "",
-        "| way | ms | least | of llama.cpp | KL |",
+        "| way | median | least | of llama.cpp | KL |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for each in found:
         beside = f"{each['ms'] / peer:.2f}x" if peer else ""
         least, off = (
-            f"{each[name]:.{digits}f}" if name in each else "" for name, digits in (("least_ms", 2), ("kl", 4))
+            form.format(each[name]) if name in each else ""
+            for name, form in (("least_ms", "{:.2f} ms"), ("kl", "{:.4f}"))
         )
-        lines.append(f"| {each['way']} | {each['ms']:.2f} | {least} | {beside} | {off} |")
+        lines.append(f"| {each['way']} | {each['ms']:.2f} ms | {least} | {beside} | {off} |")
     apart = [each for each in found if "parts" in each]
     lines += ["", "Its parts, in the same way:", "", "| part | " + " | ".join(each["way"] for each in apart) + " |"]
     lines.append("| --- |" + " ---: |" * len(apart))
     for part in apart[0]["parts"] if apart else ():
         numbers = (each["parts"][part] for each in apart)
         lines.append(
-            f"| {part} | " + " | ".join(f"{n:,}" if isinstance(n, int) else f"{n:.2f}" for n in numbers) + " |"
+            f"| {part} | " + " | ".join(f"{n:,}" if isinstance(n, int) else f"{n:.2f} ms" for n in numbers) + " |"
         )
     return lines
 

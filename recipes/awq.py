@@ -144,7 +144,7 @@ def _chosen(model: PreTrainedModel, skip: Sequence[str], group_size: int, head: 
         if isinstance(module, nn.Linear) and id(module) in inside and should_convert_module(name, list(skip))
     }
     if head:
-        last = model.get_output_embeddings()
+        last = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         chosen |= {name: module for name, module in model.named_modules() if module is last}
     for name, linear in chosen.items():
         try:

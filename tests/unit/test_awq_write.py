@@ -96,7 +96,7 @@ def test_rounding_is_within_half_a_step(name: str, zero_point: bool, tmp_path: P
 
 def test_a_head(tmp_path: Path) -> None:
     """The embeddings that it is tied to stay as they are."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: Any = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=96, tie_word_embeddings=True)).eval()
     quantize_awq(model, tmp_path, group_size=GROUP_SIZE, head=True)
     found = read(tmp_path)

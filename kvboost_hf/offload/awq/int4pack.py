@@ -104,7 +104,7 @@ def int4pack_matmul(
     given = x if x.dtype is torch.bfloat16 else x.to(torch.bfloat16)
     # By PyTorch's own binding: `torch.ops` takes a fifth longer for a narrow weight.
     found: torch.Tensor = torch._weight_int4pack_mm_for_cpu(
-        given.contiguous(), qweight, in_features // scales.shape[0], scales_and_zeros
+        given.contiguous(), qweight, in_features // len(scales_and_zeros), scales_and_zeros
     )
     return found if found.dtype is x.dtype else found.to(x.dtype)
 
