@@ -172,6 +172,7 @@ CASES = [
         {"messages": _use("assistant")[:2]},
         {"messages": _use("assistant")},
     ),
+    Case("history needs prompt_cache_key", CHAT, {"history": True}, {"history": False}),
     # Of those that know the model
     Case("Tokens must be from 0 to", TEXT, {"prompt": [WORDS]}, {"prompt": [WORDS - 1]}),
     Case("Tokens must be below", CHAT, {"logit_bias": {str(WORDS): 1}}, {"logit_bias": {str(WORDS - 1): 1}}),
@@ -205,8 +206,9 @@ def test_a_body_is_refused_and_one_beside_it_is_not(at: Listening) -> None:
 
 
 def _sentences() -> Iterator[str]:
-    """Patterns of what models of bodies say where they raise a ValueError."""
-    for file in (*SERVER.glob("requests/*.py"), *SERVER.glob("apis/**/*schema*.py")):
+    """Patterns of what bodies say where they raise a ValueError; `test_edited_chats.py` has those of edits."""
+    bodies = set(SERVER.glob("requests/*.py")) - {SERVER / "requests" / "edits.py"}
+    for file in (*bodies, *SERVER.glob("apis/**/*schema*.py")):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and len(node.exc.args) == 1:
                 text = node.exc.args[0]
