@@ -97,6 +97,14 @@ def test_answers_that_are_cut(tokenizer: Any, name: str, template: str, recorded
             assert got.keys() <= wanted.keys()
 
 
+def test_a_call_that_ends_before_its_arguments_is_none(tokenizer: Any) -> None:
+    for end in ('"arguments"', '"arguments":', '"arguments": '):
+        text = f'<tool_call>\n{{"name": "get_weather", {end}'
+        for streams in (False, True):
+            parsed = joined(read(tokenizer, RECORDED["HERMES"][0], [text], streams=streams))
+            assert (parsed.calls, parsed.content) == ((), text)
+
+
 def pieces_of(parts: list[Parsed]) -> list[ToolCall]:
     return [call for part in parts for call in part.calls]
 
