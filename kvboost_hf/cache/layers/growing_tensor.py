@@ -88,6 +88,7 @@ class GrowingTensor:
             or stop - first > buffer.shape[2]
             or self._version < 0
             or type(self) is not GrowingTensor
+            or new.dtype != buffer.dtype
         ):
             self.append(new, keep_from)
             return self.view(start)
@@ -205,6 +206,7 @@ class GrowingTensor:
             or self.shared
             or self._seen is not None
             or self.buffer.shape[2] < self.stop - self.first
+            or self.buffer.dtype != like.dtype
         ):
             self._reallocate(like, held, min(keep_from, held))
 
@@ -278,7 +280,10 @@ class GrowingTensor:
         """A buffer for columns [first, stop), with a copy of those before `held`."""
         batch, heads, _, dim = like.shape
         columns = _aligned(self.room(self.stop - first), dim * like.element_size())
-        grown = torch.empty((batch, heads, columns, dim), dtype=like.dtype, device=like.device)
+        dtype = like.dtype
+        if self.buffer is not None and held > first:  # of a model that was cast in the middle of a text: as in `cat`
+            dtype = torch.promote_types(dtype, self.buffer.dtype)
+        grown = torch.empty((batch, heads, columns, dim), dtype=dtype, device=like.device)
         if self.buffer is not None and held > first:
             grown[:, :, : held - first].copy_(self.buffer[:, :, first - self.first : held - self.first])
         return grown
