@@ -56,7 +56,7 @@ from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
 from kvboost_hf.cache.planning.beginnings import BestOrder, D, best_order
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
-from kvboost_hf.cache.prompt import Kwargs, install, read_pads
+from kvboost_hf.cache.prompt import Kwargs, hides_padding_only, install
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
 from kvboost_hf.compat import (
     GenerateCall,
@@ -176,7 +176,7 @@ class ChunkReuseCache(DynamicCache):
         self._call: GenerateCall | None = None  # the generate() call that has armed the cache
         self._user_defined = self._begins_anew = False
         self._mask_fits = True  # the mask of a generate() call that begins, if it goes on from what is held
-        self._hides_padding_only = True  # the mask of the last one, if it went on from what is held
+        self._hides_padding_only = True  # the mask of the last one
         self._of_call = False  # `attach` has made it: when the call has ended, it is what transformers would return
         Cache.__init__(self, layers=parts.live.visible)
 
@@ -226,7 +226,8 @@ class ChunkReuseCache(DynamicCache):
         follows = elsewhere or call.follows(held)
         self._call = call if value and not follows else None
         self._mask_fits = not follows or call.fits(held)
-        self._hides_padding_only = not follows or (self._mask_fits and self._knows_padding(call.mask))
+        known = live.ledger.log.pads if follows and live.ledger is not None else None
+        self._hides_padding_only = self._mask_fits and (call.mask is None or hides_padding_only(call.mask, known))
         if self._call is not None:
             live.tally = Tally(bypass=_UNUSED)  # until a forward comes with it
             live.end_call()
@@ -245,13 +246,6 @@ class ChunkReuseCache(DynamicCache):
         """Run a decoding step of generate() for a model that was compiled."""
         self._settle_last()
         return self._form.decode(model, compiled, kwargs)
-
-    def _knows_padding(self, mask: torch.Tensor | None) -> bool:
-        """Whether a mask over what the cache holds, and more, hides what has been hidden so far."""
-        if mask is None or self._live.ledger is None:
-            return True
-        pads = read_pads(mask, *mask.shape[:2])
-        return pads is not None and np.array_equal(pads, self._live.ledger.log.pads)
 
     @property
     def is_compileable(self) -> bool:

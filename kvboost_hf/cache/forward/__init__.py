@@ -51,6 +51,7 @@ from kvboost_hf.cache.forward.running import (
     Settled,
     Step,
     Unrecorded,
+    hides_known_padding,
     least_of_prompt,
     leave_prompts,
 )
@@ -301,11 +302,11 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
         return _piece(parts, request, ledger, held)
     if (live.stateful or live.static is not None) and leave_prompts(parts, model):
         return Unrecorded(parts, held, held + new, inputs)
-    mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
-    # Any other mask may hide anything, and to read it would make a GPU wait.
-    if mask is None or (request.in_generate and request.hides_padding_only):
+    shown = inputs.attention_mask
+    mask = MaskShape.of(shown) if shown is not None else None
+    if shown is None or hides_known_padding(parts, request, shown, ledger.log.pads):
         live.hand_out(parts.binding.fact(model, attn_implementation) == ATTENTION)
-        if mask is not None and not ledger.log.pads.any() and live.static is None:
+        if shown is not None and not ledger.log.pads.any() and live.static is None:
             # Releases of transformers before 5.23 pass a mask of ones, which no kernel need read.
             request.kwargs = {**request.kwargs, "attention_mask": None}
     repair: Callable[[], None] | None = None

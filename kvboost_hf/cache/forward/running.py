@@ -16,18 +16,21 @@ from functools import partial
 from types import CodeType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf import forks
 from kvboost_hf.cache.forward.idle import Idle
+from kvboost_hf.cache.identity.foreign import edits_inputs
 from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.live import Behind, LiveKV
 from kvboost_hf.cache.live.binding import Binding, StoreWriter
 from kvboost_hf.cache.live.decoding_form import DecodingForm
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.prompt import ForwardInputs, Kwargs
+from kvboost_hf.cache.prompt import ForwardInputs, Kwargs, hides_padding_only
 from kvboost_hf.cache.prompt.token_log import MaskShape, Prompt
 from kvboost_hf.compat import (
     GenerateCall,
@@ -79,7 +82,8 @@ class Request:
         in_own_loop: Whoever calls the model leaves it as it is between the tokens of a text, as generate() does.
         mask_fits: The mask of the generate() call has a column for all that the layers hold and for each new id, if
             the ids follow what the layers hold.
-        hides_padding_only: The mask of the generate() call, if it goes on from what the layers hold.
+        hides_padding_only: The mask of the generate() call hides padding on the left, and no more of what the layers
+            hold than it did before.
         stores_whole: Nobody will tell when the call has ended: store all of a prompt at once.
         depth: How many frames it is up to the generate() call under way; 0 if there is none.
         code: That of the frame of that call.
@@ -351,6 +355,10 @@ class Step(Forward):
         ledger = live.in_step(look=live.stateful)
         if ledger is None or ledger.unconfirmed or ledger.blended is not None or len(ledger.log.pads) != len(ids):
             return False
+        if settled.is_masked and settled.hands_out:
+            mask = kwargs["attention_mask"]
+            if mask.device.type == "cpu" and not hides_padding_only(mask, ledger.log.pads):
+                return False
         self.length, self._input_ids, self._position_ids = ledger.log.length, ids, positions
         self._mask = MaskShape.of(kwargs["attention_mask"]) if settled.is_masked else None
         live.hand_out(settled.hands_out)
@@ -431,6 +439,17 @@ class Settled:
             return sys._getframe(self.depth + 2).f_code is self.code  # from here, by way of `Step.goes_on`
         except ValueError:  # there are not so many frames
             return False
+
+
+def hides_known_padding(parts: CacheParts, request: Request, mask: torch.Tensor, pads: NDArray[np.int64]) -> bool:
+    """Whether the mask of a step hides the padding of a text and nothing else; False where that is not known.
+
+    To read a mask would make a GPU wait for its work: there it is taken for what generate() makes of its own mask,
+    unless the model has somebody else's code that may make another.
+    """
+    if mask.device.type == "cpu":
+        return hides_padding_only(mask, pads)
+    return request.in_generate and request.hides_padding_only and not parts.binding.fact(request.model, edits_inputs)
 
 
 def note_hooks(parts: CacheParts, *, confirmed: bool) -> None:

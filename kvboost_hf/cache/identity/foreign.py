@@ -39,6 +39,7 @@ _LOOKING = frozenset(("transformers.utils.output_capturing", "torch.utils.module
 # Functions of transformers that make embeddings require gradients, which it registers anew with each training step.
 _LOOKING_FUNCTIONS = frozenset(("PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads",))
 _CACHE_ARGUMENTS = frozenset((CACHE, "past_key_values", "past_key_value", "cache_params", "layer_past"))
+_MAKING_INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 _ANYTHING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _KERNELS_OF_STATES = (
@@ -209,6 +210,14 @@ def holder_of_cache(model: nn.Module) -> str | None:
                 native.add(kind)
         todo += [child for child in attributes["_modules"].values() if child is not None]
     return None
+
+
+def edits_inputs(model: PreTrainedModel) -> bool:
+    """Whether code that is neither transformers' nor ours may change the arguments of a forward in generate()."""
+    methods = (getattr(model, name) for name in _MAKING_INPUTS)
+    if not all(is_own(getattr(method, "__func__", method)) for method in methods):
+        return True
+    return any(not only_looks(hook) for hook in model._forward_pre_hooks.values())
 
 
 @cache

@@ -456,6 +456,12 @@ def read_pads(mask: torch.Tensor | None, batch: int, columns: int) -> NDArray[np
     return first.astype(np.int64) if bool((first + count == columns).all()) else None
 
 
+def hides_padding_only(mask: torch.Tensor, known: NDArray[np.int64] | None) -> bool:
+    """Whether a mask hides padding on the left and nothing else: `known` [batch] columns, where those are known."""
+    pads = read_pads(mask, *mask.shape[:2])
+    return pads is not None and (known is None or np.array_equal(pads, known))
+
+
 def positions_count_up(position_ids: torch.Tensor | None, pads: NDArray[np.int64], start: int) -> bool:
     """Whether every real token from column `start` on has its column, less the padding, as its position."""
     if position_ids is None or position_ids.ndim > 2:
