@@ -61,8 +61,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.nightly)
     for each in cases.values():
-        for item in _left_for_the_night(each):
-            item.add_marker(pytest.mark.nightly)
+        if not each[0].get_closest_marker("daily"):
+            for item in _left_for_the_night(each):
+                item.add_marker(pytest.mark.nightly)
 
 
 def _left_for_the_night(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:

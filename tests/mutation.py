@@ -4,14 +4,17 @@
 
 A first run notes which tests enter which functions; `--map FILE` keeps that for later runs. For each mutant the tests
 that enter its function run, those first that enter fewest functions, on a copy of the project in a temporary folder.
+They run in a fork of this process, which has imported the package: there, the function is given other code.
 A mutant that no test notices is a hole, or changes nothing: close it by a test, or delete the code. The status is 1 if
 there are any.
 """
 
 import argparse
 import ast
+import gc
 import json
 import os
+import pkgutil
 import random
 import shutil
 import signal
@@ -22,12 +25,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -159,7 +164,33 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Notes())
 
 
-def _in_fork(folder: Path, chosen: list[str], own: dict[str, str]) -> int:
+def import_project(folder: Path) -> None:
+    """Import the package of a folder, as far as it can be imported here."""
+    sys.path[:] = [str(folder), *(place for place in sys.path if place not in ("", str(ROOT)))]
+    package = import_module("kvboost_hf")
+    for found in pkgutil.walk_packages(package.__path__, "kvboost_hf.", onerror=lambda name: None):
+        if not found.name.endswith("__main__"):
+            with suppress(ImportError):
+                import_module(found.name)
+
+
+def exchange(path: Path) -> int:
+    """Give all functions of a file, wherever they are kept, the code that it has now; how many got another."""
+    codes = [compile(path.read_bytes(), str(path), "exec")]
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    now = {(code.co_qualname, code.co_firstlineno): code for code in codes}
+    found = 0
+    for each in gc.get_objects():
+        if isinstance(each, FunctionType) and each.__code__.co_filename == str(path):
+            code = now.get((each.__code__.co_qualname, each.__code__.co_firstlineno), each.__code__)
+            if code != each.__code__ and len(code.co_freevars) == len(each.__code__.co_freevars):
+                each.__code__ = code
+                found += 1
+    return found
+
+
+def _in_fork(folder: Path, chosen: list[str], own: dict[str, str], changed: str | None) -> int:
     os.setsid()
     log = os.open(folder / "pytest.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for output in (1, 2):
@@ -167,8 +198,12 @@ def _in_fork(folder: Path, chosen: list[str], own: dict[str, str]) -> int:
     os.chdir(folder)
     os.environ |= own
     sys.dont_write_bytecode = True
-    sys.path[:] = [str(folder), *(place for place in sys.path if place not in ("", str(ROOT)))]
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "kvboost_hf")]:
+    some = [phase for phase in hypothesis.Phase if phase.name in ("explicit", "reuse", "generate")]
+    hypothesis.settings.register_profile("mutation", phases=some)  # whoever fails is not made smaller
+    hypothesis.settings.load_profile("mutation")
+    if changed is not None and ("triton" in changed or not exchange(folder / changed)):  # Triton reads files itself
+        os.execv(sys.executable, [sys.executable, "-m", "pytest", *_OPTIONS, *chosen])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
     try:
         return pytest.main([*_OPTIONS, *chosen])
@@ -176,17 +211,19 @@ def _in_fork(folder: Path, chosen: list[str], own: dict[str, str]) -> int:
         sys.stdout.flush()
 
 
-def run_tests(folder: Path, chosen: list[str], timeout_s: float | None, **environment: str) -> int | None:
+def run_tests(
+    folder: Path, chosen: list[str], timeout_s: float | None, changed: str | None = None, **environment: str
+) -> int | None:
     """The status of pytest over some tests in a folder; None if it took longer.
 
-    It runs in a fork of this process, which has imported the libraries, and nothing of the project, already.
+    It runs in a fork of this process, which has imported the package; `changed` is a file that has other code now.
     """
     own = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **environment}
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
         try:
-            os._exit(_in_fork(folder, chosen, own))
+            os._exit(_in_fork(folder, chosen, own, changed))
         finally:
             os._exit(pytest.ExitCode.INTERNAL_ERROR)
     deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
@@ -239,6 +276,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutation-") as made:
         folder = Path(made).resolve()
         copy_into(folder)
+        import_project(folder)
         map_file = (args.map or folder / "map.json").resolve()
         if not map_file.exists():
             those = ["-p", "tests.mutation", "-m", "not gpu and not nightly", "--maxfail=1000", *args.tests]
@@ -269,9 +307,10 @@ def outcome_of(mutant: Mutant, folder: Path, chosen: list[str], seconds: float) 
     path = folder / mutant.file
     source = path.read_bytes()
     begin, end = mutant.span
-    path.write_bytes(source[:begin] + f"({mutant.after})".encode() + source[end:])
+    lines = "\n" * source.count(b"\n", begin, end)  # what is behind stays where it is
+    path.write_bytes(source[:begin] + f"({mutant.after}{lines})".encode() + source[end:])
     try:
-        status = run_tests(folder, chosen, _START_S + 5 * seconds)
+        status = run_tests(folder, chosen, _START_S + 5 * seconds, mutant.file)
     finally:
         path.write_bytes(source)
     if status == 4 and run_tests(folder, chosen, None) == 4:  # no such tests

@@ -124,9 +124,14 @@ def free_columns(model: PreTrainedModel) -> int:
     135 million parameters in float32, 4 tokens more took 1.8 times as long with one thread, 1.5 times with two.
     """
     device = input_device(model)
-    if device.type == "cpu" and not weights_come_and_go(model):
+    if no_column_is_free(model):
         return 0
     return remember(model, ("free columns", model.dtype, device), lambda: _find_free_columns(model))
+
+
+def no_column_is_free(model: PreTrainedModel) -> bool:
+    """Whether it is known without a measurement that each further token of a forward takes its time."""
+    return input_device(model).type == "cpu" and not weights_come_and_go(model)
 
 
 def _find_free_columns(model: PreTrainedModel) -> int:

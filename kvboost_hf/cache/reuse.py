@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvboost_hf.cache.codecs import LiveQuant, live_config
 from kvboost_hf.cache.forward import carrying_forward, may_carry, next_forward
-from kvboost_hf.cache.forward.edits import Ids, cut_live, edited, leave_behind, plan_live, require_editable, run_live
+from kvboost_hf.cache.forward.edits import cut_live, leave_behind, plan_live, require_editable, run_live
 from kvboost_hf.cache.forward.head_kv import HeadKV
 from kvboost_hf.cache.forward.loans import (
     Lent,
@@ -38,7 +38,13 @@ from kvboost_hf.cache.forward.loans import (
     take_repaired,
 )
 from kvboost_hf.cache.forward.moved import movable_spans
-from kvboost_hf.cache.forward.repair_later import PIECE, may_repair, repair_more, repair_while_idle
+from kvboost_hf.cache.forward.repair_later import (
+    PIECE,
+    may_repair,
+    reason_against_riding,
+    repair_more,
+    repair_while_idle,
+)
 from kvboost_hf.cache.forward.running import (
     CacheParts,
     CacheUse,
@@ -55,6 +61,7 @@ from kvboost_hf.cache.live.binding import Binding, StoreWriter, require_policy, 
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
 from kvboost_hf.cache.planning.beginnings import BestOrder, D, best_order
+from kvboost_hf.cache.planning.edits import Ids, edited
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt import Kwargs, hides_padding_only, install
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
@@ -589,7 +596,10 @@ class ChunkReuseCache(DynamicCache):
     def report(self) -> ReuseReport:
         """Counts for the last prompt."""
         self._settle_here()
-        return replace(self._live.tally.report(), eager_reason=self._form.reason)
+        ledger, riding = self._live.ledger, None
+        if ledger is not None and ledger.blended is not None:
+            riding = reason_against_riding(self._live, self._parts.binding.model())
+        return replace(self._live.tally.report(), eager_reason=self._form.reason, riding_reason=riding)
 
     @property
     def nbytes(self) -> int:

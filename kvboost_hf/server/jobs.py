@@ -298,6 +298,8 @@ class Finished:
         pinned: Whether all that `Job.keep` asks for is pinned; None if it asks for nothing.
         accepted_prediction: Tokens of the prediction that were checked and are in the answer; None without one.
         rejected_prediction: Those that were checked and are not.
+        reasons: Why nothing of the prompt was moved (`"moved_reason"`), and why moved tokens were not repaired along
+            with new ones (`"riding_reason"`), where moving was allowed.
     """
 
     reason: FinishReason
@@ -317,6 +319,7 @@ class Finished:
     pinned: bool | None = None
     accepted_prediction: int | None = None
     rejected_prediction: int | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 JobEvent = Progress | Finished

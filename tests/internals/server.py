@@ -2,6 +2,7 @@
 
 from kvboost_hf.server import jobs
 from kvboost_hf.server.apis.anthropic.schema import MessagesRequest
+from kvboost_hf.server.apis.histories import Histories
 from kvboost_hf.server.apis.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
 from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
 from kvboost_hf.server.app import make_app

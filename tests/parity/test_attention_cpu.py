@@ -131,6 +131,24 @@ def test_parity_over_codes(form: str, queries: int, softcap: float, monkeypatch:
     )
 
 
+def test_bytes_of_codes_are_looked_up_at_once_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any form the result is right; those of usual heads have codes unpacked nowhere."""
+    unpacked: list[int] = []
+    unpack = reference.unpack
+    usual = [("turned:4", 32), ("turned:2", 32), ("flat:3", 32)]
+    for form, dim in [*usual, ("turned:1", 32), ("turned:8", 32), ("mean:4", 20), ("flat:2", 20)]:
+        query = Problem(queries=1, heads=4, head_dim=dim).tensors()[0]
+        lengths = torch.tensor([32] * 8 + [17], dtype=torch.int32)
+        given = (AttentionCall(query, 0.1, Visibility()), *planes(form, dim=dim), lengths)
+        truth = reference.over_codes(*given, torch.float64)
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "unpack", lambda *given: (unpacked.append(1), unpack(*given))[1])
+            found = ops.attend_codes(*given)
+        assert bool(unpacked) == ((form, dim) not in usual)
+        assert_within_budget(found, *truth, **of_codes(*given[1:3]), **rounding(query.dtype))
+        unpacked.clear()
+
+
 @pytest.mark.parametrize("hidden", ["the first column", "the last column"])
 def test_a_column_that_is_not_read_is_noticed(hidden: str) -> None:
     problem = Problem()

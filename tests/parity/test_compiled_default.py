@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,6 +35,7 @@ from tests.internals.cache import (
     columns_for,
     decoding_form,
 )
+from tests.internals.compat import bytes_per_token
 
 BASE, OTHER = random_ids(300, seed=1), random_ids(300, seed=2)
 
@@ -106,7 +108,9 @@ def test_a_cache_for_each_call(llama: PreTrainedModel, compiler: Compiler) -> No
         for turn in range(3):
             plain = generate(llama, as_inputs(history), max_new_tokens=40)
             cache = ChunkReuseCache(llama, store)
-            assert torch.equal(plain, generate(llama, as_inputs(history), cache=cache, max_new_tokens=40))
+            just_enough = (64 << turn) * bytes_per_token(llama)
+            with mock.patch.object(decoding_form, "_most_bytes", return_value=just_enough):
+                assert torch.equal(plain, generate(llama, as_inputs(history), cache=cache, max_new_tokens=40))
             complete = (history.shape[1] - 7) // 32 * 32 if turn else 0  # its tail is stored by nobody
             assert cache.report.reused_tokens >= complete
             assert columns_of(cache) == 64 << turn
@@ -381,7 +385,7 @@ def test_who_decodes_eagerly(llama: PreTrainedModel, compiler: Compiler) -> None
         assert quantized.report.eager_reason == grows
         with mock.patch.object(decoding_form, "has_triton", return_value=False):
             assert reason().startswith("Triton")
-        with mock.patch.object(decoding_form, "_most_bytes", return_value=1000):
+        with mock.patch.object(decoding_form, "_most_bytes", return_value=128 * bytes_per_token(llama) - 1):
             assert "would take more than half of the free memory" in reason()
         with mock.patch.object(decoding_form, "weights_come_and_go", return_value=True):
             assert reason().startswith("hooks of accelerate")
@@ -493,6 +497,21 @@ def test_sizes() -> None:
     assert sorted(found) == [1024, 2048, 4096, 8192, 16384, 24576, 32768, 40960]
     assert all(tokens <= columns_for(tokens) for tokens in range(1, 40_000, 7))
     assert [columns_for(tokens) for tokens in (1024, 1025, 8192, 8193)] == [1024, 2048, 8192, 16384]
+
+
+def test_the_smallest_buffers_that_fit_are_taken() -> None:
+    costs = CompileCosts()
+    for columns in (2048, 8192):
+        costs.made(Graph(columns, 1, False), 1.0)
+
+    def chosen(tokens: int, there: int | None = None) -> int:
+        live: Any = SimpleNamespace(static=there and SimpleNamespace(max_cache_len=there), held=0)
+        call: Any = SimpleNamespace(max_length=tokens + 1, rows=1, mask=None, follows=lambda held: False)
+        return decoding_form._graph(costs, live, call).columns
+
+    assert [chosen(tokens) for tokens in (1, 1500, 2048, 2049, 8192, 8193)] == [2048, 2048, 2048, 8192, 8192, 16384]
+    assert [chosen(3000, there) for there in (2048, 4096, 16384)] == [8192, 4096, 8192]
+    assert [chosen(20_000, there) for there in (4 * 24_576, 4 * 24_576 + 1)] == [4 * 24_576, 24_576]
 
 
 def test_what_graphs_cost() -> None:

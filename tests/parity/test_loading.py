@@ -162,6 +162,21 @@ def test_a_batch_with_padding(tmp_path: Path, disk: str, loadings: list[Any], na
     assert loadings
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_damage_behind_padded_rows_that_are_held(tmp_path: Path, disk: str, loadings: list[Any], name: str) -> None:
+    """Rows of unequal lengths go on from what the cache holds, and what they would go on with is damaged."""
+    first, second = random_ids(110, seed=7), random_ids(97, seed=8)
+    fill(name, disk, first, second)
+    model, store, cache = restart(name, disk)
+    same_as_plain(model, cache, left_pad(first[:, :45], second[:, :32]))
+    for path in blobs(tmp_path):
+        flip(path, 0.9)
+    report = same_as_plain(model, cache, left_pad(first, second))
+    assert [each.computed for each in loadings] == [False, True]
+    assert (report.row_tokens, report.forwarded_tokens) == ((45, 32), 130)  # all behind what was held
+    store.close()
+
+
 def test_a_row_that_is_padding_where_others_are_served(disk: str, loadings: list[Any]) -> None:
     """Nothing of it is loaded, though it could be served further on."""
     short = random_ids(30, seed=9)

@@ -52,6 +52,27 @@ def no_idle_repair(monkeypatch: pytest.MonkeyPatch) -> None:
 # Riding
 
 
+REASONS = {
+    "ride": "on a CPU each further token of a forward takes its time",
+    False: "`progressive` is False, or None where much text has moved behind few edits",
+    True: None,
+    64: None,
+}
+
+
+@pytest.mark.parametrize("columns", REASONS)
+def test_the_report_says_why_nothing_rides(columns: Any, no_idle_repair: None) -> None:
+    """As long as something is left as it was moved."""
+    model = prepared()
+    cache = ChunkReuseCache(model, store_with_documents(model), riding(columns))
+    generate(model, as_inputs(prompt([2, 0, 3, 1])), cache, max_new_tokens=1)
+    assert cache.report.moved_tokens > 150
+    assert cache.report.riding_reason == REASONS[columns]
+    assert (str(REASONS[columns]) in cache.report.explain()) is (REASONS[columns] is not None)
+    cache.repair()
+    assert cache.report.riding_reason is None
+
+
 @pytest.mark.parametrize("name", MOVABLE)
 @pytest.mark.parametrize(("columns", "steps"), [(1000, 1), (276, 1), (275, 2), (64, 5), (50, 6)])
 @torch.no_grad()

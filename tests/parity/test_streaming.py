@@ -328,6 +328,20 @@ def test_state_dict_has_the_weights(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], wanted[name]) for name in wanted)
 
 
+class Marked(nn.Module):
+    """Has state beside tensors."""
+
+    def get_extra_state(self) -> str:
+        return "a mark"
+
+
+def test_state_dict_has_what_is_no_tensor() -> None:
+    model = make_layers(LAYERS)
+    model.model.layers[0].mlp.mark = Marked()
+    stream_except(model, (1,))
+    assert model.state_dict()["model.layers.0.mlp.mark._extra_state"] == "a mark"
+
+
 def test_what_needs_the_weights_in_place_is_refused() -> None:
     model = make_layers(LAYERS)
     stream_except(model, ())

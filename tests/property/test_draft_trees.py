@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -137,6 +138,18 @@ def test_drafts_of_little_worth_are_still_learned_from() -> None:
         growth.learn(part, part.children(), [], **told)
     assert growth.chosen(tree) == [1]
     assert growth.chosen(Tree()) == []
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_tokens_that_are_right_are_thought_likelier(right: int) -> None:
+    growth, tree = Growth(DraftTreeConfig()), Tree()
+    for node, chance in enumerate((0.7, 0.2)):
+        tree.add(node, ROOT, chance, chance)
+    for _ in range(200):
+        told: dict[str, Any] = {"committed": 2, "passes": 1, "draft_s": 1.0, "target_s": 1.0, "first": False}
+        growth.learn(tree, tree.children(), [right], **told)
+    rates = [growth.calibration.rate(chance) for chance in (0.7, 0.2)]
+    assert [rate > 0.9 for rate in rates] == [right == 0, right == 1]
 
 
 def test_a_fixed_tree_is_always_as_large() -> None:

@@ -41,7 +41,7 @@ class FakeEngine:
         reason: Of the end.
         stop: The stop text that has brought it.
         error: To be raised by `submit`.
-        failure: The error of `Finished`, with the reason `"error"`.
+        failure: The error of `Finished`, with the reason `"error"` in place of `"stop"`.
         before: Called with the ticket and the number of each piece before it is said.
         tickets: Of all jobs that were taken.
     """
@@ -88,7 +88,7 @@ class FakeEngine:
             listener(Progress(text, 1, self._logprobs(job, piece)))
         listener(
             Finished(
-                reason="error" if self.failure else reason,
+                reason="error" if self.failure and reason == "stop" else reason,
                 prompt_tokens=len(job.ids),
                 completion_tokens=said,
                 cached_tokens=len(job.ids) // 2,

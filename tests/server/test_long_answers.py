@@ -177,6 +177,8 @@ def test_who_gives_way() -> None:
     big = Claimed(b"a", 700)
     assert limits.in_the_way(c, 60, [big, c]) is c  # the first one is never in the way
     assert limits.in_the_way(big, 60, [big, c]) is c
+    late = Claimed(b"c", 10)
+    assert limits.in_the_way(late, 60, [big, c, late]) is late  # none of its client's came later
     assert EngineLimits().in_the_way(a, 10**9, [a, b]) is None
 
 

@@ -59,6 +59,19 @@ def test_what_is_not_served_is_named(at: Listening, change: dict[str, Any], para
     assert says in error["message"]
 
 
+def test_an_answer_that_ends_badly_says_why(at: Listening, engine: FakeEngine) -> None:
+    ends: list[tuple[Any, str | None, int, str]] = [
+        ("timeout", None, 504, "given up after 0.5 s"),
+        ("cancelled", None, 503, "about to end"),
+        ("constraint", "No token fits.", 400, "No token fits."),
+        ("constraint", None, 400, "The grammar cannot be followed."),
+        ("error", "No memory is left.", 500, "No memory is left."),
+        ("error", None, 500, "The model failed."),
+    ]
+    for engine.reason, engine.failure, status, says in ends:
+        assert says in _error(at.http.post("/v1/chat/completions", json=CHAT), status)["message"]
+
+
 def test_bodies_that_are_no_json(at: Listening) -> None:
     for body in (
         b"",

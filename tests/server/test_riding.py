@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ReusePolicy, lookup_assistant
+from tests.architectures.models import make_architecture
 from tests.conftest import counted, make_model, random_ids
 from tests.internals.cache import binding, costs, idle
 from tests.internals.compat import LAST, hook_hidden_states
@@ -289,3 +290,22 @@ def test_rows_that_have_nothing_moved_take_nothing_along(reader: tuple[PreTraine
         told = submitted(engine, asked, reuse="exact")
         assert all(one.end.repaired_tokens == 0 for one in told)
         assert work.tokens <= sum(map(len, asked)) + 3 * NEW
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_an_answer_says_why_nothing_rides(shares: bool) -> None:
+    """Of each row: those of a batch whose layers share K/V, those that wait on a CPU, and those that ride."""
+    model = make_architecture("gemma3n_text") if shares else make_model("llama")
+    first, *asked = prompts(3)
+    with engine_of(model, numbers(), policy=riding(100), batch_window_ms=300) as engine:
+        ask(engine, first, 1)
+        told = [one.end for one in submitted(engine, asked)]
+        exact = [one.end for one in submitted(engine, asked, reuse="exact")]
+    with engine_of(model, numbers(), policy=riding("ride"), batch_window_ms=300) as engine:
+        ask(engine, first, 1)
+        waits = ask(engine, asked[0])[0]
+    assert [end.moved_tokens > 150 for end in (*told, waits)] == [True] * 3
+    found = [end.reasons.get("riding_reason") for end in told]
+    assert found == ["in a batch of the server, layers that share K/V take no repair along" if shares else None] * 2
+    assert waits.reasons["riding_reason"].startswith("on a CPU")
+    assert not any(end.reasons for end in exact)

@@ -32,6 +32,8 @@ from tests.internals.top import (
     read_reach,
 )
 
+pytestmark = pytest.mark.daily
+
 OPERATORS = torch.ops.kvboost_hf
 
 

@@ -25,6 +25,8 @@ from tests.internals.cache import (
     text_of,
 )
 
+pytestmark = pytest.mark.daily
+
 ROOT = root_key(b"model", b"")
 
 

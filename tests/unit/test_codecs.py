@@ -47,6 +47,8 @@ from tests.internals.cache import (
 )
 from tests.internals.compat import LayerRotation
 
+pytestmark = pytest.mark.daily
+
 CPU = torch.device("cpu")
 ROLES: tuple[Role, Role] = ("keys", "values")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

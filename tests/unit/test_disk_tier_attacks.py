@@ -11,6 +11,8 @@ import pytest
 from tests.blobs import is_right, key_of, make_blob
 from tests.internals.disk import DiskTier, disk_index
 
+pytestmark = pytest.mark.daily
+
 NUMBERS = range(4)
 NOBODY = 2**31 - 1  # no process has this number
 

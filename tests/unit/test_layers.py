@@ -10,6 +10,8 @@ import torch
 from tests.internals.cache import GrowingLayer, StateLayer, lending_reason, reading_reason
 from tests.layer_contract import FORMS, PROMISES, Form, goes_back, goes_two_ways, holds_what_it_was_given, kinds
 
+pytestmark = pytest.mark.daily
+
 Promise = Callable[[Form], None]
 
 

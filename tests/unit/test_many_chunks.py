@@ -26,6 +26,8 @@ from tests.internals.cache import (
 from tests.internals.cache import prefix_key as key_of
 from tests.property.test_store import BYTES_PER_TOKEN, kv_of
 
+pytestmark = pytest.mark.daily
+
 MODEL = make_model("llama")
 CHUNK, PROMPT = 128, 2048
 TOKEN_BYTES = 4 * CHUNK + 48  # of a chunk, as one object

@@ -24,6 +24,8 @@ from tests.internals.cache import (
     window_hashes,
 )
 
+pytestmark = pytest.mark.daily
+
 
 @dataclass(frozen=True, eq=False)
 class FakeChunk:

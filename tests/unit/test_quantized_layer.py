@@ -19,6 +19,8 @@ from tests.internals.cache import (
     make_codec,
 )
 
+pytestmark = pytest.mark.daily
+
 SINKS, WINDOW, HEADS, DIM = 4, 16, 2, 64
 CONFIGS = [
     KVQuantConfig(method="kivi", key_bits=2, value_bits=2, group_size=16, sink_tokens=SINKS, window=WINDOW),

@@ -7,6 +7,8 @@ from torch import Tensor
 from tests.internals.server import AfterReasoning, Parsed, ReasoningMarks, ReasoningReader, ToolCallStream, joined
 from tests.unit.test_server_tools import ADD, TEMPLATES, TOOLS, cuts, tokenizer_for, told
 
+pytestmark = pytest.mark.daily
+
 THINK = ReasoningMarks("<think>", "</think>")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": true}}\n</tool_call>'
 

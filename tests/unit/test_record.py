@@ -1,5 +1,6 @@
 """The format of blobs: others can read it, nothing that was damaged is taken for what was written."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from safetensors import safe_open
 
 from tests.forged import Forged
 from tests.internals.cache import Blob, DamagedBlobError, Entry, Kind, MadeWith, dump, read_entry, record
+
+pytestmark = pytest.mark.daily
 
 DTYPES = [getattr(torch, name.removeprefix("torch.")) for name in sorted(record._NAMES)]
 ENTRY = Entry(b"k" * 20, Kind.CHUNK, b"model", b"root", b"parent", b"head", 7, np.arange(-2, 30), 0)
@@ -220,3 +223,55 @@ def test_limits_are_read_and_nothing_beyond(entry: Any, shape: tuple[int, ...]) 
     _, data = joined(entry(0), {"codes": torch.zeros((1,) * (9 if dimensions else 2))}, {})
     with pytest.raises(DamagedBlobError):
         Blob(memoryview(data))
+
+
+def _unaligned(forged: Forged) -> None:
+    forged.header["b"]["data_offsets"], forged.header["a"]["data_offsets"] = [0, 15], [15, 39]
+    forged.sum_up()
+
+
+def test_each_part_of_a_form_is_looked_at_by_itself() -> None:
+    """Everything else is as it should be, checksums included: no other part would notice it."""
+
+    def spec(**changes: Any) -> Any:
+        return lambda forged: forged.header["a"].update(changes)
+
+    def told(**changes: Any) -> Any:
+        return lambda forged: forged.entry.update(changes)
+
+    wrong: list[tuple[str, Any]] = [
+        ("does not have its checksum", lambda forged: forged.told.update(format="kvboost_hf 2")),
+        ("are not those of its tensors", lambda forged: forged.sums.update(c=[])),
+        ("are not those of its tensors", lambda forged: forged.sums.pop("b")),
+        *(("Tensor 'a' .* has no shape", spec(shape=shape)) for shape in ([], [2, 3.0], [2, -3], [2, 2**48])),
+        ("Tensor 'a' .* has no shape", spec(data_offsets=[0, 24.0])),
+        ("Tensor 'a' .* has no checksums", lambda forged: forged.sums.update(a="ab")),
+        ("Tensor 'a' .* is not where its shape says", spec(shape=[2, 4])),
+        ("Tensor 'a' .* is not where its shape says", spec(data_offsets=[4, 28])),
+        ("Tensor 'a' .* is not where its shape says", lambda forged: forged.sums["a"].append(0)),
+        ("Tensor 'b' .* is not where its shape says", lambda forged: forged.header["b"].update(data_offsets=[25, 40])),
+        ("Tensor 'a' .* is not where its shape says", _unaligned),
+        *(("no place in its text", told(start=start)) for start in (-1, True, 7.0, None, 2**48)),
+        *(("no text, or a long one", told(made_with=TOLD | {name: 1})) for name in TOLD),
+        ("Not a blob, or a damaged one", told(kind="other")),
+    ]
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, 5, dtype=torch.uint8)}
+    entry, data = joined(ENTRY, tensors, {})
+    checked(Forged(data).joined())
+    for says, change in wrong:
+        forged = Forged(data)
+        change(forged)
+        with pytest.raises(DamagedBlobError, match=says):
+            Blob(memoryview(forged.joined()))
+    for other in (data + b"x", data[:-1]):
+        with pytest.raises(DamagedBlobError, match=f"A blob of {len(data)} bytes has {len(other)}"):
+            Blob(memoryview(other))
+    blob = checked(data)
+    for name, dtype, shape in (("c", torch.float32, (2, 3)), ("a", torch.int32, (2, 3)), ("a", torch.float32, (3, 2))):
+        with pytest.raises(DamagedBlobError, match=f"should have a tensor '{name}'"):
+            blob.require(name, dtype, shape)
+    assert blob.require("a", torch.float32, (2, 3)).shape == (2, 3)
+    for numbers in ({"nbytes": -1}, {"nbytes": True}, {"nbytes": 1.0}, {"nbytes": None}, {"start": -1}):
+        told_of = json.loads(record.pack_entry(entry)) | numbers
+        with pytest.raises(ValueError, match="An entry is JSON"):
+            record.unpack_entry(json.dumps(told_of).encode())

@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, EmailStr, Field, Json, SecretStr, Ty
 from kvboost_hf.assets import load_embedded
 from tests.internals.server import Grammars, fit, json_schema, rust
 
+pytestmark = pytest.mark.daily
+
 TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
 
 

@@ -26,7 +26,7 @@ KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 COUNT = 5  # chunks of `BASE`
 
 
-pytestmark = pytest.mark.usefixtures("loading_is_worth_it")
+pytestmark = [pytest.mark.daily, pytest.mark.usefixtures("loading_is_worth_it")]
 
 
 # One tier

@@ -12,6 +12,8 @@ from kvboost_hf.assets import load_embedded
 from tests.internals.server import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, Parsed, ToolCallStream, format_of, joined
 from tests.tool_calls import parse_tool_calls
 
+pytestmark = pytest.mark.daily
+
 
 def _tool(name: str, **properties: Any) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}

@@ -23,6 +23,8 @@ from tests.internals.cache import (
 )
 from tests.internals.top import most_frequent, ngrams
 
+pytestmark = pytest.mark.daily
+
 CHUNK = 16
 
 

@@ -15,6 +15,8 @@ from tests.internals.cache import (
     without_secrets,
 )
 
+pytestmark = pytest.mark.daily
+
 
 @pytest.mark.parametrize(
     ("text", "kind", "location", "max_bytes"),

@@ -13,6 +13,8 @@ import pytest
 from tests.internals.cache import Entry, FilesystemTier, Kind, Tier, tiers
 from tests.tier_contract import PLACES, OpenTier, TierContract, make_entry
 
+pytestmark = pytest.mark.daily
+
 PROMISED = [name for name in vars(Tier) if inspect.isfunction(vars(Tier)[name]) and not name.startswith("_")]
 
 

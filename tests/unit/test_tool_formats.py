@@ -22,6 +22,8 @@ from tests.internals.server import (
 )
 from tests.recorded_calls import PARIS, RECORDED, TOOLS, Recorded
 
+pytestmark = pytest.mark.daily
+
 CASES = [
     pytest.param(name, template, each, id=f"{name}-{n}")
     for name, (template, recorded) in RECORDED.items()

@@ -105,6 +105,10 @@ MOVED_FIXED_SIZE = "the cache has a fixed size (max_cache_len)"
 MOVED_QUANTIZED = "the cache holds codes (live_quant)"
 MOVED_NOTHING = "no stored chunk has the same tokens as a part of it"
 MOVED_SAVES_LITTLE = "moving would save fewer tokens than `min_prefill_saving`"
+RIDING_UNWANTED = "`progressive` is False, or None where much text has moved behind few edits"
+RIDING_WINDOW = "layers with a sliding window have let go of tokens"
+RIDING_SHARED = "in a batch of the server, layers that share K/V take no repair along"
+RIDING_ON_CPU = "on a CPU each further token of a forward takes its time"
 
 
 @dataclass(frozen=True, slots=True)

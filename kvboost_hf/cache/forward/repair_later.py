@@ -17,8 +17,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.costs import free_columns
-from kvboost_hf.cache.forward.admission import needs_no_mask
+from kvboost_hf.cache.costs import free_columns, no_column_is_free
+from kvboost_hf.cache.forward.admission import (
+    RIDING_ON_CPU,
+    RIDING_UNWANTED,
+    RIDING_WINDOW,
+    UNKNOWN,
+    needs_no_mask,
+)
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
 from kvboost_hf.cache.forward.scatter import Columns, ScatterPass, Stopped
 from kvboost_hf.cache.layers.base import ReuseLayer
@@ -49,6 +55,22 @@ def may_repair(live: LiveKV, *, at_once: bool = False) -> bool:
         and _holds_all(live.layers)
         and is_text(ledger.log.columns())  # images would have to be shown again
     )
+
+
+def reason_against_riding(live: LiveKV, model: PreTrainedModel | None) -> str | None:
+    """Why new tokens do not take the tainted columns of a cache along, as far as that is known; None if they do."""
+    ledger = live.ledger
+    assert ledger is not None
+    if ledger.progressive is True:
+        return None
+    if ledger.progressive is False:
+        return RIDING_UNWANTED
+    if not _holds_all(live.layers):
+        return RIDING_WINDOW
+    if not may_repair(live):
+        return UNKNOWN
+    on_cpu = ledger.progressive == "ride" and model is not None and no_column_is_free(model)
+    return RIDING_ON_CPU if on_cpu else None
 
 
 def columns_per_token(live: LiveKV) -> int:

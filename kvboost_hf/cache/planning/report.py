@@ -64,6 +64,8 @@ class ReuseReport:
             such call.
         start_reason: Why chats never begin with what `ChunkStore.warm` has computed, or not always; None if they do,
             and for all other prompts.
+        riding_reason: Why moved tokens that are left as they are do not ride along with new ones, or None: they do, or
+            none are left.
     """
 
     prompt_tokens: int = 0
@@ -85,6 +87,7 @@ class ReuseReport:
     moved_by: Mapping[int, int] = field(default_factory=dict)
     eager_reason: str | None = None
     start_reason: str | None = None
+    riding_reason: str | None = None
 
     @property
     def reused_tokens(self) -> int:
@@ -137,6 +140,8 @@ class ReuseReport:
                 f"{self.moved_tokens} tokens were computed elsewhere, or behind moved ones; {self.recomputed_tokens} "
                 "of them were computed again."
             )
+        if self.riding_reason:
+            lines.append(f"None of the others are computed again along with new tokens: {self.riding_reason}.")
         lines += [_explain(miss, tokenizer) for miss in self.misses]
         return "\n".join(lines)
 

@@ -304,6 +304,7 @@ class Usage:
         computed: Tokens of prompts that went through the model, of all jobs, the repaired ones included.
         pinned: Whether all that was to be pinned is; None where nothing was.
         reasoning: Tokens of the answers that are reasoning; None where the model marks none.
+        reasons: Why nothing was moved, and why moved tokens were not repaired along with new ones, by their names.
     """
 
     prompt: int
@@ -317,6 +318,7 @@ class Usage:
     computed: int = 0
     pinned: bool | None = None
     reasoning: int | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, finished: Mapping[int, Finished], n: int, readers: CallReaders | None = None) -> "Usage":
@@ -334,6 +336,7 @@ class Usage:
             sum(event.computed_tokens for event in finished.values()),
             all(event.pinned is not False for event in firsts) if any(e.pinned is not None for e in firsts) else None,
             readers.thought.total() if readers is not None and readers.streams else None,
+            {name: why for event in reversed(firsts) for name, why in event.reasons.items()},
         )
 
     @property
@@ -346,6 +349,7 @@ class Usage:
             "repaired_tokens": self.repaired,
             "computed_tokens": self.computed,
         }
+        found |= self.reasons
         return found if self.pinned is None else found | {"pinned": self.pinned}
 
     @property

@@ -22,7 +22,8 @@ from kvboost_hf.server.grammars.structured import choice, json_schema, regex, to
 from kvboost_hf.server.http.errors import refused
 from kvboost_hf.server.http.notes import note_changed, note_left
 from kvboost_hf.server.jobs import Constraint, Keep, ReasoningSpan
-from kvboost_hf.server.requests.chat import ChatRequest, Message, ToolChoice
+from kvboost_hf.server.requests.chat import ChatRequest, ToolChoice
+from kvboost_hf.server.requests.messages import Message
 from kvboost_hf.server.requests.sampled import AnswerForm, Sampled
 
 _TAIL = 32  # tokens at the end of a prompt, of which the opening mark is the last text
@@ -316,4 +317,4 @@ async def _order_of(context: RouteContext, body: ChatRequest, request: Request, 
 
 def _with(body: ChatRequest, at: int, message: Message) -> ChatRequest:
     messages = [*body.messages[:at], message, *body.messages[at + 1 :]]
-    return body.model_copy(update={"messages": messages})
+    return body.with_messages(messages)

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from kvboost_hf.cache.prompt.chats import Start
 from kvboost_hf.server.apis.answers import RequestJobs, unless_gone
+from kvboost_hf.server.apis.histories import Histories
 from kvboost_hf.server.chats.encoding import Encoder
 from kvboost_hf.server.chats.merging import without_changing_lines
 from kvboost_hf.server.chats.template import Rendering
@@ -28,8 +29,9 @@ from kvboost_hf.server.jobs import (
     TokenLogprob,
 )
 from kvboost_hf.server.protocol import Engine, QueueFullError, TooLongError
-from kvboost_hf.server.requests.chat import ChatRequest, Message, Tool
+from kvboost_hf.server.requests.chat import ChatRequest, Tool
 from kvboost_hf.server.requests.fields import LargeJsonError, require_few_parts
+from kvboost_hf.server.requests.messages import Message
 from kvboost_hf.server.requests.sampled import Sampled
 from kvboost_hf.server.requests.sampled import TextRequest as Asked
 from kvboost_hf.server.settings import ServerSettings, prompt_salt
@@ -67,6 +69,7 @@ class RouteContext:
         compiling: Turns of clients to have a grammar compiled.
         encoder: Encodes texts and chats.
         created: When the server started, in seconds since 1970.
+        histories: Keeps messages of chats for requests that ask for it.
     """
 
     engine: Engine
@@ -80,6 +83,7 @@ class RouteContext:
     compiling: Turns
     encoder: Encoder
     created: int
+    histories: Histories = field(default_factory=Histories)
     _token_texts: dict[int, str] = field(default_factory=dict)
     _token_bytes: dict[int, list[int]] = field(default_factory=dict)
 

@@ -63,6 +63,7 @@ def session_routes(context: RouteContext) -> APIRouter:
     @router.delete("/v1/kv/sessions/{id:path}")
     async def drop(id: str, request: Request, key: _KeyHash = None) -> dict[str, Any]:
         owner = _owner(context, request, key)
+        context.histories.drop(owner, id)
         # Earlier releases have kept a named session under a salt of its own.
         salt = prompt_salt(context.settings.salt, owner.decode() or None, id)
         try:

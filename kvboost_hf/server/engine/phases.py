@@ -12,6 +12,7 @@ import torch
 from kvboost_hf.assisted.hidden import TextStates
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.cache.costs import free_columns
+from kvboost_hf.cache.forward.admission import RIDING_SHARED
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.task import Task
 from kvboost_hf.server.fair_share import FairTurns
@@ -206,7 +207,11 @@ class Decoding:
     def _riding(self, run: Callable[[Sequence[Again]], torch.Tensor]) -> torch.Tensor:
         """Run a step of the batch, which takes some tokens along that moved chunks have left in its rows."""
         rows, batch = self.tasks[: len(self._batch)], self._batch
-        if not any(task.repair for task in rows) or not batch.can_ride:
+        if not any(task.repair for task in rows):
+            return run(())
+        if not batch.can_ride:
+            for task in rows:
+                task.riding_reason = RIDING_SHARED if task.repair is not None else None
             return run(())
         rides = any(task.repair is not None and task.repair.progressive == "ride" for task in rows)
         free = (free_columns(self._runner.model) + 1 - len(rows)) // len(rows) if rides else 0

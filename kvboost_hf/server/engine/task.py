@@ -140,6 +140,7 @@ class Task:
     grown: int = 0  # tokens of the answer that memory is kept for, if more than for any
     resumed: bool = False  # whether it was set aside after its first token
     said: int = 0  # tokens of the answer that were computed before it was set aside, and are computed again
+    riding_reason: str | None = None  # why the batch does not repair moved tokens along with new ones
     unwanted: bool = False  # whether its session was dropped, so that nothing of it is kept
 
     def cancel(self) -> None:
@@ -256,6 +257,7 @@ class Task:
     def finish(self, reason: FinishReason, error: str | None, now: float) -> None:
         """Tell the listener that the job has ended."""
         report, predicted = self.report or ReuseReport(), self.predicted
+        reasons = {"moved_reason": report.moved_reason, "riding_reason": self.riding_reason or report.riding_reason}
         accepted, drafted = (predicted.accepted, predicted.drafted) if predicted is not None else (0, 0)
         self._tell(
             Finished(
@@ -276,6 +278,7 @@ class Task:
                 accepted_prediction=accepted if self.job.prediction else None,
                 rejected_prediction=drafted - accepted if self.job.prediction else None,
                 ids=tuple(self.ids),
+                reasons={name: why for name, why in reasons.items() if why is not None},
             )
         )
 

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, Message, ReasoningFields, Tool
+from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, ReasoningFields, Tool
 from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent, only
+from kvboost_hf.server.requests.messages import Message
 from kvboost_hf.server.requests.sampled import Sampled
 
 MAX_TEXTS = 2048  # to embed, as in OpenAI's API

@@ -28,7 +28,8 @@ from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.chats.tool_formats import ToolSupport
 from kvboost_hf.server.http.errors import ApiError, refused
 from kvboost_hf.server.jobs import Finished
-from kvboost_hf.server.requests.chat import ChatRequest, Message
+from kvboost_hf.server.requests.chat import ChatRequest
+from kvboost_hf.server.requests.messages import Message
 
 Form = Callable[[Answer | Delta, int], dict[str, Any]]  # of a part of an answer, and how many calls came before
 _API_VERSION = "0.12.11"  # of Ollama, whose API this is: clients ask for the one that has what they need

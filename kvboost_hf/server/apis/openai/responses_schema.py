@@ -10,18 +10,14 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 from kvboost_hf.server.requests.chat import (
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
-    CallArguments,
-    CalledFunction,
     ChatRequest,
     Function,
-    MadeCall,
-    Message,
-    MessageContent,
     ReasoningFields,
     ToolName,
     named_choice,
 )
 from kvboost_hf.server.requests.fields import Body, Many, Named, Refusal, only
+from kvboost_hf.server.requests.messages import CallArguments, CalledFunction, MadeCall, Message, MessageContent
 from kvboost_hf.server.requests.sampled import Length, TextRequest
 
 

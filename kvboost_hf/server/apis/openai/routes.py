@@ -23,7 +23,7 @@ from kvboost_hf.server.apis.answers import (
     whole,
 )
 from kvboost_hf.server.apis.chat_jobs import constraints_of, start_chat
-from kvboost_hf.server.apis.context import RouteContext
+from kvboost_hf.server.apis.context import RouteContext, client
 from kvboost_hf.server.apis.texts import embed, filled, require_embeddings
 from kvboost_hf.server.apis.wire import EventStream, PostedRoute
 from kvboost_hf.server.chats.calls import ToolCall
@@ -39,8 +39,14 @@ def chat_routes(context: RouteContext) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
+        owner, history = (client(request), context.salt(request, body.cache_salt)), None
+        if body.edits or body.history:
+            body = context.histories.whole(body, *owner)
+            request.scope["text_keys"] = ()  # of the text that was sent, with which the prompt may not begin
         jobs, readers = await start_chat(context, body, request)
-        form = _ChatForm(context, body, jobs, readers)
+        if body.history:
+            history = context.histories.keep(body, *owner)
+        form = _ChatForm(context, body, jobs, readers, history)
         if body.stream:
             return EventStream(form.chunks(), jobs, context.settings.ping_s)
         return await unless_gone(request, jobs, form.completion())
@@ -56,6 +62,7 @@ class _ChatForm:
     asked: ChatRequest
     jobs: RequestJobs
     readers: CallReaders
+    history: str | None
 
     async def completion(self) -> Response:
         """The whole response."""
@@ -108,12 +115,13 @@ class _ChatForm:
             yield head | {"choices": [], "usage": Usage.of(self.jobs.finished, choices, self.readers).body}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {
+        head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
             "model": self.context.require_model(self.asked.model),
         }
+        return head | {"history": self.history} if self.asked.history else head
 
     def _logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self.asked.reported is None:

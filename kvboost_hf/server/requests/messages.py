@@ -1,0 +1,204 @@
+"""`Message`: one message of a chat, with the parts of its content and the calls of tools in it."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, model_validator
+
+from kvboost_hf.server.chats.values import arguments_of
+from kvboost_hf.server.requests.fields import Body, LargeJsonError, Many, read_json
+from kvboost_hf.server.requests.media import text_of_media
+
+
+def _as_text_part(part: Any) -> Any:
+    """A part of a content as a part with text."""
+    if not isinstance(part, dict):
+        return part
+    match part.get("type"):
+        case "text" | "input_text" | "output_text" | None:
+            return part
+        case "refusal":
+            return {"text": part.get("refusal")}
+        case "thinking" | "reasoning" as kind:
+            return {"type": "thinking", "text": _thought(part.get("text", part.get(kind)))}
+        case "redacted_thinking":
+            return {"type": "thinking", "text": ""}
+        case str():
+            return {"text": f"\n{text_of_media(part, 'messages.content')}\n"}
+        case kind:
+            raise ValueError(f"content parts of type {kind!a} are not served; send text")
+
+
+MAX_MOVABLE = 32  # parts of a message whose order does not matter: each pair of them may be looked up
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    place: ClassVar = "messages.content"
+    type: str | None = None
+    text: str
+    any_order: bool = False
+    """The order of such parts of a message does not matter: they change places where more is stored then."""
+    prompt_cache_breakpoint: Any = None
+    """Changes nothing: all of a prompt is stored, and found again up to the token where another one parts from it."""
+    annotations: Any = None
+    """Of an answer that is sent back; not part of the prompt."""
+    logprobs: Any = None
+    """Of an answer that is sent back; not part of the prompt."""
+
+
+MessageContent = str | Many[Annotated[TextPart, BeforeValidator(_as_text_part)]]
+
+
+def _as_arguments(given: Any) -> Any:
+    return "" if given is None else json.dumps(given) if isinstance(given, dict) else given
+
+
+CallArguments = Annotated[str, BeforeValidator(_as_arguments)]
+"""Arguments of a call as JSON text; an object counts as that, and null as no text."""
+
+
+class CalledFunction(Body):
+    """The name of a called function, and its arguments as JSON text."""
+
+    place: ClassVar = "messages.tool_calls.function"
+    name: str
+    arguments: CallArguments = ""
+
+    @property
+    def parsed(self) -> dict[str, Any] | str:
+        """The arguments as an object; as text if they are none, as a model may have written them.
+
+        No arguments are an empty object, and what only JSON's rules are against, such as NaN or half a character, is
+        mended as in answers.
+
+        Raises:
+            LargeJsonError: they have too many parts, or too deep ones.
+        """
+        try:
+            found = read_json(self.arguments.encode())
+            json.dumps(found, allow_nan=False)
+        except LargeJsonError:
+            raise
+        except ValueError:  # no JSON, or a number that JSON does not have
+            found = None
+        if not isinstance(found, dict):
+            written = arguments_of(self.arguments)
+            found = read_json(written.encode()) if written is not None else None
+        return found if isinstance(found, dict) else self.arguments
+
+
+class MadeCall(Body):
+    """A call of an earlier answer."""
+
+    place: ClassVar = "messages.tool_calls"
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Body):
+    """One message of a chat. Of an answer that is sent back, any other field is ignored."""
+
+    place: ClassVar = "messages"
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: MessageContent | None = None
+    name: str | None = None
+    tool_calls: Many[MadeCall] | None = None
+    function_call: CalledFunction | None = None
+    """An older form of `tool_calls`, for one call."""
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    """Of an earlier answer: part of the prompt where the chat template reads it."""
+    reasoning: Annotated[str | None, BeforeValidator(lambda given: given if isinstance(given, str) else None)] = None
+    """Another name of `reasoning_content`."""
+
+    @model_validator(mode="after")
+    def _said_something(self) -> "Message":
+        if self.content is None and self.role == "user":
+            raise ValueError(f"a message of role {self.role!r} must have content")
+        if len(self.movable) > MAX_MOVABLE:
+            raise ValueError(
+                f"a message must have at most {MAX_MOVABLE} parts with any_order, got {len(self.movable)}"
+            )
+        if self.role != "assistant" and isinstance(self.content, list):
+            if any(part.type == "thinking" for part in self.content):
+                raise ValueError(f"a message of role {self.role!r} must not have reasoning; leave that part out")
+        return self
+
+    @property
+    def movable(self) -> list[int]:
+        """The numbers of the parts whose order does not matter."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [at for at, part in enumerate(parts) if part.any_order]
+
+    def with_movable(self, order: Sequence[int]) -> "Message":
+        """The message with the movable parts of these numbers in their places, in this order; others are left out."""
+        assert isinstance(self.content, list)
+        places, parts = self.movable, list[TextPart]()
+        put = dict(zip(places, order, strict=False))
+        for at, part in enumerate(self.content):
+            if at not in places:
+                parts.append(part)
+            elif at in put:
+                parts.append(self.content[places[put[at]]])
+        return self.model_copy(update={"content": parts})
+
+    @property
+    def text(self) -> str:
+        """The content in one piece; empty for none."""
+        return text_of(self.content or "")
+
+    @property
+    def thoughts(self) -> str:
+        """The reasoning in one piece; empty for none."""
+        parts = _joined(self.content, thinking=True) if isinstance(self.content, list) else ""
+        return self.reasoning_content or self.reasoning or parts
+
+    @property
+    def calls(self) -> list[MadeCall]:
+        """All calls, in whichever form."""
+        older = [] if self.function_call is None else [MadeCall(function=self.function_call)]
+        return [*(self.tool_calls or ()), *older]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As chat templates take it: the content as one text, and arguments of calls as objects.
+
+        Raises:
+            LargeJsonError: Arguments of calls have too many parts, or too deep ones.
+        """
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        told: dict[str, Any] = {"role": role, "content": self.text}
+        if role == "assistant" and self.thoughts:
+            told["reasoning_content"] = self.thoughts
+        if self.calls:
+            told["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.parsed},
+                }
+                for call in self.calls
+            ]
+        told |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        return told
+
+
+def _thought(given: Any) -> Any:
+    """The text of a part with reasoning, which Mistral has as a list of parts."""
+    if isinstance(given, list):
+        return "".join(str(part.get("text", "")) for part in given if isinstance(part, dict))
+    return given
+
+
+def text_of(content: MessageContent) -> str:
+    """A content in one piece, without reasoning."""
+    return _joined(content, thinking=False) if isinstance(content, list) else content
+
+
+def _joined(content: list[TextPart], *, thinking: bool) -> str:
+    return "".join(part.text for part in content if (part.type == "thinking") == thinking)
