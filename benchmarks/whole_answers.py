@@ -107,7 +107,7 @@ def is_right(tokenizer: Any, question: Question, found: Call) -> bool:
     assert question.truth is not None
     first = [tokenizer.encode(f" {word}", add_special_tokens=False)[0] for word in question.truth.split()]
     assert len({*first}) == len(first)
-    return int(found.with_logits.logits[0, first].argmax()) == 0
+    return int(found.logits[0, first].argmax()) == 0
 
 
 def answered(
@@ -129,9 +129,9 @@ def fed(
     for name, policy in WAYS.items():
         cache = ChunkReuseCache(model, store, policy) if policy is not None else None
         found = answer(model, question.ids, plain.ids, cache) if cache is not None else plain
-        target, logs = (each.with_logits.logits.double().log_softmax(-1) for each in (plain, found))
+        target, logs = (each.logits.double().log_softmax(-1) for each in (plain, found))
         kl = (target.exp() * (target - logs)).sum(-1)
-        same = (plain.with_logits.logits.argmax(-1) == found.with_logits.logits.argmax(-1)).double()
+        same = (plain.logits.argmax(-1) == found.logits.argmax(-1)).double()
         row = {"first": found.times[0], "short": found.times[SHORT - 1], "long": found.total_s}
         row |= {"kl_short": float(kl[:SHORT].mean()), "kl_long": float(kl.mean())}
         row |= {"same_short": float(same[:SHORT].mean()), "same_long": float(same.mean())}

@@ -39,6 +39,7 @@ def quantize_awq(
     group_size: int = 128,
     zero_point: bool = True,
     skip: Sequence[str] = ("lm_head",),
+    head: bool = False,
     max_shard_size: int | str = "5GB",
 ) -> None:
     """Round the linear layers inside a model's decoder layers to four bits, and write an AWQ checkpoint.
@@ -50,6 +51,8 @@ def quantize_awq(
         zero_point: Whether a group has the range from its least to its largest weight; else one around zero.
         skip: Names of modules that stay as they are, such as the routers of experts, as `modules_to_not_convert` of
             transformers has them.
+        head: Whether to round the output embeddings, too, which few tools do: errors of theirs reach all logits. Input
+            embeddings that they are tied to stay as they are.
         max_shard_size: Of a file, in bytes or as text.
 
     Raises:
@@ -59,7 +62,7 @@ def quantize_awq(
     def packed(linear: nn.Linear) -> Mapping[str, torch.Tensor]:
         return quantize(linear.weight, group_size=group_size, zero_point=zero_point)._asdict()
 
-    chosen = _chosen(model, skip, group_size)
+    chosen = _chosen(model, skip, group_size, head)
     written = copy.copy(model)
     written.config = _config(model, chosen, group_size, zero_point)
     written.save_pretrained(folder, state_dict=_state(model, chosen, packed), max_shard_size=max_shard_size)
@@ -130,7 +133,7 @@ def write_random_awq(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _chosen(model: PreTrainedModel, skip: Sequence[str], group_size: int) -> dict[str, nn.Linear]:
+def _chosen(model: PreTrainedModel, skip: Sequence[str], group_size: int, head: bool = False) -> dict[str, nn.Linear]:
     """The linear layers to be packed, by name."""
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     if not inside:
@@ -140,6 +143,9 @@ def _chosen(model: PreTrainedModel, skip: Sequence[str], group_size: int) -> dic
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and id(module) in inside and should_convert_module(name, list(skip))
     }
+    if head:
+        last = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        chosen |= {name: module for name, module in model.named_modules() if module is last}
     for name, linear in chosen.items():
         try:
             layout_of("gemm", linear.in_features, linear.out_features, group_size)

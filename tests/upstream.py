@@ -161,6 +161,7 @@ PRIVATE = (
     _names("torch.utils", "_python_dispatch _pytree _triton", "modules of torch"),
     _names("torch.utils._python_dispatch", "_disable_current_modes", "hides modes that watch operations"),
     _names("torch", "_scaled_dot_product_flash_attention_for_cpu", "attention with its log-sum-exp"),
+    _names("torch", "_weight_int4pack_mm_for_cpu", "the product of 4-bit weights on CPUs"),
     _names(
         "torch.ops:aten",
         "_convert_weight_to_int4pack_for_cpu _weight_int4pack_mm_for_cpu",

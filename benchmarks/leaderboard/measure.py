@@ -17,9 +17,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from benchmarks.leaderboard.method import Method
 from benchmarks.leaderboard.workloads import Case, Question
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
-from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.chunk_store import Put
-from kvboost_hf.verify.measure import Call, compare, timed_generate
+from kvboost_hf.verify.measure import Call, compare, report_of, timed_generate
 
 Row = dict[str, float]
 
@@ -83,16 +82,16 @@ def measure(
     plain = answer(model, ids, new if question.answer is None else question.answer)
 
     def right(call: Call) -> bool:
-        return question.truth is not None and question.truth in tokenizer.decode(call.with_logits.logits.argmax(-1))
+        return question.truth is not None and question.truth in tokenizer.decode(call.logits.argmax(-1))
 
     for way in chosen:
-        report, found = ReuseReport(prompt_tokens=len(ids), forwarded_tokens=len(ids)), plain
+        cache, found = None, plain
         if way.policy is not None:
             with way.method.running(way.policy, store):
                 cache = ChunkReuseCache(model, store, way.policy)
                 found = answer(model, ids, plain.ids, cache)
-            report = cache.report
-        told = compare(0, plain.with_logits, found.with_logits, report)
+        report = report_of(cache, ids)
+        told = compare(0, plain, found, report)
         row = {
             "kl": sum(told.kl) / len(told.kl),
             "kl_first": told.kl[0],

@@ -139,6 +139,7 @@ _VALUES: Mapping[str, tuple[str, ...]] = {
 }
 VALUE_POOLS: tuple[tuple[str, ...], ...] = (*_VALUES.values(), PETS, GARMENTS)
 _WORDS_PER_SENTENCE = 5.4  # mean over the templates, the full stop counted
+_EARLIER_SHARE = 0.5  # of the turns after the first ask about a document of an earlier one
 _SECOND_RUN_SHARE = 0.5  # of the subjects are spoken of in two places of their document
 _FACTS_PER_SUBJECT = (3, 4, 5)
 # A run is what a document says about a subject at one go; every sentence of it but the first may use the pronoun.
@@ -301,7 +302,6 @@ def make_chat(
     *,
     num_words: int = 128,
     first_num_words: int = 24,
-    earlier_share: float = 0.5,
 ) -> list[ChatTurn]:
     """Makes a chat in which each turn brings a document and asks about it or about one of an earlier turn.
 
@@ -310,7 +310,6 @@ def make_chat(
         num_turns: Number of turns.
         num_words: Wanted length of the documents in words, see :func:`make_documents`.
         first_num_words: The same for the document of the first turn.
-        earlier_share: Chance that a turn after the first asks about a document of an earlier turn, in [0, 1].
 
     Returns:
         The turns. No fact is asked for twice.
@@ -325,7 +324,7 @@ def make_chat(
     asked: set[Fact] = set()
     for index, document in enumerate(documents):
         earlier = [fact for past in documents[:index] for fact in past.facts if fact not in asked]
-        fact = rng.choice(earlier if earlier and rng.random() < earlier_share else document.facts)
+        fact = rng.choice(earlier if earlier and rng.random() < _EARLIER_SHARE else document.facts)
         asked.add(fact)
         turns.append(ChatTurn((document,), fact))
     return turns

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvboost_hf.cache.codecs import LiveQuant, live_config
 from kvboost_hf.cache.forward import carrying_forward, may_carry, next_forward
+from kvboost_hf.cache.forward.admission import root_of
 from kvboost_hf.cache.forward.edits import cut_live, leave_behind, plan_live, require_editable, run_live
 from kvboost_hf.cache.forward.head_kv import HeadKV
 from kvboost_hf.cache.forward.loans import (
@@ -29,15 +30,14 @@ from kvboost_hf.cache.forward.loans import (
     extend_layers,
     lend_layers,
     lending_reason,
-    look_up,
     read_hidden,
     read_layers,
     read_states,
     reading_reason,
-    root_of,
     take_repaired,
 )
 from kvboost_hf.cache.forward.moved import movable_spans
+from kvboost_hf.cache.forward.prompt_plan import look_up
 from kvboost_hf.cache.forward.repair_later import (
     PIECE,
     may_repair,

@@ -15,7 +15,7 @@ from kvboost_hf.cli.loading import load_shown
 from kvboost_hf.cli.server_settings import add_secrets, engine_settings, streaming_config
 from kvboost_hf.outputs import Progress, say
 from kvboost_hf.server.generation.sharing import choose_attention
-from kvboost_hf.server.settings import prompt_salt
+from kvboost_hf.server.jobs import prompt_salt
 
 _SECRET = ("api_key", "salt")
 _OWN = ("help", "config", "documents", "system", "chat", "prefix")  # flags that `serve` does not have, or not as these

@@ -18,7 +18,7 @@ from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import cache_argument
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.demo.workloads import CHAT, DOCUMENT, SHUFFLED, AskedPrompt, Workload, own_prompts, workloads_for
-from kvboost_hf.verify.measure import Call, compare, timed_generate
+from kvboost_hf.verify.measure import Call, compare, report_of, timed_generate
 
 # For the embedded model: the default repair may compute two layers in full, which are half of those that it has.
 FIRST_K = ReusePolicy(mode="blend", repair="first_k", recompute_ratio=0.2, progressive=False)
@@ -183,29 +183,18 @@ class Demo:
 
     def _figures(self, prompt: AskedPrompt, plain: Call, call: Call, cache: ChunkReuseCache | None) -> Figures:
         answer = str(self.tokenizer.decode(call.ids, skip_special_tokens=True)).strip()
-        figures = Figures(
+        told = compare(0, plain, call, report_of(cache, prompt.ids))
+        return Figures(
             ttft_ms=call.ttft_ms,
             total_ms=call.total_ms,
-            reused_tokens=0,
-            moved_tokens=0,
-            recomputed_tokens=0,
-            forwarded_tokens=len(prompt.ids),
+            reused_tokens=told.reused_tokens,
+            moved_tokens=told.moved_tokens,
+            recomputed_tokens=told.recomputed_tokens,
+            forwarded_tokens=told.forwarded_tokens,
             same_tokens=call.ids == plain.ids,
-            kl=0.0,
+            kl=sum(told.kl) / len(told.kl),
             answer=answer,
             right=None if prompt.answer is None else answer == prompt.answer,
-        )
-        if cache is None:
-            return figures
-        report = cache.report
-        kl = compare(0, plain.with_logits, call.with_logits, report).kl
-        return replace(
-            figures,
-            reused_tokens=report.reused_tokens,
-            moved_tokens=report.moved_tokens,
-            recomputed_tokens=report.recomputed_tokens,
-            forwarded_tokens=report.forwarded_tokens,
-            kl=sum(kl) / len(kl),
         )
 
     def _fresh_cache(self, arm: str) -> ChunkReuseCache:

@@ -20,6 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvboost_hf.compat import available_device, loader_of
 from kvboost_hf.config import StreamingConfig, require_streaming
+from kvboost_hf.offload.awq.experts import AwqExperts
 from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.awq.int4pack import order_name
 from kvboost_hf.offload.awq.swap import awq_config, expect_stored, lay_out, save_converted, swap_linears, to_gemm
@@ -161,6 +162,7 @@ class LayerStreamingQuantizer(HfQuantizer):
         checkpoint = quantization_config.checkpoint
         self._packed = None if checkpoint is None else PackedFormat.of(checkpoint)
         self._unsaved: str | None = None  # why it cannot be saved
+        self._compiles = False  # all layers stay, and have no experts, which are chosen on the host
         self._device = default_device()
 
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any]:
@@ -216,7 +218,8 @@ class LayerStreamingQuantizer(HfQuantizer):
                 checkpoint.load(len(builder.units), self._device, ("",))
             rounded += to_gemm(model)  # what is outside of layers, such as a head in 4 bits
             lay_out(model, self._device)
-            builder.finish()
+            stream = builder.finish()
+            self._compiles = stream is None and not any(isinstance(each, AwqExperts) for each in model.modules())
             save_converted(model, True)
         del self._builder, self._checkpoint
         if rounded:
@@ -245,6 +248,11 @@ class LayerStreamingQuantizer(HfQuantizer):
         if self._unsaved is not None:
             logger.warning("%s Copy the files of the checkpoint instead.", self._unsaved)
         return self._unsaved is None
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether decoding can be compiled: where no hook brings layers, and the host chooses no experts."""
+        return self._compiles
 
     @property
     def is_trainable(self) -> bool:

@@ -1,5 +1,6 @@
-"""`Job`, the events of its answer, and the sessions of jobs: what HTTP routes and the model's thread exchange."""
+"""`Job`, its salt, the events of its answer, and sessions: what HTTP routes and the model's thread exchange."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol
@@ -324,3 +325,23 @@ class Finished:
 
 JobEvent = Progress | Finished
 Listener = Callable[[JobEvent], None]  # called by the thread that runs the model: must not block
+
+
+def prompt_salt(salt: str, api_key: str | None, cache_key: str | None = None, cache_salt: str | None = None) -> bytes:
+    """The salt that separates the K/V of clients who must not find each other's prompts.
+
+    Args:
+        salt: The salt of the server, or of the prompts that are warmed for it.
+        api_key: Who asks; None where nobody needs a key.
+        cache_key: A request's `prompt_cache_key`, which was a part of salts in earlier releases.
+        cache_salt: A request's `cache_salt`.
+
+    Returns:
+        For caches and stores; that of a `ChunkStore` without one if there is nothing to tell apart.
+    """
+    if api_key is None and cache_key is None and cache_salt is None:
+        return salt.encode()
+    told: tuple[str | None, ...] = (api_key, cache_key, salt) if salt else (api_key, cache_key)
+    if cache_salt is not None:
+        told = (*told, "cache_salt", cache_salt)  # K/V that was stored without one stays found
+    return hashlib.sha256(repr(told).encode()).digest()

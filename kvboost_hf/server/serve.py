@@ -29,9 +29,9 @@ from kvboost_hf.server.engine.neighbours import MemoryPlans
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.generation.sharing import choose_attention
 from kvboost_hf.server.http.listen import FrontServer
-from kvboost_hf.server.jobs import Finished, Job, JobEvent, Keep, SamplingDefaults, SamplingOptions
+from kvboost_hf.server.jobs import Finished, Job, JobEvent, Keep, SamplingDefaults, SamplingOptions, prompt_salt
 from kvboost_hf.server.requests.texts import WarmRequest
-from kvboost_hf.server.settings import ServerSettings, prompt_salt
+from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.startup import Chosen, Startup
 from kvboost_hf.server.tier_check import InTiers, unfound
 

@@ -1,6 +1,5 @@
 """`ServerSettings`: the settings of a server, with its files of TLS and of API keys, and the salts made of keys."""
 
-import hashlib
 import re
 import ssl
 import stat
@@ -210,23 +209,3 @@ def require_closed(path: Path, what: str) -> None:
             f"The {what} must be closed to other users, but its mode is {stat.S_IMODE(mode):04o}. "
             f"Run: chmod 600 {path}"
         )
-
-
-def prompt_salt(salt: str, api_key: str | None, cache_key: str | None = None, cache_salt: str | None = None) -> bytes:
-    """The salt that separates the K/V of clients who must not find each other's prompts.
-
-    Args:
-        salt: The salt of the server, or of the prompts that are warmed for it.
-        api_key: Who asks; None where nobody needs a key.
-        cache_key: A request's `prompt_cache_key`, which was a part of salts in earlier releases.
-        cache_salt: A request's `cache_salt`.
-
-    Returns:
-        For caches and stores; that of a `ChunkStore` without one if there is nothing to tell apart.
-    """
-    if api_key is None and cache_key is None and cache_salt is None:
-        return salt.encode()
-    told: tuple[str | None, ...] = (api_key, cache_key, salt) if salt else (api_key, cache_key)
-    if cache_salt is not None:
-        told = (*told, "cache_salt", cache_salt)  # K/V that was stored without one stays found
-    return hashlib.sha256(repr(told).encode()).digest()

@@ -26,13 +26,13 @@ from kvboost_hf.verify.arms import (
     coded_arms,
     named_policies,
 )
-from kvboost_hf.verify.measure import AnswerLogits, WatchedCodec, answer, answer_from_codes, compare
+from kvboost_hf.verify.measure import Call, WatchedCodec, answer, answer_from_codes, compare, report_of
 from kvboost_hf.verify.report import CorrectnessReport
 from kvboost_hf.verify.results import ArmResult, PromptResult
 
 MakeStore = Callable[[PreTrainedModel], ChunkStore]
 CallsDone = Callable[[int, int], None]  # generate() calls done, and to do
-_Served = tuple[AnswerLogits, ReuseReport, int]  # the last: tokens of the prompt that were read as codes
+_Served = tuple[Call, ReuseReport, int]  # the last: tokens of the prompt that were read as codes
 _Serve = Callable[[torch.Tensor], _Served]
 GivenPrompt = str | Sequence[int] | torch.Tensor
 
@@ -145,7 +145,7 @@ class _Service:
         self._model, self._prompts, self._max_new_tokens = model, prompts, max_new_tokens
         self._make_store, self._documents, self._tokenizer = make_store, documents, tokenizer
         self._progress = progress
-        self._plain: list[AnswerLogits] = []
+        self._plain: list[Call] = []
         self._done = self._total = 0
 
     def expect(self, num_arms: int) -> None:
@@ -167,7 +167,7 @@ class _Service:
     def _plainly(self, ids: torch.Tensor) -> _Served:
         found = answer(self._model, ids, self._max_new_tokens)
         self._plain.append(found)
-        return found, ReuseReport(prompt_tokens=ids.shape[1], forwarded_tokens=ids.shape[1]), 0
+        return found, report_of(None, ids[0].tolist()), 0
 
     def _reused(self, arm: ComparedArm) -> _Serve:
         """By one cache, as a service would."""

@@ -24,21 +24,6 @@ DecodePlanes = Callable[
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerLogits:
-    """The output of one generate() call.
-
-    Args:
-        ids: New tokens.
-        logits: From which they were chosen, [new tokens, vocab], float32, on the CPU.
-        times: Seconds from the call to each new token, on the host; empty where nobody has taken them.
-    """
-
-    ids: list[int]
-    logits: torch.Tensor
-    times: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Call:
     """One generate() call, under a clock.
 
@@ -46,13 +31,14 @@ class Call:
         ids: New tokens.
         times: Seconds from the call to each new token, on the host.
         total_s: Seconds from the call to its return.
-        logits: From which tokens were chosen, [new tokens, vocab], float32, on the CPU; None where they were not kept.
+        kept: The logits from which tokens were chosen, [new tokens, vocab], float32, on the CPU; None for a call that
+            did not keep them.
     """
 
     ids: list[int]
     times: tuple[float, ...]
     total_s: float
-    logits: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
     @property
     def ttft_ms(self) -> float:
@@ -65,10 +51,10 @@ class Call:
         return 1000 * self.total_s
 
     @property
-    def with_logits(self) -> AnswerLogits:
-        """The answer with its logits, which were kept."""
-        assert self.logits is not None
-        return AnswerLogits(self.ids, self.logits, self.times)
+    def logits(self) -> torch.Tensor:
+        """The logits, of a call that kept them."""
+        assert self.kept is not None
+        return self.kept
 
 
 class _Clock(BaseStreamer):
@@ -129,15 +115,18 @@ def timed_generate(
 
 def answer(
     model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int, cache: ChunkReuseCache | None = None
-) -> AnswerLogits:
+) -> Call:
     """Greedy generate() for one prompt, ids [1, n]."""
     kwargs: dict[str, Any] = {cache_argument(model): cache} if cache is not None else {}
-    return timed_generate(model, ids[0].tolist(), max_new_tokens, keep_logits=True, num_beams=1, **kwargs).with_logits
+    return timed_generate(model, ids[0].tolist(), max_new_tokens, keep_logits=True, num_beams=1, **kwargs)
 
 
-def compare(
-    prompt: int, full: AnswerLogits, found: AnswerLogits, report: ReuseReport, coded_tokens: int = 0
-) -> PromptResult:
+def report_of(cache: ChunkReuseCache | None, ids: Sequence[int]) -> ReuseReport:
+    """The report on a prompt; that of plain generate() without a cache."""
+    return ReuseReport(prompt_tokens=len(ids), forwarded_tokens=len(ids)) if cache is None else cache.report
+
+
+def compare(prompt: int, full: Call, found: Call, report: ReuseReport, coded_tokens: int = 0) -> PromptResult:
     """Measure an answer against the plain one, up to and including the first token that differs.
 
     Up to there the contexts are the same, so that every difference is the arm's.
@@ -188,7 +177,7 @@ def answer_from_codes(
     live_quant: KVQuantConfig | None,
     ids: torch.Tensor,
     max_new_tokens: int,
-) -> tuple[AnswerLogits, ChunkReuseCache, int]:
+) -> tuple[Call, ChunkReuseCache, int]:
     """Store a prompt, ids [1, n], and answer it with a new cache that reads it from the store.
 
     Args:

@@ -20,6 +20,7 @@ from kvboost_hf.cache.forward import (
     running,
     scatter,
 )
+from kvboost_hf.cache.forward import moved as moved_forward
 from kvboost_hf.cache.forward.admission import blend_reason
 from kvboost_hf.cache.forward.ahead import StemReader
 from kvboost_hf.cache.forward.head_kv import HeadKV

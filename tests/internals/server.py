@@ -8,7 +8,7 @@ from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.chats import encoding, tool_formats
 from kvboost_hf.server.chats.calls import ToolCall
-from kvboost_hf.server.chats.encoding import UNSURE_CHARS, Encoder, Reach, reach_of
+from kvboost_hf.server.chats.encoding import UNSURE_CHARS, Encoder, Reach, _Chat, reach_of
 from kvboost_hf.server.chats.merging import Abilities, abilities_of, adapted, without_changing_lines
 from kvboost_hf.server.chats.reasoning import AfterReasoning, ReasoningMarks, ReasoningReader
 from kvboost_hf.server.chats.template import Markers, Rendering
@@ -63,6 +63,7 @@ from kvboost_hf.server.jobs import (
     Session,
     SessionChange,
     TokenLogprob,
+    prompt_salt,
 )
 from kvboost_hf.server.prompt_keys import prompt_keys
 from kvboost_hf.server.protocol import (
@@ -77,6 +78,6 @@ from kvboost_hf.server.requests.chat import ChatRequest
 from kvboost_hf.server.requests.texts import CompletionRequest, WarmRequest
 from kvboost_hf.server.routing import BELOW, GONE, MEMORY, News, Place, PrefixRouter
 from kvboost_hf.server.serve import _warm, start_engine
-from kvboost_hf.server.settings import ServerSettings, TlsFiles, prompt_salt, read_keys
+from kvboost_hf.server.settings import ServerSettings, TlsFiles, read_keys
 from kvboost_hf.server.startup import Chosen, Startup, TextLines
 from kvboost_hf.server.tier_check import InTiers, unfound

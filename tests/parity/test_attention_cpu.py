@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.attention import UNIT, Problem, assert_within_budget, of_codes
+from tests.attention import UNIT, Problem, assert_within_budget, of_codes, within
 from tests.internals.attention import AttentionCall, Visibility, codes, dense, kernel_calls, ops, reference
 from tests.internals.attention import cpu_attend as attend
 from tests.internals.top import CodePlanes
@@ -70,6 +70,34 @@ def test_parity(name: str, dtype: torch.dtype, in_parts: bool, monkeypatch: pyte
     found = solve(problem)
     assert all(each.dtype == torch.float32 for each in found)
     problem.check(found, **rounding(dtype))
+
+
+@pytest.mark.parametrize("mask", ["none", "of ones", "padding"])
+@pytest.mark.parametrize("window", [0, 5, 60])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_step_in_buffers_of_a_fixed_size(
+    dtype: torch.dtype, kv_heads: int, window: int, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads no column that is not held, and takes one call of PyTorch's kernel unless there is padding."""
+    problem, held = Problem(queries=1, kv_heads=kv_heads, window=window, dtype=dtype), 23
+    keep = None if mask == "none" else torch.ones(2, problem.columns, dtype=torch.bool)
+    if keep is not None and mask == "padding":
+        keep[1, :20] = False
+    key, value = problem.kv()
+    key[:, :, held:] = value[:, :, held:] = torch.nan
+    general: list[object] = []
+    monkeypatch.setattr(dense, "_attend", lambda *given, inner=dense._attend: general.append(given) or inner(*given))
+    seen = Visibility(True, window, keep, torch.full((2, 1), held - 1, dtype=torch.int32))
+    found, _ = attend(problem.call(visibility=seen), key, value)
+    assert bool(general) is (mask == "padding")
+    assert found.dtype == dtype
+    call = problem.call(visibility=Visibility(True, window, keep[:, :held] if keep is not None else None))
+    (truth, _), (allowed, _) = within(call, key[:, :, :held], value[:, :, :held], **rounding(dtype) | {"weights": 3})
+    assert bool(((found.double() - truth).abs() <= allowed).all())
+    value[:, :, held - 1] = 0  # as if it were not read
+    (other, _), _ = within(call, key[:, :, :held], value[:, :, :held])
+    assert bool(((other - truth).abs() > allowed).any())
 
 
 def planes(form: str, tokens: int = 32, blocks: int = 9, dim: int = 32) -> tuple[CodePlanes, CodePlanes]:

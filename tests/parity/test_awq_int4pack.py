@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import CompileConfig
 
-from kvboost_hf import StreamingConfig, load_streamed, stop_streaming
+from kvboost_hf import ChunkReuseCache, StreamingConfig, load_streamed, stop_streaming
 from recipes.awq import quantize_awq
 from tests.awq import in_gemm, make_linear, random_weight
 from tests.internals.attention import kernel_calls
@@ -289,6 +290,38 @@ def test_models(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     stop_streaming(model)
     with torch.no_grad():
         assert torch.equal(model(input_ids=IDS).logits, found)
+
+
+def test_decoding_is_compiled(checkpoint: Path) -> None:
+    """One graph with PyTorch's own products in it; a model whose layers are streamed is left alone."""
+    model: Any = load_streamed(str(checkpoint), device="cpu", dtype=torch.bfloat16)
+    given: Any = {"input_ids": IDS[:1], "attention_mask": torch.ones_like(IDS[:1]), "max_new_tokens": 10}
+    plain = model.generate(**given)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    config = CompileConfig(backend=backend, fullgraph=True, mode=None)
+    config._compile_all_devices = True  # type: ignore[assignment]
+    cache = ChunkReuseCache(model, max_cache_len=64)
+    before = kernel_calls()["int4pack.awq_matmul"]
+    assert torch.equal(model.generate(**given, cache=cache, compile_config=config), plain)
+    # The prompt, and the three steps that are computed twice, are not in the graph.
+    assert kernel_calls()["int4pack.awq_matmul"] - before == (1 + 3) * 5 * 7
+    assert cache.report.eager_reason is None
+    names = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert sum("_weight_int4pack_mm_for_cpu" in name for name in names) == 5 * 7
+    assert not any("kvboost_hf" in name for name in names)
+    with use_backend(PoisoningBackend):
+        streamed: Any = load_streamed(
+            str(checkpoint), StreamingConfig(residency_mode="full_stream"), device="cpu", dtype=torch.bfloat16
+        )
+    assert not streamed.hf_quantizer.is_compileable
+    cache, made = ChunkReuseCache(streamed, max_cache_len=64), len(graphs)
+    assert torch.equal(streamed.generate(**given, cache=cache, compile_config=config), plain)
+    assert len(graphs) == made
 
 
 def test_files_of_another_processor_are_not_read(

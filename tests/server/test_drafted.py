@@ -176,7 +176,7 @@ def test_others_come_and_go(shared: bool, make: Make, monkeypatch: pytest.Monkey
     assert turns[8:] in ([], ["round"])
     again = Job(ids=[*asked.ids, *map(int, first.text.split(",")[:-1])], options=SamplingOptions(max_tokens=4))
     assert answer(drafted, again) == answer(plain, again)
-    assert len(drafted._decoding._batch) == 0
+    assert not drafted._decoding._batch.lengths
     figures = drafted.stats()["speculation"]
     assert 0 < figures["accepted"] < figures["drafted"]
 

@@ -1,7 +1,9 @@
 """A prompt is looked up once, however long it waits, and again if what is stored has changed meanwhile."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from tests.conftest import as_inputs, make_model, random_ids
-from tests.internals.cache import records_of
+from tests.internals.cache import moved_forward, records_of
 from tests.internals.server import (
     Job,
     ModelEngine,
@@ -214,6 +216,142 @@ def test_what_others_store_is_found_a_moment_later(tmp_path: Path, monkeypatch: 
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 2)
         assert runner.look_up(task).filled == STORED > before
+
+
+def counted_tiers(monkeypatch: pytest.MonkeyPatch, store: ChunkStore) -> Counter[str]:
+    """How often lower tiers are asked for chunks by their keys, and for those that begin alike."""
+    asked, tiers = Counter[str](), records_of(store).lower.tiers
+    for name in ("find", "find_alike"):
+        method = getattr(tiers, name)
+
+        def counted(*args: object, name: str = name, method: Callable[..., object] = method) -> object:
+            asked[name] += 1
+            return method(*args)
+
+        monkeypatch.setattr(tiers, name, counted)
+    return asked
+
+
+def test_tiers_are_asked_once_for_a_prompt_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    with ChunkStore(model, chunk_size=CHUNK, tiers=[f"disk:{tmp_path}:1GB"]) as store:
+        runner, task = runner_of(model, store), task_of(PROMPT)
+        asked = counted_tiers(monkeypatch, store)
+        logits = run(runner, task, 8)
+        assert asked == {"find": 1, "find_alike": 2}
+        assert right(model, PROMPT, logits)
+        later = task_of(PROMPT[:80])
+        run(runner, later, 8)
+        assert asked["find"] == 1  # all of it is in memory
+        monkeypatch.setattr(time, "monotonic", partial(_later, time.monotonic, [0.0]))
+        run(runner, task_of(random_ids(100, 9)[0].tolist()), 8)
+        assert asked["find"] > 2  # others may have stored more since the piece before
+
+
+def _later(clock: Callable[[], float], seconds: list[float]) -> float:
+    """A clock that is two seconds on whenever somebody asks."""
+    seconds[0] += 2
+    return clock() + seconds[0]
+
+
+@torch.no_grad()
+def test_a_prompt_in_pieces_finds_what_another_one_has_stored_meanwhile() -> None:
+    """Two prompts that take turns compute each piece once."""
+    model = make_model("llama")
+    with ChunkStore(model, chunk_size=CHUNK) as store:
+        runner, tasks = runner_of(model, store), [task_of(PROMPT), task_of(PROMPT)]
+        prefill = Prefill(runner)
+        prefill.add(tasks)
+        computed = 0
+        while any(task.left for task in tasks):
+            for task in tasks:
+                if task.left:
+                    computed += prefill.compute(task, CHUNK, ())[0]
+        served = [task.cache.report for task in tasks if task.cache is not None]
+        assert sum(report.forwarded_tokens for report in served) < 1.3 * len(PROMPT)
+        assert sum(report.reused_tokens for report in served) > 0.7 * len(PROMPT)
+
+
+def behind_a_gap(model: PreTrainedModel, folder: Path) -> list[str]:
+    """Store the prompt on disk, and delete its second chunk there."""
+    tiers = [f"disk:{folder}:1GB"]
+    with ChunkStore(model, chunk_size=CHUNK, tiers=tiers) as store:
+        compute(model, store, PROMPT)
+        store.flush()
+        second = next(each for each in records_of(store).held() if getattr(each, "start", 0) == CHUNK)
+        records_of(store).lower.tiers.delete([second.key])
+        store.flush()
+    return tiers
+
+
+def test_a_later_piece_finds_what_is_stored_behind_a_gap(tmp_path: Path) -> None:
+    model = make_model("llama")
+    with ChunkStore(model, chunk_size=CHUNK, tiers=behind_a_gap(model, tmp_path)) as store:
+        runner, task = runner_of(model, store), task_of(PROMPT)
+        assert runner.look_up(task).filled == CHUNK
+        logits = run(runner, task, CHUNK)
+        assert reused(task) == STORED - CHUNK - 4  # the last token of each piece is computed
+        assert right(model, PROMPT, logits)
+
+
+def test_a_later_piece_is_not_served_what_was_removed(tmp_path: Path) -> None:
+    model = make_model("llama")
+    with ChunkStore(model, chunk_size=CHUNK, tiers=behind_a_gap(model, tmp_path)) as store:
+        runner, task = runner_of(model, store), task_of(PROMPT)
+        prefill = Prefill(runner)
+        with torch.no_grad():
+            prefill.compute(task, CHUNK, ())
+        records_of(store).discard([each.key for each in records_of(store).everything()])
+        store.flush()
+        logits = run(runner, task, CHUNK)
+        assert reused(task) == CHUNK
+        assert right(model, PROMPT, logits)
+
+
+def test_moved_chunks_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, texts = make_model("llama"), [random_ids(64, seed)[0].tolist() for seed in range(3)]
+    searches = Counter[int]()
+    find = vars(moved_forward)["find_moved"]
+
+    def counted(tokens: object, start: int, *args: object) -> object:
+        searches[start] += 1
+        return find(tokens, start, *args)
+
+    monkeypatch.setattr(moved_forward, "find_moved", counted)
+    with ChunkStore(model, chunk_size=CHUNK) as store:
+        compute(model, store, [*texts[0], *texts[1]])
+        runner = ModelRunner(model, store, ReusePolicy(mode="blend", repair="none", progressive=False), None, 10**4)
+        task = task_of([*texts[2], *texts[1], *texts[2][:20]])
+        searches.clear()
+        run(runner, task)
+        assert task.cache is not None
+        assert task.cache.report.moved_tokens == 64
+        assert searches.total() == 1
+        again = task_of([*texts[2][:30], *texts[1], *texts[2][:20]])
+        searches.clear()
+        runner.look_up(again)
+        store.clear()
+        run(runner, again)
+        assert again.cache is not None
+        assert again.cache.report.moved_tokens == 0
+
+
+def test_what_a_client_has_asked_for_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = make_model("llama"), random_ids(90, 4)[0].tolist()
+    with ChunkStore(model, chunk_size=CHUNK) as store:
+        compute(model, store, PROMPT)
+        runner, task = runner_of(model, store), task_of(PROMPT)
+        asked = counting(monkeypatch, store)
+        assert [runner.known_tokens(ids, b"") for ids in (other, PROMPT, PROMPT[:40])] == [0, STORED, 39]
+        assert len(asked) == 3
+        logits = run(runner, task)
+        assert (reused(task), len(asked)) == (STORED, 3)
+        assert right(model, PROMPT, logits)
+        assert runner.known_tokens(PROMPT, b"another") == 0
+        store.clear()
+        task = task_of(PROMPT)
+        run(runner, task)
+        assert (reused(task), len(asked)) == (0, 5)
 
 
 def test_another_salt_is_looked_up_for_itself() -> None:

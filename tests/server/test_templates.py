@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvboost_hf.assets import load_embedded
-from tests.internals.server import Abilities, abilities_of, adapted, make_app
+from tests.internals.server import Abilities, Rendering, _Chat, abilities_of, adapted, make_app
 from tests.server.conftest import SETTINGS, Listening, listening
 from tests.server.fake_engine import FakeEngine
 
@@ -201,3 +201,30 @@ def test_what_is_taken_stays_as_it_is() -> None:
     for chat in CHATS.values():
         plain = [{**message, "content": message["content"] or ""} for message in chat]
         assert adapted(plain, taken) == (plain, [])
+
+
+@pytest.mark.parametrize("ability", ["taken", "dropped", "refused"])
+@pytest.mark.parametrize("dropped_only", [False, True])
+def test_a_chat_in_which_user_and_assistant_take_turns_is_as_any_template_takes_it(
+    ability: Any, dropped_only: bool
+) -> None:
+    """So the server does not adapt it; any other may be changed."""
+    abilities = Abilities(**dict.fromkeys(Abilities.__slots__, ability))
+    turns = [{"role": role, "content": role} for role in ("user", "assistant") * 3]
+    for count in range(1, 7):
+        chat = turns[:count]
+        assert _Chat(chat, [], Rendering()).alternates
+        assert adapted(chat, abilities, dropped_only=dropped_only) == (chat, [])
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": {}}}
+    others: list[list[dict[str, Any]]] = [
+        [turns[0], turns[0]],
+        turns[1:],
+        [turns[0], turns[1], turns[1]],
+        [{"role": "system", "content": ""}, *turns],
+        [turns[0], {"role": "assistant", "content": "", "tool_calls": [call]}],
+        [turns[0], turns[1], {"role": "tool", "content": "", "tool_call_id": "a"}],
+    ]
+    for chat in others:
+        assert not _Chat(chat, [], Rendering()).alternates
+        if ability == "refused" and not dropped_only:
+            assert adapted(chat, abilities)[1]

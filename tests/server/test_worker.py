@@ -224,13 +224,13 @@ def test_kv_of_a_row_that_has_left_is_let_go_of() -> None:
         if left:
             batch.leave(0)
         assert not [place for place in left if kept[place]() is not None]
-        logits = batch.step([7] * len(batch))
+        logits = batch.step([7] * len(batch.lengths))
         for row, text in enumerate(staying):
             texts[text] = torch.cat([texts[text], torch.tensor([[7]])], 1)
             torch.testing.assert_close(logits[row], model(texts[text]).logits[0, -1], atol=1e-4, rtol=1e-4)
     batch.clear()
     assert not [storage for storage in kept if storage() is not None]
-    assert batch.nbytes == len(batch) == 0
+    assert batch.nbytes == len(batch.lengths) == 0
 
 
 def _in_row(batch: BatchKV, model: PreTrainedModel, ids: torch.Tensor) -> None:
@@ -282,11 +282,11 @@ def test_without_memory_for_a_row_the_others_go_on(
                     fails += 1
                     assert batch.nbytes <= 1.25 * held  # with room to spare; there was memory again to move back to
                 left[0] = -1
-            if step == 2 and len(batch) == 2:
+            if step == 2 and len(batch.lengths) == 2:
                 _in_row(batch, model, late)
-            if step and len(batch) == 3 and len(texts) == 2:
+            if step and len(batch.lengths) == 3 and len(texts) == 2:
                 texts.append(late)
-            logits = batch.step([7] * len(batch))
+            logits = batch.step([7] * len(batch.lengths))
             texts = [torch.cat([ids, torch.tensor([[7]])], 1) for ids in texts]
             for row, ids in enumerate(texts):
                 torch.testing.assert_close(logits[row], model(ids).logits[0, -1], atol=2e-4, rtol=2e-4)

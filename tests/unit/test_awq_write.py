@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from kvboost_hf import load_streamed
 from recipes import awq
 from recipes.awq import quantize, quantize_awq, write_random_awq
 from tests.conftest import make_model, random_ids
@@ -91,6 +92,25 @@ def test_rounding_is_within_half_a_step(name: str, zero_point: bool, tmp_path: P
         steps = off.abs() / scales.float().repeat_interleave(GROUP_SIZE, 0)
         assert 0.4 < steps.max() <= 0.51  # scales are rounded, too
     assert packed == 14
+
+
+def test_a_head(tmp_path: Path) -> None:
+    """The embeddings that it is tied to stay as they are."""
+    sizes: Any = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=96, tie_word_embeddings=True)).eval()
+    quantize_awq(model, tmp_path, group_size=GROUP_SIZE, head=True)
+    found = read(tmp_path)
+    assert "lm_head.weight" not in found
+    embeddings = model.get_input_embeddings().weight
+    assert torch.equal(found["model.embed_tokens.weight"], embeddings)
+    scales = found["lm_head.scales"]
+    off = dequantize(found["lm_head.qweight"], found["lm_head.qzeros"], scales) - embeddings.T
+    assert 0.4 < (off.abs() / scales.float().repeat_interleave(GROUP_SIZE, 0)).max() <= 0.51
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == []
+    loaded: Any = load_streamed(str(tmp_path), device="cpu", dtype=torch.float32)
+    assert isinstance(loaded.lm_head, AwqLinear)
+    assert torch.equal(loaded.get_input_embeddings().weight, embeddings)
 
 
 def test_the_configuration(tmp_path: Path) -> None:

@@ -220,6 +220,16 @@ def test_nothing_is_linked_without_pieces_or_whole_chunks() -> None:
     assert (news.keys, news.tiers, news.start, news.stop) == ([], b"", None, 0)
 
 
+def test_the_store_is_watched_from_the_first_link_on() -> None:
+    watching: list[object] = []
+    holdings = Holdings(lambda key: MEMORY, watch=watching.append)
+    holdings.link([], [Border(16, b"a")], 20)
+    assert not watching
+    for _ in range(2):
+        holdings.link([b"k"], [Border(16, b"a")], 20)
+    assert watching == [holdings.changed]
+
+
 def test_places_that_never_were_are_told_all() -> None:
     replica = Replica()
     replica.serve(_TEXTS[0])

@@ -264,14 +264,6 @@ class TestVariants:
         assert len(segments) == 2
         assert not segments[1].continues
 
-    def test_what_is_directly_behind_the_exact_part(self) -> None:
-        index = index_of(FakeChunk(self.document, 30, parent=b"exact"))
-        tokens = np.concatenate([text(30), self.document])
-        assert find_moved(tokens, 30, len(tokens), index, behind=b"exact")[0].continues
-        assert not find_moved(tokens, 30, len(tokens), index, behind=b"other")[0].continues
-        shifted = np.concatenate([text(31), self.document])
-        assert not find_moved(shifted, 31, len(shifted), index, behind=b"exact")[0].continues
-
     @pytest.mark.parametrize("before", [0, 10, 64, 100])
     @pytest.mark.parametrize("chunks", [True, False], ids=["stored text before it", "new text before it"])
     def test_behind_the_same_text_there_is_no_seam(self, before: int, chunks: bool) -> None:
@@ -327,7 +319,7 @@ def test_a_collision_cannot_match() -> None:
             return wrong
 
     tokens = 100 + text(300, 2)
-    assert find_moved(tokens, 0, 300, Colliding(), behind=b"root") == ()  # type: ignore[arg-type]
+    assert find_moved(tokens, 0, 300, Colliding()) == ()  # type: ignore[arg-type]
 
 
 def test_hashes_of_codes() -> None:

@@ -15,8 +15,8 @@ from tests.internals.verify import (
     EXACT,
     FULL,
     NAIVE,
-    AnswerLogits,
     ArmResult,
+    Call,
     Coding,
     ComparedArm,
     PromptResult,
@@ -266,7 +266,7 @@ def test_compare_stops_at_the_first_token_that_differs() -> None:
     other = logits.clone()
     other[1] = torch.tensor([0.0, 1.0, 1.5])
     other[2] = 100 * torch.rand(3)
-    plain, ours = AnswerLogits([0, 1, 0], logits, (4.0, 5.0, 6.0)), AnswerLogits([0, 2], other[:2], (1.0, 2.5))
+    plain, ours = Call([0, 1, 0], (4.0, 5.0, 6.0), 6.0, logits), Call([0, 2], (1.0, 2.5), 2.5, other[:2])
     found = compare(0, plain, ours, ReuseReport())
     assert (found.first_token, found.answer) == (0.25, 0.5)
     assert (found.first_divergence, len(found.kl), found.agreeing_steps) == (1, 2, 1)

@@ -6,6 +6,8 @@
     reason_against_moving       chunks are reused where they stood, and not elsewhere; `plan_moved` has two more
     reason_against_short_hits   a few known tokens are computed again
 
+`root_of` tells the key that chains of a prompt start from, if it may be stored at all.
+
 The first reason that holds is in the report. Reasons that a model or its arguments have of their own come from
 `known_reason`, `probe_reason`, `padding_reason`, `read_inputs`, `read_prompt` and `blend_reason`.
 """
@@ -176,6 +178,15 @@ def admit_prompt(parts: CacheParts, request: Request) -> Admitted | str:
     if parts.binding.policy.reproducible and (reason := _reason_against_pieces(parts, request, prompt, pads, regime)):
         return reason
     return Admitted(_without_empty_mask(parts, inputs, pads), prompt, pads, root, regime)
+
+
+def root_of(parts: CacheParts, tokens: int) -> bytes | None:
+    """The root of a prompt of one row with so many tokens; None if nothing of it can be stored."""
+    live, model = parts.live, parts.binding.model()
+    if model is None or live.unsupported is not None or (regime := rope_regime(model, tokens)) is None:
+        return None
+    grows = live.static is None and parts.binding.live_quant is None  # others keep no hidden states
+    return parts.binding.root(regime, hidden_layers=parts.binding.always_hidden(model) if grows else None)
 
 
 def admit_more(parts: CacheParts, request: Request, ledger: Ledger | None, held: int) -> str | None:

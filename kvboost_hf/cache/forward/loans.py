@@ -1,22 +1,20 @@
-"""Layers of a cache that are lent to forwards of somebody else, and what is asked of them outside of any forward.
+"""Layers of a cache that are lent to forwards of somebody else, and read and extended outside of any forward.
 
 Drafts that branch run forwards over tokens of which not all will stay: side by side in the layers, they are no text
 that the cache could keep track of. It takes over those that do. A server reads the row of a cache, decodes it together
 with others, and hands over what that has computed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvboost_hf.cache.forward.running import CacheParts, Forward, least_of_prompt
+from kvboost_hf.cache.forward.running import CacheParts, Forward
 from kvboost_hf.cache.layers.base import LayerState, kv_layers
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.live import LiveKV
-from kvboost_hf.cache.live.ledger import KnownRow, Ledger
-from kvboost_hf.cache.planning.chunks import whole_pieces
 from kvboost_hf.compat import attn_implementation, rope_regime
 from kvboost_hf.handles import ATTENTION
 
@@ -127,38 +125,3 @@ def take_repaired(parts: CacheParts, start: int, kv: Sequence[LayerPair | None],
     columns = np.zeros((1, ledger.log.length), dtype=bool)
     columns[0, start:stop] = True
     live.repaired(columns)
-
-
-def root_of(parts: CacheParts, tokens: int) -> bytes | None:
-    """The root of a prompt of one row with so many tokens; None if nothing of it can be stored."""
-    live, model = parts.live, parts.binding.model()
-    if model is None or live.unsupported is not None or (regime := rope_regime(model, tokens)) is None:
-        return None
-    grows = live.static is None and parts.binding.live_quant is None  # others keep no hidden states
-    return parts.binding.root(regime, hidden_layers=parts.binding.always_hidden(model) if grows else None)
-
-
-def look_up(
-    parts: CacheParts,
-    ids: torch.Tensor,
-    known: KnownRow | None = None,
-    is_current: Callable[[], bool] = lambda: False,
-) -> KnownRow:
-    """What the store can serve now of a prompt [1, tokens], whose last token is left to compute.
-
-    Args:
-        known: What was known of them before: it is returned if it still holds.
-        is_current: Tells from now on whether the store is as it is now.
-    """
-    binding, live, root = parts.binding, parts.live, root_of(parts, ids.shape[1])
-    model = binding.model()
-    tokens = ids.cpu().numpy().astype(np.int64, copy=False)
-    if root is None:
-        return KnownRow(b"", tokens[0], 0, None, is_current)
-    limit = ids.shape[1] - (least_of_prompt(model) if live.stateful and model is not None else 1)
-    if known is not None and known.of(root, tokens[0], limit) is not None:
-        return known
-    ledger = Ledger.empty(np.zeros(1, dtype=np.int64), root)
-    found = ledger.plan(tokens, 0, limit, binding.store, 0, stateful=live.stateful)
-    filled = whole_pieces(found.filled) if binding.policy.reproducible else found.filled
-    return KnownRow(root, tokens[0], filled, found.rows[0], is_current)

@@ -21,16 +21,18 @@ from kvboost_hf.cache.forward.admission import (
     needs_no_mask,
     reason_against_moving,
     repair_for,
+    root_of,
 )
 from kvboost_hf.cache.forward.fill import fill_turned
-from kvboost_hf.cache.forward.loans import root_of
 from kvboost_hf.cache.forward.reused import note_served
 from kvboost_hf.cache.forward.running import CacheParts, Forward, PromptColumns, Request, note_hooks, offer
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass, attention_of_the_end, num_queries
 from kvboost_hf.cache.kv import Stored
+from kvboost_hf.cache.live.ledger import KnownRow
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.match import find_moved
 from kvboost_hf.cache.planning.moved import (
+    LAST_TOKENS,
     BlendPlan,
     Mask,
     Measure,
@@ -41,7 +43,7 @@ from kvboost_hf.cache.planning.moved import (
     choose_columns,
     plan_blend,
 )
-from kvboost_hf.cache.planning.plan import ReusePlan
+from kvboost_hf.cache.planning.plan import ReusePlan, Segment
 from kvboost_hf.cache.prompt import Kwargs, returns_of_each_token, without_router_logits
 from kvboost_hf.compat import KeyRotation, key_rotation, rope_regime
 from kvboost_hf.config import Progressive, ReusePolicy
@@ -66,7 +68,9 @@ class Moving:
     measures: Measure
 
 
-def plan_moved(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns, exact: ReusePlan) -> Moving | None:
+def plan_moved(
+    parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns, exact: ReusePlan, known: KnownRow | None
+) -> Moving | None:
     """How moved chunks can take part in a prompt, or None where they are not to.
 
     Args:
@@ -74,6 +78,7 @@ def plan_moved(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns,
         model: The model.
         prompt: The columns of the prompt.
         exact: What the store can serve of it as it stands.
+        known: What was looked up before of the only row; None for nothing.
     """
     policy, live, ledger = parts.binding.policy, parts.live, parts.live.ledger
     if prompt.inputs.computes_all or (exact.filled >= prompt.limit and not exact.ahead):
@@ -83,8 +88,13 @@ def plan_moved(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns,
     if live.tally.moved_reason is not None:
         return None
     repair = repair_for(model, policy.repair, len(live.layers))
-    index = parts.binding.store.moved_index(ledger.root)
-    plan = plan_blend(prompt.ids, exact, prompt.inputs.logits, index, policy.sink_tokens)
+    root = ledger.root
+
+    def find(tokens: Tokens, start: int, stop: int) -> tuple[Segment, ...]:
+        found = known.moved_of(root, tokens, start, stop) if known is not None else None
+        return find_moved(tokens, start, stop, parts.binding.store.moved_index(root)) if found is None else found
+
+    plan = plan_blend(prompt.ids, exact, prompt.inputs.logits, find, policy.sink_tokens)
     if plan is None:
         live.tally.moved_reason = MOVED_NOTHING
         return None
@@ -102,7 +112,10 @@ def moving_of(parts: CacheParts, model: PreTrainedModel, plan: BlendPlan) -> Mov
 
 
 def movable_spans(parts: CacheParts, ids: torch.Tensor, start: int) -> list[tuple[int, int]]:
-    """Which tokens from `start` on of a prompt [1, tokens] chunks could serve that stood elsewhere; half-open."""
+    """Which tokens from `start` on of a prompt [1, tokens] chunks could serve that stood elsewhere; half-open.
+
+    They are known, then, where the row is known that the cache runs next.
+    """
     model, tokens = parts.binding.model(), ids[0].cpu().numpy().astype(np.int64, copy=False)
     if parts.binding.policy.mode != "blend" or model is None or rope_regime(model, len(tokens)):
         return []
@@ -110,7 +123,11 @@ def movable_spans(parts: CacheParts, ids: torch.Tensor, start: int) -> list[tupl
     if root is None or reason_against_moving(parts, model, media=False) is not None:
         return []
     start, index = max(start, parts.binding.policy.sink_tokens), parts.binding.store.moved_index(root)
-    return [(found.start, found.stop) for found in find_moved(tokens, start, len(tokens) - 1, index)]
+    segments = find_moved(tokens, start, len(tokens) - LAST_TOKENS, index)
+    known = parts.live.known
+    if known is not None and known.of(root, tokens, len(tokens)) is not None:
+        known.moved, known.moved_from = segments, start
+    return [(found.start, found.stop) for found in segments]
 
 
 class Moved(Forward):

@@ -1,6 +1,6 @@
 """Plans a prompt: which columns come from the store, and where forwards of our own end before the caller's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,10 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs import PIECE, pieces
-from kvboost_hf.cache.forward.admission import MOVED_HIDDEN, Admitted, adds_mask, reason_against_short_hits
+from kvboost_hf.cache.forward.admission import MOVED_HIDDEN, Admitted, adds_mask, reason_against_short_hits, root_of
 from kvboost_hf.cache.forward.fill import chunks_of
 from kvboost_hf.cache.forward.moved import Moving, plan_moved
-from kvboost_hf.cache.forward.running import CacheParts, PromptColumns, Request
+from kvboost_hf.cache.forward.running import CacheParts, PromptColumns, Request, least_of_prompt
 from kvboost_hf.cache.kv import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.kv.checkpoints import can_segment, mixers_of, spacing_of
 from kvboost_hf.cache.layers.base import ReuseLayer
@@ -19,7 +19,7 @@ from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.hidden_states import HiddenStates
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.live.binding import in_order
-from kvboost_hf.cache.live.ledger import Ledger
+from kvboost_hf.cache.live.ledger import KnownRow, Ledger
 from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment, plan_batch
 from kvboost_hf.cache.prompt import ForwardInputs, common_columns
@@ -81,7 +81,7 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
         )
         if ledger.in_pieces is not None:
             plan = replace(plan, filled=whole_pieces(plan.filled))
-        planned = _decide(parts, model, prompt, plan, ledger)
+        planned = _decide(parts, model, prompt, plan, ledger, None if lost else known)
         if planned.reason is not None:
             return planned
         wanted = _needed_for(planned.plan)
@@ -96,6 +96,33 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
             overlaps = planned.overlaps and _is_worth_overlapping(live.layers, loaded)
             return replace(planned, plan=loaded, overlaps=overlaps)
         lost |= wanted.keys() - fetched.keys()
+
+
+def look_up(
+    parts: CacheParts,
+    ids: torch.Tensor,
+    known: Sequence[KnownRow | None] = (),
+    is_current: Callable[[], bool] = lambda: False,
+) -> KnownRow:
+    """What the store can serve now of a prompt [1, tokens], whose last token is left to compute.
+
+    Args:
+        known: Rows that were looked up before: the first that says it of this prompt, and still holds, is returned.
+        is_current: Tells from now on whether the store is as it is now.
+    """
+    binding, live, root = parts.binding, parts.live, root_of(parts, ids.shape[1])
+    model = binding.model()
+    tokens = ids.cpu().numpy().astype(np.int64, copy=False)
+    if root is None:
+        return KnownRow(b"", tokens[0], 0, None, is_current)
+    limit = ids.shape[1] - (least_of_prompt(model) if live.stateful and model is not None else 1)
+    for row in known:
+        if row is not None and row.of(root, tokens[0], limit) is not None:
+            return row
+    ledger = Ledger.empty(np.zeros(1, dtype=np.int64), root)
+    found = ledger.plan(tokens, 0, limit, binding.store, 0, stateful=live.stateful)
+    filled = whole_pieces(found.filled) if binding.policy.reproducible else found.filled
+    return KnownRow(root, tokens[0], filled, found.rows[0], is_current)
 
 
 def choose_hidden(parts: CacheParts, request: Request, found: Admitted, asked: tuple[int, ...]) -> Admitted:
@@ -158,14 +185,19 @@ def _known_tokens(parts: CacheParts, request: Request, found: Admitted, kind: tu
 
 
 def _decide(
-    parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns, plan: ReusePlan, ledger: Ledger
+    parts: CacheParts,
+    model: PreTrainedModel,
+    prompt: PromptColumns,
+    plan: ReusePlan,
+    ledger: Ledger,
+    known: KnownRow | None,
 ) -> PlannedPrompt:
     """How a prompt runs, given what the store can serve of it as it stands."""
     live = parts.live
     moves = parts.binding.policy.mode == "blend" and not live.hidden_layers
     if live.hidden_layers and parts.binding.policy.mode == "blend":
         live.tally.moved_reason = MOVED_HIDDEN
-    if moves and (moving := plan_moved(parts, model, prompt, plan)) is not None:
+    if moves and (moving := plan_moved(parts, model, prompt, plan, known)) is not None:
         return PlannedPrompt(prompt, moving.plan.reuse, moving=moving)
     cuts: list[int] = []
     stops: list[int] = []

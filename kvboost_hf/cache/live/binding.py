@@ -226,9 +226,9 @@ class Binding:
     def may_change_within_a_forward(self) -> bool:
         """Whether functions or hooks of others run in the model, which may change its K/V in the course of it."""
         model, fingerprint = self.model(), self.fingerprint
-        return (
-            model is None or fingerprint is None or foreign_attention(model) is not None or bool(fingerprint.watched)
-        )
+        if model is None or fingerprint is None or fingerprint.watched:
+            return True
+        return self.fact(model, foreign_attention) is not None
 
 
 def require_store(store: object, model: PreTrainedModel) -> None:

@@ -14,7 +14,16 @@ from kvboost_hf.cache.kv.model_form import ColumnFormat, copy_columns
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens, content_only_key, prefix_key, text_key, whole_pieces
 from kvboost_hf.cache.planning.moved import MovedColumns
-from kvboost_hf.cache.planning.plan import Border, ReusePlan, RowPlan, cut_off, plan_batch, plan_row, plan_shared
+from kvboost_hf.cache.planning.plan import (
+    Border,
+    ReusePlan,
+    RowPlan,
+    Segment,
+    cut_off,
+    plan_batch,
+    plan_row,
+    plan_shared,
+)
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
 from kvboost_hf.compat import Ranks
@@ -30,6 +39,7 @@ class KnownRow:
         filled: How many of them the store could serve.
         plan: Serves them; None once the store has changed.
         is_current: Tells whether the store is as it was.
+        moved: What serves tokens from `moved_from` on that stood elsewhere; None if it was not looked for.
     """
 
     root: bytes
@@ -37,11 +47,13 @@ class KnownRow:
     filled: int
     plan: RowPlan | None
     is_current: Callable[[], bool]
+    moved: tuple[Segment, ...] | None = None
+    moved_from: int = 0
 
     def let_go(self) -> None:
         """Hold none of the store's K/V any longer, if the store has changed: some of it may have been evicted."""
         if self.plan is not None and not self.is_current():
-            self.plan = None
+            self.plan = self.moved = None
 
     def of(self, root: bytes, tokens: Tokens, limit: int) -> RowPlan | None:
         """The plan for the first `tokens` of the prompt, of which `limit` may be served; None to look it up again."""
@@ -50,6 +62,16 @@ class KnownRow:
         if plan is None or root != self.root or plan.hit > limit:
             return None
         return plan if np.array_equal(self.tokens[: len(tokens)], tokens) else None
+
+    def moved_of(self, root: bytes, tokens: Tokens, start: int, stop: int) -> tuple[Segment, ...] | None:
+        """What serves [start, stop) of the first `tokens` that stood elsewhere; None to look for it again."""
+        self.let_go()
+        if self.moved is None or root != self.root or start != self.moved_from:
+            return None
+        found = tuple([segment for segment in self.moved if segment.start < stop])
+        if found and found[-1].stop > stop:
+            return None
+        return found if np.array_equal(self.tokens[: len(tokens)], tokens) else None
 
 
 @dataclass(slots=True)
@@ -152,9 +174,10 @@ class Ledger:
             key = tokens.tobytes()
             if key not in same:
                 border = self.borders[row][-1]
-                index = store.view(self.root, tokens, border, stateful=stateful, without=without)
+                own = max(held - pad, 0)
+                index = store.view(self.root, tokens, border, stateful=stateful, without=without, is_piece=own > 0)
                 same[key] = store.worth(
-                    plan_row(tokens, max(held - pad, 0), border, limit - pad, store.chunker, index, stateful=stateful)
+                    plan_row(tokens, own, border, limit - pad, store.chunker, index, stateful=stateful)
                 )
             plans.append(same[key])
         if ranks is not None:

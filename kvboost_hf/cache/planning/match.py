@@ -83,9 +83,7 @@ def window_hashes(text: bytes) -> NDArray[np.uint64]:
     return hashes
 
 
-def find_moved(
-    tokens: Tokens, start: int, stop: int, index: MovedIndex, *, behind: bytes | None = None
-) -> tuple[Segment, ...]:
+def find_moved(tokens: Tokens, start: int, stop: int, index: MovedIndex) -> tuple[Segment, ...]:
     """Find chunks that can serve row tokens [start, stop), wherever their tokens stood.
 
     Of all covers by whole chunks and by leading parts of chunks, the one that serves most tokens is chosen, with as
@@ -99,7 +97,6 @@ def find_moved(
         start: The first one to serve.
         stop: The end of those to serve.
         index: The store.
-        behind: Key of the chunk that ends at `start`, if there is one with its original K/V and position.
 
     Returns:
         Segments in order that do not overlap. Those that were computed directly behind each other have
@@ -112,21 +109,20 @@ def find_moved(
     places = [start + place for place in index.known_heads(hashes)]
     if len(places) * MIN_MOVED_TOKENS > stop - start:  # more than can all serve: a text that repeats itself
         places = _leftmost(tokens, text, places, stop, index)
-    covered = _chosen(tokens, text, _best_cover(tokens, text, places, stop, index), start, behind, index)
+    covered = _chosen(tokens, text, _best_cover(tokens, text, places, stop, index), index)
     gaps = _Gaps(tokens, text, start, hashes, index)
     segments: list[Segment] = []
     for segment in covered:
         gaps.fill(segments, segment.start, segment)
         segments.append(segment)
     gaps.fill(segments, stop, None)
-    return tuple(_joined(tokens, segments, start, behind))
+    return tuple(_joined(tokens, segments))
 
 
-def _chosen(
-    tokens: Tokens, text: bytes, cover: list[tuple[int, int]], border: int, behind: bytes | None, index: MovedIndex
-) -> Iterator[Segment]:
-    """The chunks that serve the intervals of a cover; `behind` is the key of what ends at `border`."""
-    shift = 0
+def _chosen(tokens: Tokens, text: bytes, cover: list[tuple[int, int]], index: MovedIndex) -> Iterator[Segment]:
+    """The chunks that serve the intervals of a cover."""
+    border = shift = 0
+    behind: bytes | None = None  # the key of what ends at `border`
     for at, end in cover:
         wanted, own = tokens[at:end], text[at * CODE_BYTES : end * CODE_BYTES]
         chunk = index.behind(behind, own) if behind is not None and at == border else None
@@ -214,9 +210,10 @@ class _Gaps:
         return found
 
 
-def _joined(tokens: Tokens, segments: list[Segment], start: int, behind: bytes | None) -> Iterator[Segment]:
-    """The segments, each marked if it `continues` what is before it; `behind` is the key of what ends at `start`."""
-    border, shift = start, 0
+def _joined(tokens: Tokens, segments: list[Segment]) -> Iterator[Segment]:
+    """The segments, each marked if it `continues` what is before it."""
+    border = shift = 0
+    behind: bytes | None = None  # the key of what ends at `border`
     for segment in segments:
         chunk = segment.chunk
         same = segment.start == border and segment.shift == shift and chunk.parent == behind

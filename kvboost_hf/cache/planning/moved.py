@@ -8,7 +8,7 @@ into the layers. A `Repair` chooses which of its tokens are computed again.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.match import MovedIndex, find_moved
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, Segment
 from kvboost_hf.config import ReusePolicy
 
@@ -143,22 +142,17 @@ class FirstK(Repair):
     """
 
     def by_place(self, row: RepairRow, policy: ReusePolicy) -> Mask:
-        """The first tokens after each seam."""
-        return first_after_seams(row, budget(row, policy.recompute_ratio))
-
-
-def first_after_seams(row: RepairRow, count: int, most: int | None = None) -> Mask:
-    """`count` moved tokens or a few less, the same number after each seam, but not more than `most`."""
-    best = row.around_seams(after=0)
-    low, high = 0, len(row.moved) if most is None else most
-    while low < high:  # the largest number after each seam that stays within the count
-        middle = (low + high + 1) // 2
-        found = row.around_seams(after=middle)
-        if found.sum() <= count:
-            low, best = middle, found
-        else:
-            high = middle - 1
-    return best
+        """The first tokens after each seam: as many after each, and as many as stay within the budget."""
+        count, best = budget(row, policy.recompute_ratio), row.around_seams(after=0)
+        low, high = 0, len(row.moved)
+        while low < high:
+            middle = (low + high + 1) // 2
+            found = row.around_seams(after=middle)
+            if found.sum() <= count:
+                low, best = middle, found
+            else:
+                high = middle - 1
+        return best
 
 
 class Query(Repair):
@@ -223,14 +217,20 @@ class BlendPlan:
         return ~np.stack([row.computed for row in self.rows])
 
 
-def plan_blend(ids: Tokens, exact: ReusePlan, logits: int, index: MovedIndex, sink_tokens: int) -> BlendPlan | None:
+def plan_blend(
+    ids: Tokens,
+    exact: ReusePlan,
+    logits: int,
+    find: Callable[[Tokens, int, int], tuple[Segment, ...]],
+    sink_tokens: int,
+) -> BlendPlan | None:
     """Find moved chunks for what the store has no exact K/V of.
 
     Args:
         ids: [batch, columns], all of them.
         exact: What the store can serve of each row as it stands.
         logits: How many of the last columns are wanted for their logits.
-        index: Stored chunks by content.
+        find: Finds what serves some tokens of a row, as `find_moved` does.
         sink_tokens: Tokens at the beginning of a row that are not moved.
 
     Returns:
@@ -244,8 +244,7 @@ def plan_blend(ids: Tokens, exact: ReusePlan, logits: int, index: MovedIndex, si
         own = tokens[pad:]
         key = own.tobytes()
         if key not in found:
-            stop = len(own) - max(logits, LAST_TOKENS)
-            found[key] = find_moved(own, max(plan.hit, sink_tokens), stop, index)
+            found[key] = find(own, max(plan.hit, sink_tokens), len(own) - max(logits, LAST_TOKENS))
         segments = found[key]
         moved, computed = np.zeros(columns, dtype=bool), np.zeros(columns, dtype=bool)
         computed[max(exact.held, pad, plan.hit + pad) :] = True

@@ -20,7 +20,7 @@ from kvboost_hf.cache.kv.layer_states import StateFormat
 from kvboost_hf.cache.kv.model_form import ColumnFormat
 from kvboost_hf.cache.planning.chunks import Chunker
 from kvboost_hf.cache.planning.report import ReuseReport
-from kvboost_hf.cache.store.history import Audits, Payback, Roots, require_model
+from kvboost_hf.cache.store.history import Audits, Payback, Roots, require_model, salt_bytes
 from kvboost_hf.cache.store.integrity import IntegrityReport, check_integrity
 from kvboost_hf.cache.store.lower import BlobReader
 from kvboost_hf.cache.store.settings import (
@@ -32,7 +32,6 @@ from kvboost_hf.cache.store.settings import (
     checked_chunker,
     checked_share,
     chunk_bytes,
-    salt_bytes,
     warmer,
 )
 from kvboost_hf.cache.store.tiered import TieredRecords
@@ -224,7 +223,7 @@ class ChunkStore:
     @property
     def is_shared(self) -> bool:
         """Whether there are tiers that others may use, too."""
-        return bool(self._records.lower)
+        return self._records.has_lower
 
     @property
     def room_for_states(self) -> int:

@@ -32,6 +32,19 @@ _log = logging.getLogger("kvboost_hf")
 _MOST_KINDS = 8  # choices of layers whose hidden states are kept, which are tried for each prompt
 
 
+def salt_bytes(salt: str | bytes) -> bytes:
+    """A salt as bytes.
+
+    Raises:
+        ValueError: if it is neither text nor bytes.
+    """
+    if isinstance(salt, str):
+        return salt.encode()
+    if isinstance(salt, bytes):
+        return salt
+    raise ValueError(f"`salt` must be str or bytes, got {type(salt).__name__}.")
+
+
 class History:
     """Salts of roots, keys that were evicted, and beginnings of prompts; as far as they are remembered."""
 
@@ -113,7 +126,7 @@ class Roots:
         self.hidden_kinds: list[tuple[int, ...]] = []
         self._follower = weakref.ref(ModelState.of(model).fingerprint)  # it may hold hooks that hold the model
         self._last: tuple[tuple[Any, ...], bytes] | None = None  # what the last root was derived from, and it
-        self._are_shared = bool(lower)  # there are tiers that other processes may read
+        self._are_shared = bool(lower.tiers)  # there are tiers that other processes may read
         self._age = -1, -1  # of the model
         self._passing: set[bytes] = set()  # roots that last as long as it stays as it is
         self._warned: set[str] = set()

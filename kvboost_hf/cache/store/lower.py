@@ -28,6 +28,7 @@ from kvboost_hf.compat import cache_layers, key_rotation, known_reason
 _LISTED_ANEW_AFTER = 10.0  # seconds after which other processes are asked for new content again
 _LISTING_S = 0.5  # seconds that it may take; where it takes longer, they are asked less often
 _LISTED_AT_ONCE = 2_000  # chunks
+_HOLDS_S = 1.0  # seconds after which other processes may have stored what a prompt under way lacks
 
 S = TypeVar("S", bound=Stored)
 K = TypeVar("K")
@@ -139,9 +140,6 @@ class LowerMemory:
         self._watchers = watchers
         self._durable_roots: dict[bytes, MadeWith] = {}  # that mean the same in every process
         self.forget_all()
-
-    def __bool__(self) -> bool:
-        return bool(self.tiers)
 
     def forget_all(self) -> None:
         """Forget what is known of the tiers, which keep what they have."""
@@ -343,10 +341,12 @@ class RowToServe:
     """A row to find chunks for.
 
     Args:
+        root: The root of its chain.
         border: The chunk border that it is to be served from.
         chunker: Where its chunks end.
     """
 
+    root: bytes
     tokens: Tokens
     border: Border
     chunker: Chunker
@@ -380,24 +380,44 @@ def unloaded(found: Found) -> Stored:
 class TieredView:
     """A `ChunkIndex` of the chunks that a row can find in host memory and below it.
 
-    The lower tiers are asked for all chunks that a row may have at once, when the first one is not in host memory.
+    The lower tiers are asked for all chunks that a row may have at once, when the first one is not in host memory;
+    for chunks that go on otherwise behind a border at that border, and at a second one for all borders behind it.
 
     Args:
         without: Keys of records in lower tiers that are not to be found.
     """
 
-    def __init__(self, memory: HostMemory, lower: LowerTiers, row: RowToServe, without: frozenset[bytes]) -> None:
+    def __init__(
+        self,
+        memory: HostMemory,
+        lower: LowerTiers,
+        row: RowToServe,
+        without: frozenset[bytes],
+    ) -> None:
         self._memory, self._lower, self._row, self._without = memory, lower, row, without
-        self._found: dict[bytes, Stored] | None = None
-        self._alike: dict[bytes, list[Stored]] | None = None  # by head
+        self._until = time.monotonic() + _HOLDS_S
+        self._found: dict[bytes, Stored | None] = {}  # None for what no tier has
+        self._alike: dict[bytes, list[Stored]] = {}  # by head
+
+    def holds_for(self, row: RowToServe) -> bool:
+        """Whether the view still holds, for a row that goes on as its own does: a later piece of the prompt."""
+        own, tokens = self._row, row.tokens
+        return (
+            time.monotonic() <= self._until
+            and row.root == own.root
+            and row.stateful == own.stateful
+            and np.array_equal(own.tokens[: len(tokens)], tokens)
+        )
 
     def find(self, key: bytes, tokens: Tokens) -> Chunk | None:
         if key in self._memory.chunks and (chunk := self._memory.find(key, tokens)) is not None:
             return chunk
-        if self._found is None:
-            found = self._lower.find([border.key for border in self._row.borders[1:]])
-            self._found = {key: unloaded(each) for key, each in found.items() if key not in self._without}
-        below = self._found.get(key)
+        if key not in self._found:
+            keys = [key] if self._found else [key, *[border.key for border in self._row.borders[1:]]]
+            found = self._lower.find(list(dict.fromkeys(keys)))
+            self._found |= dict.fromkeys(keys)
+            self._found |= {key: unloaded(each) for key, each in found.items() if key not in self._without}
+        below = self._found[key]
         if not isinstance(below, StoredChunk) or below.content_only:
             return None
         return below if np.array_equal(below.ids, tokens) else None
@@ -414,12 +434,15 @@ class TieredView:
     def _like(self, parent: bytes, head: Tokens, near: Iterable[Stored]) -> list[Stored]:
         """The records below that continue `parent` and start with `head`, but for those that are near."""
         key = prefix_key(parent, head)
-        if self._alike is None or key not in self._alike:
-            # Of models with states all borders will be asked for, of others just this one.
-            wanted = {key, *self._row.heads} if self._row.stateful else {key}
-            self._alike = {head: [] for head in wanted} | (self._alike or {})
+        if key not in self._alike:
+            # Of models with states all borders will be asked for, of others just this one, unless a prompt comes in
+            # pieces.
+            wanted = {key, *self._row.heads} if self._row.stateful or self._alike else {key}
+            wanted -= self._alike.keys()
+            found: dict[bytes, list[Stored]] = {head: [] for head in wanted}
             for each in self._lower.find_alike(sorted(wanted)):
-                self._alike[each.entry.head].append(unloaded(each))
+                found[each.entry.head].append(unloaded(each))
+            self._alike |= found
         known = self._without | {each.key for each in near}
         return [
             each

@@ -25,19 +25,6 @@ from kvboost_hf.compat import bytes_per_token, known_reason
 from kvboost_hf.config import KVQuantConfig, ReusePolicy, require_size
 
 
-def salt_bytes(salt: str | bytes) -> bytes:
-    """A salt as bytes.
-
-    Raises:
-        ValueError: if it is neither text nor bytes.
-    """
-    if isinstance(salt, str):
-        return salt.encode()
-    if isinstance(salt, bytes):
-        return salt
-    raise ValueError(f"`salt` must be str or bytes, got {type(salt).__name__}.")
-
-
 def checked_chunker(chunker: Chunker | None, chunk_size: int | None) -> Chunker:
     """The chunker of a store.
 

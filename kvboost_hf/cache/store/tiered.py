@@ -39,6 +39,7 @@ S = TypeVar("S", bound=Stored)
 _KEY = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _KEYS_AT_ONCE = 2000  # in a notice
 _MAX_INBOX = 65_536  # notices
+_MOST_VIEWS = 16  # of prompts that may go on in pieces
 
 
 class Unsettled(Protocol):
@@ -80,7 +81,7 @@ class TieredRecords:
         self.text = StoredText(self.history.salt_of)
         self._watchers: list[Callable[[Iterable[bytes] | None], None]] = []
         self.lower = LowerMemory(tiers, model_name, reader, self.lock, self.contents.add_below, self._watchers)
-        self._has_lower = bool(tiers)
+        self.has_lower = bool(tiers)
         self.device = DeviceMemory(device_bytes)
         self.memory = HostMemory(
             ram_bytes,
@@ -95,6 +96,7 @@ class TieredRecords:
         self._unsettled: weakref.WeakSet[Unsettled] = weakref.WeakSet()
         self._hearing, self._inbox = forks.lock(), deque[dict[str, Any]](maxlen=_MAX_INBOX)
         self._removals = 0  # by others
+        self._views: deque[TieredView] = deque(maxlen=_MOST_VIEWS)  # since records were removed last
         self.counts = dict.fromkeys(("hits", "misses", "rejected", "quarantined", "not_worth_loading"), 0)
         self.insertion = Insertion(
             self.lock,
@@ -135,18 +137,28 @@ class TieredRecords:
         *,
         stateful: bool = False,
         without: frozenset[bytes] = frozenset(),
+        is_piece: bool = False,
     ) -> ChunkIndex:
         """The chunks and states that a row can find by their keys, in whatever tier.
 
         Args:
             border: The chunk border that it is to be served from; None for its beginning.
             without: Keys of records in lower tiers that are not to be found.
+            is_piece: The row goes on behind what a cache holds: if more of it was looked up within a second, it finds
+                what lower tiers had then, and what host memory has now.
         """
-        if not (self._has_lower and self.lower.keeps(root)):
+        if not (self.has_lower and self.lower.keeps(root)):
             return self.memory
         self.hear()
-        row = RowToServe(tokens, border or Border(0, root), self._chunker, stateful)
-        return TieredView(self.memory, self.lower.tiers, row, without)
+        row = RowToServe(root, tokens, border or Border(0, root), self._chunker, stateful)
+        if is_piece and not without:
+            for known in reversed(tuple(self._views)):
+                if known.holds_for(row):
+                    return known
+        view = TieredView(self.memory, self.lower.tiers, row, without)
+        if not is_piece and not without:
+            self._views.append(view)
+        return view
 
     def chain(self, root: bytes, tokens: Tokens) -> list[tuple[StoredChunk, int, int]]:
         """Every chunk that may serve a row: with the row token that it starts at, and how many tokens it shares."""
@@ -169,13 +181,13 @@ class TieredRecords:
 
         Chunks that other processes have stored in lower tiers appear within seconds.
         """
-        if self._has_lower:
+        if self.has_lower:
             self.lower.list_content(root)
         return self.contents.of(root)
 
     def worth(self, plan: RowPlan) -> RowPlan:
         """The plan without what would take longer to load than to compute."""
-        if not self._has_lower:
+        if not self.has_lower:
             return plan
         trimmed = self.payback.worth_loading(plan)
         with self.lock:
@@ -212,6 +224,7 @@ class TieredRecords:
     def lose(self, stored: Stored, error: DamagedBlobError | None = None) -> None:
         """Give up a record that was found in a lower tier: its blob is not there, or not what was written there."""
         self.lower.give_up(stored, error)
+        self._views.clear()
         with self.lock:
             self.contents.drop_below([stored.key])
 
@@ -255,7 +268,7 @@ class TieredRecords:
             self.counts["misses"] += missed
             if chunks and self.payback.pays_for is not None:
                 self.payback.note_served(sum(chunk.length for chunk in chunks))
-        if self._has_lower and (durable := [each.key for each in used if self.lower.keeps(each.root)]):
+        if self.has_lower and (durable := [each.key for each in used if self.lower.keeps(each.root)]):
             self.lower.tiers.touch(durable)
 
     def promote(self, used: Sequence[Stored]) -> None:
@@ -394,6 +407,7 @@ class TieredRecords:
 
     def take_out(self, keys: Collection[bytes]) -> None:
         """Remove records from every tier, pinned or not; in lower tiers soon. Whoever calls it holds the lock."""
+        self._views.clear()
         for key in keys:
             self.memory.remove_tree(key)
         self.contents.drop_below(keys)
@@ -404,14 +418,14 @@ class TieredRecords:
 
     def _tell_removed(self, keys: Collection[bytes]) -> None:
         listed = [key.hex() for key in keys]
-        for at in range(0, len(listed) if self._has_lower else 0, _KEYS_AT_ONCE):
+        for at in range(0, len(listed) if self.has_lower else 0, _KEYS_AT_ONCE):
             self.lower.tiers.announce({"kind": "removed", "keys": listed[at : at + _KEYS_AT_ONCE]})
 
     def announce(self, notice: Mapping[str, Any], *, soon: bool = False) -> None:
         """Have all who share a tier hear a notice, before returning or `soon`; its `kind` is none of ours."""
-        if self._has_lower and soon:
+        if self.has_lower and soon:
             self.lower.tiers.run(lambda: self.lower.tiers.announce(notice))
-        elif self._has_lower:
+        elif self.has_lower:
             self.lower.tiers.announce(notice)
 
     def hear(self, *, take: bool = False) -> list[dict[str, Any]]:
@@ -420,7 +434,7 @@ class TieredRecords:
         Args:
             take: Return the notices of other kinds that were heard since the last time, in their order.
         """
-        if not self._has_lower:
+        if not self.has_lower:
             return []
         with self._hearing:
             notices, complete = self.lower.tiers.hear()
@@ -453,7 +467,7 @@ class TieredRecords:
     def hand_over(self, until: float, hear: Callable[[], object]) -> int:
         """Write what only host memory holds to the lower tiers; returns its bytes."""
         self.lower.tiers.flush()
-        return hand_over(self.memory, self.lower, self.lock, until, hear) if self._has_lower and self.is_open else 0
+        return hand_over(self.memory, self.lower, self.lock, until, hear) if self.has_lower and self.is_open else 0
 
     def drop(self, roots: set[bytes]) -> None:
         """Forget what host memory holds under these roots, pinned or not."""
@@ -467,6 +481,7 @@ class TieredRecords:
             for part in (self.memory, self.contents, self.text, self.payback, self.history, self.device):
                 part.clear()
             self.lower.forget_all()
+            self._views.clear()
             self.insertion.offences.clear()
             for changed in self._watchers:
                 changed(None)
@@ -520,7 +535,7 @@ class TieredRecords:
                 "loaded": lower.loaded,
                 "lost": lower.lost,
                 "codec": codec,
-                "seconds_per_token": self.payback.seconds_per_token if lower else None,
+                "seconds_per_token": self.payback.seconds_per_token if self.has_lower else None,
                 "tiers": {**near, **lower.tiers.stats()},
             }
 
@@ -532,7 +547,7 @@ class TieredRecords:
         """
         with self.lock:
             chunks = self.memory.chunks.values()
-            self.memory.check_consistency(complete=not self.lower)
+            self.memory.check_consistency(complete=not self.has_lower)
             self.contents.check_consistency(chunks)
             self.text.check_consistency(chunks)
             self.device.check_consistency()

@@ -21,6 +21,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import Tokens
 
+_MAX_COOLDOWN_S = 30.0
 _SILENCE_S = 60.0  # between two warnings of one kind
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -235,8 +236,7 @@ class Guard:
 
     Args:
         failures: What counts as a failure. All there is, where a foreign client does not tell what it raises.
-        cooldown_s: Seconds to leave it alone for after a failure, twice as many after each further one.
-        max_cooldown_s: No more than these.
+        cooldown_s: Seconds to leave it alone for after a failure, twice as many after each further one, up to 30.
 
     Raises:
         ValueError: for a cool-down that is not positive.
@@ -249,13 +249,12 @@ class Guard:
         failures: type[Exception] = Exception,
         secrets: Collection[str] = (),
         cooldown_s: float = 1.0,
-        max_cooldown_s: float = 30.0,
     ) -> None:
         if not cooldown_s > 0:
             raise ValueError(f"`cooldown_s` must be more than 0 seconds, got {cooldown_s!r}.")
         self.errors = 0  # failures since the start
         self._place, self._failures, self._secrets = place, failures, sorted(secrets, key=len, reverse=True)
-        self._cooldown_s, self._max_cooldown_s = cooldown_s, max(cooldown_s, max_cooldown_s)
+        self._cooldown_s, self._max_cooldown_s = cooldown_s, max(cooldown_s, _MAX_COOLDOWN_S)
         self._pause_s = 0.0  # between the last failure and the next attempt; 0 while all is well
         self._failed_at = self._retry_at = float("-inf")
         self._lock = forks.lock()

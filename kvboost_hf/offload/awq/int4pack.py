@@ -96,13 +96,17 @@ def int4pack_matmul(
         [tokens, out_features], in the dtype of `x`; rounded to bfloat16, except for many tokens where `dense_dtype()`
         is float32.
     """
-    if len(x) > MOST_TOKENS:
+    rows, in_features = x.shape
+    if rows > MOST_TOKENS:
         return _dense(x, qweight, qzeros, scales)
-    if not len(x):
+    if not rows:
         return x.new_empty(0, len(qweight))
-    rounded, group_size = x.to(torch.bfloat16).contiguous(), x.shape[1] // len(scales)
-    found: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rounded, qweight, group_size, scales_and_zeros)
-    return found.to(x.dtype)
+    given = x if x.dtype is torch.bfloat16 else x.to(torch.bfloat16)
+    # By PyTorch's own binding: `torch.ops` takes a fifth longer for a narrow weight.
+    found: torch.Tensor = torch._weight_int4pack_mm_for_cpu(
+        given.contiguous(), qweight, in_features // len(scales_and_zeros), scales_and_zeros
+    )
+    return found if found.dtype is x.dtype else found.to(x.dtype)
 
 
 def _dense(x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

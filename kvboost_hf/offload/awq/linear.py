@@ -147,13 +147,14 @@ class AwqLinear(nn.Module):
         Raises:
             ValueError: `x` has other features, or the buffers still have the layout of another version.
         """
-        if x.shape[-1] != self.in_features:
+        *outer, features = x.shape
+        if features != self.in_features:
             raise ValueError(f"`x` must have {self.in_features} features, got a shape of {tuple(x.shape)}.")
         if self.version not in _MULTIPLIED:
             raise ValueError(f"The weights must have the layout gemm, got {self.version}; call to_gemm_() first.")
         held: dict[str, Any] = self._buffers
         weight = held["qweight"], held["qzeros"], held["scales"], self.quant_kernel, held.get("scales_and_zeros")
-        rows = x.reshape(-1, self.in_features)
+        rows = x.reshape(-1, features)
         if (order := held["order"]) is not None:
             rows = rows.index_select(1, order)
         if torch.is_grad_enabled() and x.requires_grad:
@@ -162,7 +163,7 @@ class AwqLinear(nn.Module):
             y = awq_matmul(rows, *weight)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
-        return y.view(*x.shape[:-1], self.out_features)
+        return y.view(*outer, self.out_features)
 
     def extra_repr(self) -> str:
         """The sizes that `print` shows."""

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kvboost_hf.config import QuantKernel
 from kvboost_hf.kernels import count, missing_for_triton, triton_runs
-from kvboost_hf.offload.awq.int4pack import can_pack, int4pack_matmul
+from kvboost_hf.offload.awq.int4pack import MOST_TOKENS, can_pack, int4pack_matmul
 from kvboost_hf.offload.awq.tiling import awq_matmul_torch
 
 _logger = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ def awq_matmul(
     """Multiply by 4-bit weights. Not differentiable.
 
     torch.compile, autograd, dispatch modes and tensor subclasses see one operator. Without them the kernel is called
-    directly, since the operator takes the host longer than the launch of a kernel.
+    directly, since the operator takes the host longer than the launch of a kernel. PyTorch's own 4-bit product is an
+    operator already: torch.compile sees that one.
 
     Args:
         x: float16, bfloat16 or float32 [tokens, in_features].
@@ -75,12 +76,19 @@ def awq_matmul(
     Raises:
         ValueError: `kernel` is `"triton"`, and Triton is missing or cannot run on the device of `x`.
     """
+    if scales_and_zeros is not None and _is_compiled_whole(x):
+        return int4pack_matmul(x, qweight, qzeros, scales, scales_and_zeros)
     if _is_watched(x):
         out: torch.Tensor = torch.ops.kvboost_hf.awq_matmul.default(
             x, qweight, qzeros, scales, kernel, scales_and_zeros
         )
         return out
     return multiply(x, qweight, qzeros, scales, kernel, scales_and_zeros)
+
+
+def _is_compiled_whole(x: torch.Tensor) -> bool:
+    """Whether torch.compile traces a product that is one operator of PyTorch's own."""
+    return torch.compiler.is_compiling() and 0 < x.shape[0] <= MOST_TOKENS and not x.requires_grad
 
 
 def _is_watched(x: torch.Tensor) -> bool:

@@ -284,7 +284,8 @@ async def whole(found: AsyncIterator[Delta], choices: int) -> list[Answer]:
         answer.logprobs += delta.logprobs
         answer.reason = delta.reason or answer.reason
     for answer in answers:
-        answer.calls = list(joined_calls(answer.calls))
+        if answer.calls:
+            answer.calls = list(joined_calls(answer.calls))
     return answers
 
 

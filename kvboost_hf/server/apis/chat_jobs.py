@@ -14,7 +14,7 @@ from fastapi import Request
 from kvboost_hf.cache.planning.beginnings import Order, search_order
 from kvboost_hf.server.apis.answers import CallReaders, RequestJobs
 from kvboost_hf.server.apis.context import RouteContext
-from kvboost_hf.server.chats.reasoning import AfterReasoning, AnswerReader, ReasoningMarks, ReasoningReader, marks_of
+from kvboost_hf.server.chats.reasoning import AfterReasoning, AnswerReader, ReasoningMarks, ReasoningReader, marks_in
 from kvboost_hf.server.chats.tool_formats import known_format
 from kvboost_hf.server.chats.tools import REASONING_FIELDS, ToolCallStream
 from kvboost_hf.server.grammars.fitting import Fitted, fit
@@ -151,7 +151,8 @@ def reading_of(context: RouteContext, asked: ChatRequest, ids: Sequence[int]) ->
     tokenizer = context.tokenizer
     if getattr(tokenizer, "response_template", None) is not None:
         return Reading(context, asked, str(tokenizer.decode(ids)), None, False, None)
-    known, marks = known_format(str(tokenizer.chat_template or "")), marks_of(tokenizer)
+    template = str(tokenizer.chat_template or "")
+    known, marks = known_format(template), marks_in(template)
     prefix = "" if known is not None and known.always else None
     if marks is None:
         return Reading(context, asked, prefix, None, False, None)

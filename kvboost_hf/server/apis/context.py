@@ -27,6 +27,7 @@ from kvboost_hf.server.jobs import (
     SamplingDefaults,
     SamplingOptions,
     TokenLogprob,
+    prompt_salt,
 )
 from kvboost_hf.server.protocol import Engine, QueueFullError, TooLongError
 from kvboost_hf.server.requests.chat import ChatRequest, Tool
@@ -34,7 +35,7 @@ from kvboost_hf.server.requests.fields import LargeJsonError, require_few_parts
 from kvboost_hf.server.requests.messages import Message
 from kvboost_hf.server.requests.sampled import Sampled
 from kvboost_hf.server.requests.sampled import TextRequest as Asked
-from kvboost_hf.server.settings import ServerSettings, prompt_salt
+from kvboost_hf.server.settings import ServerSettings
 
 T = TypeVar("T")
 
@@ -89,15 +90,17 @@ class RouteContext:
 
     def require_model(self, name: str | None) -> str:
         """Return the name that an answer gives the model, or raise an `ApiError` for the name of another model."""
+        own = self.settings.model_name
         # Ollama's clients add the tag.
-        if name is not None and not any(map(self.settings.is_name, (name, name.removesuffix(":latest")))):
+        names = () if name is None or name == own else (name, name.removesuffix(":latest"))
+        if names and not any(map(self.settings.is_name, names)):
             raise ApiError(
                 404,
-                f"There is no model {name!a}. This server has {self.settings.model_name!r}.",
+                f"There is no model {name!a}. This server has {own!r}.",
                 param="model",
                 code="model_not_found",
             )
-        return name or self.settings.model_name
+        return name or own
 
     async def encode(
         self,
@@ -460,7 +463,9 @@ def as_templates_have_them(
     try:
         calls = [call for message in messages for call in message.calls]
         require_few_parts([call.function.arguments.encode() for call in calls])
-        told = without_changing_lines([message.body for message in messages], left_out)
+        told = [message.body for message in messages]
+        if any(message["role"] == "system" for message in told):
+            told = without_changing_lines(told, left_out)
         return told, [tool.body for tool in tools]
     except LargeJsonError as error:
         raise refused("messages", f"Arguments of calls: {error}") from error

@@ -20,10 +20,9 @@ from kvboost_hf.server.chats.template import Rendering
 from kvboost_hf.server.fair_share import Turns, in_thread
 from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.http.guard import require_operator
-from kvboost_hf.server.jobs import Finished, Job, Keep, SamplingOptions, Session, SessionChange
+from kvboost_hf.server.jobs import Finished, Job, Keep, SamplingOptions, Session, SessionChange, prompt_salt
 from kvboost_hf.server.protocol import QueueFullError, UnreachableTierError
 from kvboost_hf.server.requests.texts import SessionRequest, WarmRequest
-from kvboost_hf.server.settings import prompt_salt
 
 T = TypeVar("T")
 _KeyHash = Annotated[str | None, QueryField(description="Of the API key whose session it is; for operators.")]

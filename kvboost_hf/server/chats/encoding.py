@@ -224,6 +224,8 @@ class Encoder:
         Raises:
             ApiError: There is no template, or it refuses all forms.
         """
+        if chat.alternates:
+            return chat.rendered(self._tokenizer), chat
         abilities = self._abilities_for(chat)
         messages, changes = adapted(chat.messages, abilities, dropped_only=True)
         kept = replace(chat, messages=messages)
@@ -352,6 +354,14 @@ class _Chat:
     def given(self) -> list[Any]:
         """What comes from the client."""
         return [self.messages, self.tools, self.rendering.arguments]
+
+    @property
+    def alternates(self) -> bool:
+        """Whether user and assistant take turns, and nobody else speaks: such a chat is as any template takes it."""
+        return all(
+            message.get("role") == ("assistant" if at % 2 else "user") and not message.get("tool_calls")
+            for at, message in enumerate(self.messages)
+        )
 
     def with_given(self, given: list[Any]) -> "_Chat":
         messages, tools, arguments = given

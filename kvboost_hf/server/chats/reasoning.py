@@ -1,7 +1,8 @@
 """Finds the reasoning of an answer by the marks around it, and lets a grammar begin behind it."""
 
 from collections.abc import Collection
-from typing import Any, NamedTuple, Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,9 +26,9 @@ _KNOWN = (
 )
 
 
-def marks_of(tokenizer: Any) -> ReasoningMarks | None:
+@lru_cache(maxsize=16)
+def marks_in(template: str) -> ReasoningMarks | None:
     """The marks that a model writes, by its chat template; None for none that are known."""
-    template = str(tokenizer.chat_template or "")
     return next((marks for marks in _KNOWN if marks.open in template or marks.close in template), None)
 
 

@@ -358,9 +358,9 @@ def overlap(text: str, mark: str) -> int:
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
-def json_of(text: str, spelling: Spelling = JSON) -> str | None:
+def json_of(text: str) -> str | None:
     """A whole value as JSON; None if it is none."""
-    reader = ValueReader(spelling)
+    reader = ValueReader(JSON)
     rest = reader.read(f"{text} ")  # behind which words end
     return reader.take() if reader.done and not rest.strip() else None
 

@@ -20,6 +20,7 @@ from kvboost_hf.cache.planning.plan import Border
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.server.routing import BELOW, GONE, MAX_KEYS, MEMORY, News, Place
 
+Changed = Callable[[Iterable[bytes] | None], None]
 _MAX_LOG = 32_768  # events; who has missed more is told all that is held
 
 
@@ -39,6 +40,7 @@ class Holdings:
     Args:
         tier_of: Tells where the store has the chunk with a key: `GONE`, `BELOW` or `MEMORY`.
         age: Returns another value once what was stored serves no more, such as after a change of weights.
+        watch: Has the store call a function for chunks that come and go, from the first link on.
         max_keys: Pieces that are linked, at most; those not seen for longest are withdrawn.
         max_log: Events that are kept for those who ask.
     """
@@ -47,11 +49,13 @@ class Holdings:
         self,
         tier_of: Callable[[bytes], int],
         age: Callable[[], object] = lambda: None,
+        watch: Callable[[Changed], None] = lambda changed: None,
         *,
         max_keys: int = MAX_KEYS,
         max_log: int = _MAX_LOG,
     ) -> None:
         self._tier_of, self._age, self._max_keys, self._max_log = tier_of, age, max_keys, max_log
+        self._watch: Callable[[Changed], None] | None = watch  # None once the store is watched
         self._lock = threading.Lock()
         self._epoch, self._at_age = uuid.uuid4().hex, age()
         self._pieces: OrderedDict[bytes, _Piece] = OrderedDict()  # what is behind a piece comes before it
@@ -70,9 +74,7 @@ class Holdings:
         def tier_of(key: bytes) -> int:
             return MEMORY if near(key) else BELOW if anywhere(key) else GONE
 
-        found = cls(tier_of, lambda: fingerprint.age)
-        store.watch(found.changed)
-        return found
+        return cls(tier_of, lambda: fingerprint.age, store.watch)
 
     def changed(self, chunks: Iterable[bytes] | None) -> None:
         """The store has taken these chunks in, or given them up; None for all that it had."""
@@ -93,6 +95,9 @@ class Holdings:
         """
         if not keys or not borders:
             return
+        if (watch := self._watch) is not None:
+            self._watch = None
+            watch(self.changed)
         places = {border.key: at for at, border in enumerate(borders)}
         with self._lock:
             self._follow_age()

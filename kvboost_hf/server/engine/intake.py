@@ -358,7 +358,7 @@ class _Line(Generic[Waiting]):
             return None
         first = self.job(self.waiting[places[0]]).priority
         places = [i for i in places if self.job(self.waiting[i]).priority == first]
-        place = max(places, key=lambda i: (self._shared(self.waiting[i]), -i))
+        place = max(places, key=lambda i: (self._shared(self.waiting[i]), -i)) if len(places) > 1 else places[0]
         taken = self.waiting[place]
         self.passed += place > able[0]
         self._remove(place)

@@ -3,7 +3,8 @@
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from weakref import WeakSet
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvboost_hf.assisted.heads import hidden_bytes
-from kvboost_hf.cache.forward.loans import look_up
+from kvboost_hf.cache.forward.prompt_plan import look_up
 from kvboost_hf.cache.identity import ModelState
 from kvboost_hf.cache.layers.stateful import states_of
 from kvboost_hf.cache.live.ledger import KnownRow
@@ -43,6 +44,7 @@ from kvboost_hf.server.jobs import Job
 
 _log = logging.getLogger("kvboost_hf.server")
 _OTHERS_AFTER_S = 1.0  # after which others may have stored more in tiers that are shared
+_MOST_ASKED = 16  # prompts that somebody has asked for, and may send next
 _COPIES = 2  # of K/V under way: a row's own, and the one in the batch
 
 
@@ -78,6 +80,7 @@ class ModelRunner:
         self.model, self.store, self.policy, self.device = model, store, policy, input_device(model)
         self._live_quant = live_quant
         self._changes = 0  # of what is stored, as far as this process knows
+        self._asked: deque[KnownRow] = deque(maxlen=_MOST_ASKED)  # by `known_tokens`, since the last change
         store.watch(self._note_change)
         require_one_process(model, "A server")
         self._caches: WeakSet[ChunkReuseCache] = WeakSet()  # those of tasks
@@ -144,13 +147,12 @@ class ModelRunner:
         The store is asked again if it has changed since, or if others may have changed it. A cache that the task has
         is told, so that its next prompt is not looked up once more.
         """
-        until = time.monotonic() + _OTHERS_AFTER_S if self.store.is_shared else math.inf
-        is_current = partial(self._is_current, self._changes, until)
-        ids = torch.tensor([task.to_compute])
+        is_current, ids = self._from_now(), torch.tensor([task.to_compute])
         try:
             self.store.hear()  # what others have removed is not served, whenever it was looked up
             cache = task.cache or self._cache(self.policy_of(task.job), task.job.salt)
-            found = look_up(cache.parts, ids, task.known if cache.store is self.store else None, is_current)
+            rows = (task.known, *self._asked) if cache.store is self.store else ()
+            found = look_up(cache.parts, ids, rows, is_current)
         except Exception:
             if task.cache is not None:
                 raise
@@ -162,15 +164,27 @@ class ModelRunner:
         return found
 
     def known_tokens(self, ids: Sequence[int], salt: bytes) -> int:
-        """How many first tokens of a prompt the store has, less than all of them; nothing is loaded."""
+        """How many first tokens of a prompt the store has, less than all of them; nothing is loaded.
+
+        A task with the prompt is not looked up once more.
+        """
         try:
-            cache = self._cache(self.policy, salt)
-            return cache.stored_tokens(torch.tensor([ids])) if len(ids) > 1 else 0
+            parts, is_current = self._cache(self.policy, salt).parts, self._from_now()
+            found = look_up(parts, torch.tensor([ids]), (), is_current) if len(ids) > 1 else None
         except StoreClosedError:  # who computes the prompt will notice
             return 0
+        if found is None:
+            return 0
+        self._asked.append(found)
+        return found.filled
 
     def _cache(self, policy: ReusePolicy, salt: bytes) -> ChunkReuseCache:
         return ChunkReuseCache(self.model, self.store, policy, salt, live_quant=self._live_quant)
+
+    def _from_now(self) -> Callable[[], bool]:
+        """Tells from now on whether the store is as it is now, as far as is known."""
+        until = time.monotonic() + _OTHERS_AFTER_S if self.store.is_shared else math.inf
+        return partial(self._is_current, self._changes, until)
 
     def _is_current(self, changes: int, until: float) -> bool:
         return changes == self._changes and time.monotonic() <= until
@@ -178,6 +192,7 @@ class ModelRunner:
     def _note_change(self, keys: Iterable[bytes] | None) -> None:
         """Chunks of the store have come or gone; called with the store's lock held."""
         self._changes += 1
+        self._asked.clear()
 
     def open(self, task: Task, others: Sequence[Task]) -> tuple[ChunkReuseCache, int]:
         """A cache for a task: a fork of the cache of one of `others`, where that has more of the prompt than a chunk.
@@ -238,7 +253,7 @@ class ModelRunner:
         """Go on without the store, which somebody has closed: open caches and later ones keep nothing."""
         _log.warning("The store was closed: from now on nothing is kept.")
         self.store = self.store.without_room(with_roots=False)
-        self._changes += 1
+        self._note_change(None)
         for cache in self._caches:
             cache.store = self.store
 

@@ -166,10 +166,10 @@ class Decoding:
         failed: list[tuple[Task, Exception]] = []
         if not self._runner.batchable:
             return failed
-        if alone and (drafted or self._runner.in_place or not len(self._batch)):
-            moved, move = self.tasks[: len(self._batch)], self._leave_batch
+        if alone and (drafted or self._runner.in_place or not self._batch.lengths):
+            moved, move = self.tasks[: len(self._batch.lengths)], self._leave_batch
         else:
-            moved, move = self.tasks[len(self._batch) :], self._join_batch
+            moved, move = self.tasks[len(self._batch.lengths) :], self._join_batch
         for task in moved:
             try:
                 move(task)
@@ -181,18 +181,18 @@ class Decoding:
     @property
     def groups(self) -> list[list[Task]]:
         """Tasks that are computed in one forward: all that run in the batch, and each one without a batch."""
-        return [list(self.tasks)] if len(self._batch) else [[task] for task in self.tasks]
+        return [list(self.tasks)] if self._batch.lengths else [[task] for task in self.tasks]
 
     def step(self, group: Sequence[Task]) -> torch.Tensor:
         """Compute one more token of each task of a group; returns logits [tasks, vocab_size]."""
-        if len(self._batch):
+        if self._batch.lengths:
             return self._riding(partial(self._batch.step, [task.ids[-1] for task in group]))
         return torch.cat([self._runner.step(task) for task in group])
 
     @property
     def can_check(self) -> bool:
         """Whether several answers run in a batch that can check drafts of each."""
-        return len(self._batch) == len(self.tasks) > 1 and self._batch.can_check
+        return len(self._batch.lengths) == len(self.tasks) > 1 and self._batch.can_check
 
     def check(self, trees: Sequence[Tree]) -> torch.Tensor:
         """Compute the last token of each task and its chain of drafts; `keep` is to follow.
@@ -206,7 +206,7 @@ class Decoding:
 
     def _riding(self, run: Callable[[Sequence[Again]], torch.Tensor]) -> torch.Tensor:
         """Run a step of the batch, which takes some tokens along that moved chunks have left in its rows."""
-        rows, batch = self.tasks[: len(self._batch)], self._batch
+        rows, batch = self.tasks[: len(self._batch.lengths)], self._batch
         if not any(task.repair for task in rows):
             return run(())
         if not batch.can_ride:
@@ -215,7 +215,7 @@ class Decoding:
             return run(())
         rides = any(task.repair is not None and task.repair.progressive == "ride" for task in rows)
         free = (free_columns(self._runner.model) + 1 - len(rows)) // len(rows) if rides else 0
-        again, lengths = list[Again](), [batch.length(row) for row in range(len(rows))]
+        again, lengths = list[Again](), list(batch.lengths)
         for task, length in zip(rows, lengths, strict=True):
             start, stop = task.repair.next(length, max(free, 0)) if task.repair is not None else (length, length)
             again.append((start, [*task.job.ids, *task.ids][start:stop] if stop > start else []))
@@ -232,7 +232,7 @@ class Decoding:
     def show(self, place: int, states: TextStates) -> None:
         """Have heads see what they have not seen yet of a row of the batch: hidden states of its text, and its K/V."""
         task, batch = self.tasks[place], self._batch
-        length = batch.length(place)
+        length = batch.lengths[place]
 
         def read_kv(layers: Sequence[int]) -> list[KeysValues | None]:
             found = batch.read(place, length)
@@ -251,10 +251,10 @@ class Decoding:
 
     def sync(self, task: Task) -> None:
         """Copy what the batch has computed for a task into the task's own cache."""
-        place = self.tasks.index(task) if task in self.tasks else len(self._batch)
-        if place >= len(self._batch) or task.cache is None:
+        place = self.tasks.index(task) if task in self.tasks else len(self._batch.lengths)
+        if place >= len(self._batch.lengths) or task.cache is None:
             return
-        new = self._batch.length(place) - task.joined
+        new = self._batch.lengths[place] - task.joined
         if new:
             said = task.joined - len(task.job.ids)
             ids = torch.tensor([task.ids[said : said + new]], device=self._runner.device)
@@ -268,7 +268,7 @@ class Decoding:
         repair, task.repair = task.repair, None
         if repair is None or task.cache is None or not repair.count:
             return
-        length = self._batch.length(place)
+        length = self._batch.lengths[place]
         columns = repair.exact(length) - repair.start
         found = self._batch.read(place, length - repair.start)
         kv = [pair and (pair[0][:, :, :columns], pair[1][:, :, :columns]) for pair in found]
@@ -277,7 +277,7 @@ class Decoding:
     def remove(self, task: Task) -> None:
         """Remove a task; in the batch the last row takes the place of its row."""
         place = self.tasks.index(task)
-        if (rows := len(self._batch)) > place:
+        if (rows := len(self._batch.lengths)) > place:
             self._batch.leave(place)  # first: if it fails, the task is still there to be told
             self.tasks[place] = self.tasks[rows - 1]
             place = rows - 1

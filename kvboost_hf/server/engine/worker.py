@@ -251,8 +251,10 @@ class ModelEngine:
     def _run(self) -> None:
         heard = 0.0
         while self._intake.wait(_HEARD_EVERY_S if self.store.is_shared else None):
-            with self._failures.caught("let go of pins that have ended"):
+            try:
                 self._sessions.pins.expire(self.store)
+            except Exception as error:
+                self._failures.note("let go of pins that have ended", error)
             if time.monotonic() >= heard + _HEARD_EVERY_S:
                 self._hear()
                 heard = time.monotonic()
@@ -288,8 +290,10 @@ class ModelEngine:
 
     def _hear(self) -> None:
         """Do what other servers have told."""
-        with self._failures.caught("do what other servers have told"):
+        try:
             self._sessions.hear(self._intake.begun)
+        except Exception as error:
+            self._failures.note("do what other servers have told", error)
 
     def _end_those_that_must(self) -> None:
         """End the tasks that were cancelled or have timed out."""
@@ -370,15 +374,17 @@ class ModelEngine:
         )
         self._tiers.update(report.tier_tokens)
         self._sessions.begin(task)
-        with self._failures.caught("tell routers of a prompt"):
+        try:
             self._link(task)
+        except Exception as error:
+            self._failures.note("tell routers of a prompt", error)
 
     def _link(self, task: Task) -> None:
         """Tell `holdings` which chunks cover the text that the front of a cluster knows the prompt by."""
         job, cache = task.job, task.cache
         if job.text_keys and cache is not None and cache.root is not None:
             ids = np.asarray(job.ids, dtype=np.int64)
-            row = RowToServe(ids, Border(0, cache.root), self.store.chunker, stateful=False)
+            row = RowToServe(cache.root, ids, Border(0, cache.root), self.store.chunker, stateful=False)
             # The first key names the session, where the request names one, and is of no piece.
             pieces = job.text_keys[job.session is not None :]
             self.holdings.link(pieces, row.borders[1:], len(ids))

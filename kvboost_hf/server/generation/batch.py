@@ -265,6 +265,9 @@ class BatchKV:
         model: The model; each of its layers keeps the K/V of every token, or shares that of another layer.
         in_place: Whether K/V of prompts stays where it is; only where `sharing_reason` is None.
         least: Least number of tokens that stay where they are; fewer are copied.
+
+    Attributes:
+        lengths: Tokens of each row.
     """
 
     def __init__(self, model: PreTrainedModel, *, in_place: bool = False, least: int = _LEAST) -> None:
@@ -272,18 +275,11 @@ class BatchKV:
         self._layers: list[_BatchLayer | None] = []  # None for a layer that has no K/V of its own
         self._states: list[_RowStates | None] = []  # None for a layer that has no states
         self._shown: list[Any] = []  # the layers that transformers sees
-        self._lengths: list[int] = []  # of each row
+        self.lengths: list[int] = []
         self._own: list[int] = []  # those of its tokens that are in columns
         self._kept: list[_RowHidden] = []
         self._stop, self._rides = 0, False
         self._tree: PrefixTree[list[KeysValues]] | None = PrefixTree(least) if in_place else None
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def length(self, row: int) -> int:
-        """Tokens of a row."""
-        return self._lengths[row]
 
     @property
     def nbytes(self) -> int:
@@ -321,10 +317,10 @@ class BatchKV:
             rides: Whether steps may compute tokens of the row again: its K/V is copied then, wherever it lies.
         """
         states = states or [None] * len(kv)
-        if not self._lengths:
+        if not self.lengths:
             self._make_layers(kv, states)
             self._stop = 0
-        rows, stop = len(self), self._stop
+        rows, stop = len(self.lengths), self._stop
         made = max((len(layer.buffers[0]) for layer in self._layers if layer is not None and layer.buffers), default=0)
         try:
             placed = 0
@@ -338,7 +334,7 @@ class BatchKV:
             for held, state in zip(self._states, states, strict=True):
                 if held is not None and state is not None:
                     held.add(state)
-            self._lengths.append(len(tokens))
+            self.lengths.append(len(tokens))
             self._own.append(own)
             self._kept.append(_RowHidden(hidden, last))
             self._place()
@@ -348,7 +344,7 @@ class BatchKV:
 
     def _keep(self, rows: int, stop: int, made: int) -> None:
         """Undo the addition of a row to `rows` others, in buffers that had `made` rows and ended at `stop`."""
-        del self._lengths[rows:], self._own[rows:], self._kept[rows:]
+        del self.lengths[rows:], self._own[rows:], self._kept[rows:]
         if self._tree is not None and len(self._tree) > rows:
             self._tree.remove(rows)
         self._stop = stop
@@ -368,14 +364,14 @@ class BatchKV:
     @torch.no_grad()
     def leave(self, row: int) -> None:
         """Remove a row; the last one takes its place."""
-        listed: tuple[list[Any], ...] = (self._lengths, self._own, self._kept)
+        listed: tuple[list[Any], ...] = (self.lengths, self._own, self._kept)
         for each in listed:
             last = each.pop()
             if row < len(each):
                 each[row] = last
         if self._tree is not None:
             self._tree.remove(row)
-        if not self._lengths:
+        if not self.lengths:
             self._drop_layers()
             return
         for held in self._states:
@@ -394,7 +390,7 @@ class BatchKV:
 
     def clear(self) -> None:
         """Remove all rows, whatever state they were left in."""
-        self._lengths, self._own, self._kept = [], [], []
+        self.lengths, self._own, self._kept = [], [], []
         self._drop_layers()
         if self._tree is not None:
             self._tree.clear()
@@ -425,7 +421,7 @@ class BatchKV:
         """Give the layers the tables of the K/V that lies elsewhere."""
         if self._tree is None:
             return
-        paths = [self._tree.path(row) for row in range(len(self))]
+        paths = [self._tree.path(row) for row in range(len(self.lengths))]
         parts = {id(part): part for path in paths for part in path}
         numbers = {part: number for number, part in enumerate(parts)}
         most, columns = max(map(len, paths)), max((path[-1].stop for path in paths if path), default=0)
@@ -479,7 +475,7 @@ class BatchKV:
         if any(ids for _, ids in again):
             return self._ride(tokens, again)
         device, count = next(self._buffers).device, len(tokens[0])
-        lengths, own = torch.tensor([self._lengths, self._own], device=device)
+        lengths, own = torch.tensor([self.lengths, self._own], device=device)
         keep = torch.arange(self._stop + count, device=device) >= self._stop - own[:, None]
         even = min(self._own) == self._stop
         in_pieces = False
@@ -520,7 +516,7 @@ class BatchKV:
 
     def _appended(self, count: int, found: Sequence[Shown]) -> None:
         self._stop += count
-        self._lengths = [length + count for length in self._lengths]
+        self.lengths = [length + count for length in self.lengths]
         self._own = [own + count for own in self._own]
         for shown in found:
             for row, held in enumerate(self._kept):
@@ -545,7 +541,7 @@ class BatchKV:
         cache.take = scatter.update
         try:
             arguments = scatter.arguments_of(torch.tensor(given, device=device))
-            elsewhere = [length - own for length, own in zip(self._lengths, self._own, strict=True)]
+            elsewhere = [length - own for length, own in zip(self.lengths, self._own, strict=True)]
             arguments["position_ids"] += torch.tensor(elsewhere, device=device)[:, None]
             output = run_model(self._model, cache=cache, logits=count, **arguments)
         finally:
@@ -560,12 +556,12 @@ class BatchKV:
     @property
     def can_ride(self) -> bool:
         """Whether a step may compute tokens again: each layer has K/V of its own, and nothing but K/V."""
-        return bool(self._lengths) and self._rides
+        return bool(self.lengths) and self._rides
 
     @property
     def can_check(self) -> bool:
         """Whether a step may have several tokens of a row, of which it keeps some: states cannot go back."""
-        return bool(self._lengths) and not any(self._states)
+        return bool(self.lengths) and not any(self._states)
 
     @property
     def can_read(self) -> bool:
@@ -586,7 +582,7 @@ class BatchKV:
             for layer in self._layers if by else ():
                 for buffer in layer.buffers if layer is not None else ():
                     buffer[row, :, first + by : start + most].copy_(buffer[row, :, first : start + count].clone())
-            self._lengths[row] -= columns - count
+            self.lengths[row] -= columns - count
             self._own[row] -= columns - count
             self._kept[row].forget(columns - count)
         self._stop = start + most

@@ -11,7 +11,6 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import Scope
@@ -57,7 +56,7 @@ class ApiError(Exception):
             return {
                 "error": f"the input length exceeds the context length: {self.message}" if too_long else self.message
             }
-        if not is_anthropic(scope):
+        if not scope.get("is_anthropic"):
             return self.body
         kind = _ANTHROPIC_TYPES.get(_anthropic_status(self), "api_error" if self.status >= 500 else _INVALID)
         # By these words, and the numbers, Claude Code knows that it has to shorten a conversation, and by how much.
@@ -66,7 +65,7 @@ class ApiError(Exception):
 
     def response(self, scope: Scope) -> JSONResponse:
         """The answer to a request."""
-        status = _anthropic_status(self) if is_anthropic(scope) else self.status
+        status = _anthropic_status(self) if scope.get("is_anthropic") else self.status
         return JSONResponse(self.told(scope), status, self.headers)
 
 
@@ -75,14 +74,9 @@ def is_ollama(scope: Scope) -> bool:
     return str(scope["path"]).startswith("/api/")
 
 
-def is_anthropic(scope: Scope) -> bool:
-    """Whether a request is one of Anthropic's API: by its path, or by the header that all of its clients send."""
-    return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
-
-
-def refused(param: str, message: str, code: str | None = None) -> ApiError:
+def refused(param: str, message: str) -> ApiError:
     """The error for a field whose value is refused."""
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(400, message, param=param)
 
 
 def most_telling(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost_hf.server.fair_share import FairShare, in_thread
-from kvboost_hf.server.http.errors import ApiError, is_anthropic
+from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.settings import ServerSettings
 
 _PROBES = frozenset({"/health", "/ready"})
@@ -206,8 +206,9 @@ class RequestGuard:
 
     Paths that only lack `/v1`, or have a slash too many, are those of the route that is meant.
 
-    Sets `scope["api_key"]` to the key that a request was let in with, and `scope["operator"]` to whether it may read
-    figures of all clients.
+    Sets `scope["api_key"]` to the key that a request was let in with, `scope["operator"]` to whether it may read
+    figures of all clients, and `scope["is_anthropic"]` to whether it is one of Anthropic's API: by its path, or by the
+    header that all of its clients send.
 
     Args:
         app: What it guards.
@@ -233,7 +234,8 @@ class RequestGuard:
         bare = scope["method"] == "HEAD"
         line = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:_PATH]}
         method, path = "GET" if bare else scope["method"], meant_path(scope["path"], self._paths)
-        scope = {**scope, "method": method, "path": path, "request_id": request_id}
+        anthropic = path.startswith("/v1/messages") or "anthropic-version" in headers
+        scope = {**scope, "method": method, "path": path, "request_id": request_id, "is_anthropic": anthropic}
         limits = self._settings
         body = RequestBody(headers, receive, send, limits.max_body_bytes, limits.body_timeout_s, self._held)
         answered = False
@@ -248,7 +250,7 @@ class RequestGuard:
                     told["X-KVBoost-Reuse"] = scope["reuse"]
                 if "length" in scope:
                     told["X-KVBoost-Length"] = scope["length"]
-                if is_anthropic(scope):
+                if scope["is_anthropic"]:
                     told["Request-Id"] = request_id
             elif bare:
                 message = {**message, "body": b""}
