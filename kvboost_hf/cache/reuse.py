@@ -474,7 +474,7 @@ class ChunkReuseCache(DynamicCache):
         if static is not None and live.stateful and not request.is_step:
             static.open(live.static_layers, {}, step=False)  # forwards of our own may come first
         given = self._forward.begin(request)
-        if static is not None and live.plain_reason is None:
+        if static is not None:
             static.open(live.static_layers, given, step=request.is_step)
         return given
 

@@ -1,6 +1,9 @@
 """State and findings about one model, kept on the model itself."""
 
-from collections.abc import Callable, Hashable
+import traceback
+from collections.abc import Callable, Collection, Hashable
+from itertools import pairwise
+from types import FrameType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -10,6 +13,7 @@ from kvboost_hf import forks
 
 T = TypeVar("T")
 _PACKAGE = __name__.partition(".")[0]
+_PACKAGES = frozenset((_PACKAGE, "torch", "transformers"))
 
 
 class KeptOnModel:
@@ -73,24 +77,41 @@ class Passing(str):
 def attempt(model: PreTrainedModel, probe: Callable[[], T], failure: str) -> T | str:
     """The result of a probe that runs a model, or `failure` with the error it raised.
 
-    With somebody's hooks on the model, that is `Passing`: one of them may have raised, and be gone soon.
+    With somebody's hooks on the model, or where one has raised that is gone by now, a reason is `Passing`.
 
     Raises:
         torch.OutOfMemoryError: from the probe, since it says nothing of the model.
     """
     try:
-        return probe()
+        found = probe()
+        return Passing(found) if isinstance(found, str) and _has_hooks(model, _PACKAGES) else found
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # models fail in ways of their own on what they were not written for
         reason = f"{failure} ({type(error).__name__}: {error})"
-        return Passing(reason) if _has_hooks(model) else reason
+        return Passing(reason) if _has_hooks(model, {_PACKAGE}) or _has_passed_hook(error) else reason
 
 
-def _has_hooks(model: PreTrainedModel) -> bool:
-    """Whether somebody else has hooks on a model or on a part of it."""
+def _has_passed_hook(error: Exception) -> bool:
+    """Whether a hook of somebody else has raised an error, or a function in place of a forward.
+
+    Another thread may have put it there, and taken it back.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(
-        not str(getattr(hook, "__module__", "")).startswith(_PACKAGE)
+        _package_of(caller) == "torch" and _package_of(called) not in _PACKAGES and called.f_code.co_name != "forward"
+        for caller, called in pairwise(frames)
+    )
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _has_hooks(model: PreTrainedModel, packages: Collection[str]) -> bool:
+    """Whether a model, or a part of it, has hooks that are of none of these packages."""
+    return any(
+        str(getattr(hook, "__module__", "")).partition(".")[0] not in packages
         for module in model.modules()
         for hooks in (module._forward_pre_hooks, module._forward_hooks)
         for hook in hooks.values()

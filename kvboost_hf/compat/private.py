@@ -29,6 +29,7 @@ def run_model(
     logits: int = 1,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
+    past_hooks: bool = False,
     **more: Any,
 ) -> Any:
     """Run a model for this package itself, without gradients and in the mode that it is in.
@@ -44,6 +45,8 @@ def run_model(
             is masked.
         position_ids: [batch, m] or [planes, batch, m], left out for a model that takes none. None for those that the
             model counts itself; a model that would count on from its last prompt is told those behind `cache`.
+        past_hooks: Whether the arguments are those of a caller's forward, which hooks of others in front of this
+            package's have seen: they must not change them a second time. For a `PrivateCache`.
         more: Further arguments of the forward. They replace those of this function.
 
     Returns:
@@ -62,8 +65,11 @@ def run_model(
         position_ids = torch.arange(held, held + input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     if position_ids is not None and "position_ids" in accepted:
         given["position_ids"] = position_ids
+    given = {"input_ids": input_ids, **_turned_off(model), **given, **more}
+    if past_hooks and isinstance(cache, PrivateCache) and len(model._forward_pre_hooks) > 1:
+        cache.given = {n: each.clone() if isinstance(each, torch.Tensor) else each for n, each in given.items()}
     with torch.no_grad():
-        return model(input_ids=input_ids, **{**_turned_off(model), **given, **more})
+        return model(**given)
 
 
 def _turned_off(model: PreTrainedModel) -> dict[str, bool]:
@@ -80,6 +86,7 @@ class PrivateCache(Cache):
         layers: The layers that transformers sees.
 
     Attributes:
+        given: The arguments to run its next forward with, whatever hooks of others have made of them; or None.
         take: Takes the new K/V of a layer, and returns the K/V to attend to; None appends to the layer.
         hidden_layers: The layers whose hidden states it takes; see `ShowsHidden`.
         take_hidden_states: Takes the hidden states of the new columns, and returns those to show, and to compute
@@ -88,6 +95,7 @@ class PrivateCache(Cache):
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__(layers=list(layers))
+        self.given: dict[str, Any] | None = None
         self.take: Callable[[int, torch.Tensor, torch.Tensor], KV] | None = None
         self.hidden_layers: Sequence[int] = ()
         self.take_hidden_states: Callable[[Shown], Shown] | None = None

@@ -5,10 +5,11 @@ from typing import Any
 
 from tests.architectures.sizes import WINDOW
 from tests.fuzz.families import FAMILIES, FULL, MOVABLE, STATEFUL
-from tests.fuzz.history import CHANGES, COPIES, EDITS, EMBEDDINGS, MASKS, MODES, Call, History, Row
+from tests.fuzz.history import CHANGES, COPIES, EDITS, EMBEDDINGS, MASKS, MODES, USERS, Call, History, Row
 
 _MOST = 70  # tokens of a part of a row
 _FIXED = 512
+_OTHER_FORWARDS = {"draft", "prompt_lookup_num_tokens", "guidance_scale"}  # of several tokens, or of other prompts
 _EOS = list(range(2, 30))  # so many that some row ends early
 
 
@@ -64,11 +65,14 @@ class _Draw:
         self._changes = threads == 1 and not self._blends and self._one_in(6)
         self._modes = threads == 1 and self._one_in(6)
         self._odd_inputs = self._one_in(5)
+        self._users = threads == 1 and not self._blends and self._one_in(6)
         self._static = reuse == "attach" and self._one_in(4)
+        attention = self._of({"eager": 3, "sdpa": 3, "kvboost_fa2": 1})
+        self._hides = attention != "kvboost_fa2" or fixed is None  # whose fixed masks have a form of their own
         calls = tuple(self._call(reuse, threads, i) for i in range(draw.choice([1, 2, 2, 3, 3, 4]) * threads))
         return History(
             family=family,
-            attention=self._of({"eager": 3, "sdpa": 3, "kvboost_fa2": 1}),
+            attention=attention,
             reuse=reuse,
             max_cache_len=fixed,
             live_quant=live,
@@ -136,6 +140,11 @@ class _Draw:
         options = self._options(rows) if not loop else {}
         if self._odd_inputs and self._one_in(3) and not loop and not only_new and "draft" not in options:
             embeds = draw.choice(EMBEDDINGS)
+        user = None
+        if self._users and self._one_in(2) and not loop and not options.keys() & _OTHER_FORWARDS:
+            user = draw.choice([each for each in USERS if self._hides or each != "mask of steps"])
+            if user == "mask of steps":  # what is given in pieces may end in one token
+                options.pop("prefill_chunk_size", None)
         return Call(
             rows=tuple(made),
             follows=follows,
@@ -151,6 +160,7 @@ class _Draw:
             embeds=embeds,
             within=within,
             changed=changed,
+            user=user,
         )
 
     def _options(self, rows: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from kvboost_hf import load_assistant
 from kvboost_hf.assets import load_embedded
 from tests.architectures.models import make_architecture
 from tests.fuzz.history import TEXTS
-from tests.internals.compat import cache_argument, decoder_layers
+from tests.internals.compat import cache_argument, cache_in, decoder_layers
 from tests.parity.test_assistants import noisy
 
 # How often each is drawn: states, windows and learned positions have rules of their own, and some models are slow.
@@ -48,6 +48,7 @@ MOVABLE = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "mix
 # Plain decoding without a draft is what they must say.
 OWN_DRAFTS = ("load_assistant", "trees", "lookup", "looked-up trees")
 DRAFTED = 3
+_HIDDEN = 5  # column
 # How far logits may be off at least, in their standard deviations. A history that fails in float32 is played in
 # float64, too: what is off by more there is no matter of rounding, nor of experts or tokens that score alike.
 SAME = {torch.float32: 2e-3, torch.float64: 1e-4}
@@ -116,6 +117,61 @@ def model_as(model: Any, changed: tuple[str, int] | None) -> Iterator[None]:
         yield
     finally:
         _set(owner, name, how, kept)
+
+
+@contextmanager
+def user_code(model: Any, name: str | None) -> Iterator[None]:
+    """With one of the `USERS`' pieces of code on a model."""
+    if name is None:
+        yield
+        return
+    change = {"mask of steps": _hide_a_column, "no use of the cache": _use_no_cache}.get(name, _change_ids)
+    if name == "ids prepared":
+        prepare = model.prepare_inputs_for_generation
+        model.prepare_inputs_for_generation = lambda *args, **kwargs: change(prepare(*args, **kwargs))
+        try:
+            yield
+        finally:
+            del model.prepare_inputs_for_generation
+        return
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, change(dict(kwargs))
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=name != "ids behind")
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _change_ids(given: dict[str, Any]) -> dict[str, Any]:
+    ids = given.get("input_ids")
+    return given if ids is None else {**given, "input_ids": torch.where(ids % 4 == 3, ids - 1, ids)}
+
+
+def _use_no_cache(given: dict[str, Any]) -> dict[str, Any]:
+    """The cache is passed, and so it grows all the same."""
+    ids = given.get("input_ids")
+    return given if ids is None or ids.shape[1] == 1 else {**given, "use_cache": False}
+
+
+def _hide_a_column(given: dict[str, Any]) -> dict[str, Any]:
+    """Hide a column from single tokens behind it, whatever the form of the mask."""
+    ids, mask, held = given.get("input_ids"), given.get("attention_mask"), cache_in(given)
+    if ids is None or ids.shape[1] > 1 or held is None or (before := int(held.get_seq_length())) <= _HIDDEN:
+        return given
+    if mask is None:
+        mask = torch.ones(len(ids), before + 1, dtype=torch.long)
+    kinds = {kind: _hidden(each) for kind, each in mask.items()} if isinstance(mask, dict) else _hidden(mask)
+    return {**given, "attention_mask": kinds}
+
+
+def _hidden(mask: torch.Tensor | None) -> torch.Tensor | None:
+    if mask is not None and mask.shape[-1] > _HIDDEN:
+        mask = mask.clone()
+        mask[..., _HIDDEN] = torch.finfo(mask.dtype).min if mask.is_floating_point() else 0
+    return mask
 
 
 @contextmanager

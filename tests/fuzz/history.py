@@ -29,6 +29,10 @@ EMBEDDINGS = ("same", "other")
 # Ways to have a model compute something else, and what it computed before again.
 CHANGES = ("in place", "data", "load_state_dict", "parameter", "hook", "function")
 
+# Code of the user that changes what forwards are given: some tokens are others, by a hook in front of ours, behind it,
+# or by what prepares them; a column is hidden from the tokens of an answer; a prompt comes with `use_cache=False`.
+USERS = ("ids in front", "ids behind", "ids prepared", "mask of steps", "no use of the cache")
+
 # What a call is made within. Answers with rounded products are not compared, but must leave nothing behind.
 MODES = ("inference mode", "autocast", "bfloat16 by default", "float64 by default", "deterministic algorithms")
 
@@ -100,6 +104,7 @@ class Call(_Short):
         embeds: Embeddings to pass, too: see `EMBEDDINGS`.
         within: What the call is made within: see `MODES`.
         changed: How the model has been changed by then, and how much: see `CHANGES`. It is changed back after that.
+        user: What code of the user changes in its forwards: see `USERS`.
     """
 
     rows: tuple[Row, ...] = (Row(head=20),)
@@ -116,6 +121,7 @@ class Call(_Short):
     embeds: str | None = None
     within: str | None = None
     changed: tuple[str, int] | None = None
+    user: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -29,7 +29,7 @@ from kvboost_hf import (
 )
 from kvboost_hf.errors import KVBoostError
 from tests.conftest import as_inputs, left_pad
-from tests.fuzz.families import OWN_DRAFTS, Family, draft, family, mode, model_as, tokenizer
+from tests.fuzz.families import OWN_DRAFTS, Family, draft, family, mode, model_as, tokenizer, user_code
 from tests.fuzz.history import EDITS, REUSES, TEXTS, Call, History, Row
 from tests.internals.cache import ComputePace, chunk_bytes, make_codec
 from tests.internals.compat import CACHE, cache_argument, cache_in, decoder_layers
@@ -142,6 +142,8 @@ def prepare(history: History, models: Family, dtype: torch.dtype) -> list[Step]:
             rounded = "autocast" in (earlier.call.within, call.within)
             if earlier.call.changed != call.changed or rounded or earlier.call.embeds == "other":
                 of = None  # what it holds is not what the model computes of its tokens
+            if earlier.call.user is not None or call.user is not None:
+                of = None  # nor is it then
             if earlier.call.mask == "right":
                 of = None  # plain generate() that goes on with a cache says something else there
             latest = max((i for i in range(number % history.threads, number, history.threads)), default=None)
@@ -206,7 +208,7 @@ def _frozen(call: Call) -> tuple[int, str]:
     takes_part = (call.nested, *(call.raises or ())[:1])
     return call.new, repr(
         replace(
-            Call(mask=call.mask, embeds=call.embeds, within=call.within, changed=call.changed),
+            Call(mask=call.mask, embeds=call.embeds, within=call.within, changed=call.changed, user=call.user),
             options={**call.options, **({"streamer": True} if "streamer" in takes_part else {})},
         )
     )
@@ -219,7 +221,7 @@ def _plain(name: str, attention: str, dtype: torch.dtype, inputs: Any, told: tup
     call = replace(eval(told[1]), new=told[0])
     given, model = _arguments(call, name, dtype, None), family(name, dtype).plain
     try:
-        with model_as(model, call.changed), mode(call.within):
+        with model_as(model, call.changed), mode(call.within), user_code(model, call.user):
             return _generate(model, {"input_ids": ids, "attention_mask": mask}, call, given)
     except Exception as error:
         return error
@@ -459,7 +461,7 @@ class _Played:
                 looped = looped and history.reuse != REUSES[2]  # who calls a model by themselves, has a cache alone
                 if looped and step.of is None and isinstance(cache, ChunkReuseCache):
                     cache.reset()  # else ids follow what it holds
-                with model_as(self._model, call.changed), mode(call.within):
+                with model_as(self._model, call.changed), mode(call.within), user_code(self._model, call.user):
                     found = (_loop if looped else _generate)(self._model, inputs, call, given)
         except Planned:
             return
@@ -494,7 +496,10 @@ class _Played:
     def _inner(self, outer: dict[str, Any], around: Call) -> None:
         """Ask something else in the middle of a call."""
         state = torch.get_rng_state()
-        history, call = self._history, Call(rows=(INNER,), within=around.within, changed=around.changed)
+        history, call = (
+            self._history,
+            Call(rows=(INNER,), within=around.within, changed=around.changed, user=around.user),
+        )
         inputs, given = as_inputs(INNER.ids), _arguments(call, history.family, self._dtype, self._store)
         expected = _plain(history.family, history.attention, self._dtype, _key(inputs), _frozen(call))
         if history.reuse == "a new cache":

@@ -74,6 +74,7 @@ from kvboost_hf.compat import (
     cache_argument,
     has_own_cache,
     in_prefill,
+    running_config,
 )
 from kvboost_hf.handles import ATTENTION
 
@@ -208,8 +209,9 @@ def _bypass(parts: CacheParts, request: Request, reason: str) -> Forward:
     parts.live.drop()
     parts.live.tally.bypass = reason
     _count_all(parts.live.tally, request.kwargs)
-    if request.kwargs.get("use_cache") is False:
-        # generate() passes its cache even where it is not to be used, and then the whole sequence at each step.
+    if request.kwargs.get("use_cache") is False and getattr(running_config(), "use_cache", None) is False:
+        # Such a generate() call passes its cache all the same, and the whole sequence at each step. Of other callers,
+        # who continue what they have passed it with, the layers take K/V, as those of transformers do.
         request.kwargs = {**request.kwargs, cache_argument(request.model): None}
     return Unrecorded(parts, 0, _new_columns(request.kwargs))
 

@@ -123,6 +123,7 @@ def run_behind(
         private_cache(layers),
         attention_mask=mask,
         position_ids=take_positions(positions, len(inputs.input_ids), rows, at) if positions is not None else None,
+        past_hooks=True,
     )
 
 
@@ -167,7 +168,7 @@ def audit(
     fresh = [layer.fresh() for layer in layers]
     ours = (cache_argument(model), "use_cache", "return_dict")
     given = {name: value for name, value in kwargs.items() if name not in ours}
-    output = run_model(model, cache=private_cache(fresh), logits=0, **given)
+    output = run_model(model, cache=private_cache(fresh), logits=0, past_hooks=True, **given)
     plain: torch.Tensor = output.logits[:, -logits.shape[1] :]
     off = difference(logits.float(), plain.float())
     tokens = int(kwargs["input_ids"].numel())

@@ -115,7 +115,7 @@ def _compute_again(
     cache.take = scatter.update
     try:
         given = scatter.arguments(torch.from_numpy(ids).to(input_device(model)), 0)
-        run_model(model, cache=cache, **given)
+        run_model(model, cache=cache, past_hooks=True, **given)
     finally:
         scatter.close()
         cache.take = None

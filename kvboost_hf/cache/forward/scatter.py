@@ -329,7 +329,7 @@ def attention_of_the_end(
     try:
         given = scatter.arguments(ids, first)
         with AttentionProbe(scatter, plan.reuse.filled) as probe:
-            run_model(model, cache=cache, **given)
+            run_model(model, cache=cache, past_hooks=True, **given)
     finally:
         scatter.close()
         cache.take = None

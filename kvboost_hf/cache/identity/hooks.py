@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.identity.foreign import is_of_package, is_written_where_it_says, name_of, only_looks
 from kvboost_hf.compat import own_hook, text_model
 
-_WATCH = "_kvboost_hf_hook_watch"
+HOOK_WATCH = "_kvboost_hf_hook_watch"
 FORWARD_WATCH = "_kvboost_hf_forward_watch"
 # What a whole model passes on as it is to the part of it that computes hidden states.
 _PASSED_ON = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
@@ -35,6 +35,9 @@ class HookWatch:
 
     It compares the tensors before the first hook with those behind the last. Most hooks count or record. Once a hook
     replaces or writes to a tensor, nothing of the model can be reused or stored.
+
+    Of a whole model it is told by the hook of this package what that has passed on, and what the forward was given
+    then: no hook in front changes what is recorded.
     """
 
     leaves_kv_alone = True
@@ -43,20 +46,27 @@ class HookWatch:
         self.alters: Any = None  # the first hook that may have changed a tensor
         self.compiled = False  # hooks have run inside a compiled graph, unobserved
         self.handles: list[RemovableHandle] = []
-        self._before: dict[int, list[tuple[Any, Any]]] = {}  # by thread
+        self._before: dict[int, list[tuple[Any, Any]]] = {}  # by thread, or by cache
 
     def first(self, module: nn.Module, *given: Any) -> None:
         """Called before the others."""
         if torch.compiler.is_compiling():
             self.compiled = True
         else:
-            self._before[get_ident()] = _marks(given)
+            self.pass_on(get_ident(), given)
 
     def last(self, module: nn.Module, *given: Any) -> None:
         """Called after the others."""
-        if torch.compiler.is_compiling():
-            return
-        before = self._before.pop(get_ident(), None)
+        if not torch.compiler.is_compiling():
+            self.compare(get_ident(), module, given)
+
+    def pass_on(self, key: int, given: tuple[Any, ...]) -> None:
+        """Note what the hooks of others are given, under a key for `compare`."""
+        self._before[key] = _marks(given)
+
+    def compare(self, key: int, module: nn.Module, given: tuple[Any, ...]) -> None:
+        """Compare it with what they have made of it."""
+        before = self._before.pop(key, None)
         if before is None or self.alters is not None:
             return
         if not _are_same(_marks(given), before):
@@ -185,17 +195,21 @@ def watch_hooks(module: nn.Module) -> tuple[list[Any], HookWatch | None]:
         for hook in list(attributes[name].values())
         if not only_looks(hook)
     ]
-    watch: HookWatch | None = attributes.get(_WATCH)
-    every = (*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values())
-    between = any(isinstance(hook, types.MethodType) and hasattr(hook.__self__, "changes_arguments") for hook in every)
-    if between or not any(map(_is_function_of_others, found)):
+    watch: HookWatch | None = attributes.get(HOOK_WATCH)
+    before = list(attributes["_forward_pre_hooks"].values())
+    whole = any(isinstance(hook, types.MethodType) and hasattr(hook.__self__, "changes_arguments") for hook in before)
+    # Hooks behind the forward of a whole model see its logits: too late to change K/V.
+    watched = [hook for hook in found if hook in before] if whole else found
+    if not any(map(_is_function_of_others, watched)):
         if watch is not None:  # those that were watched are gone
-            del attributes[_WATCH]
+            del attributes[HOOK_WATCH]
             for handle in watch.handles:
                 handle.remove()
         return found, None
     if watch is None:
-        watch = attributes[_WATCH] = HookWatch()
+        watch = attributes[HOOK_WATCH] = HookWatch()
+    if whole:  # the hook of this package stands among them
+        return found, watch
     for register, hooks in (
         (module.register_forward_pre_hook, attributes["_forward_pre_hooks"]),
         (module.register_forward_hook, attributes["_forward_hooks"]),

@@ -189,6 +189,10 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         """Append [batch, num_kv_heads, m, head_dim] and return everything that may be attended to, as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        elif key_states.dtype is not self.dtype:  # the model was cast in the middle of a text
+            self.dtype = key_states.dtype
+            for tensor in self._tensors:
+                tensor.cast(self.dtype)
         keys, values = self._tensors[:2]
         keep_from, start = self._bounds(keys.stop) if self.is_sliding else (0, 0)
         self.version += 2

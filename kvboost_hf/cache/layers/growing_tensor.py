@@ -18,6 +18,7 @@ from kvboost_hf.checksum import checksum
 _MIN_SLACK = 128
 # Each head begins at a multiple of so many bytes: else matrix products round otherwise from one capacity to the next.
 _ALIGNED_BYTES = 64
+_Form = tuple[int, torch.Size, tuple[int, ...], bool]
 
 
 def capacity(length: int) -> int:
@@ -32,7 +33,19 @@ class GrowingTensor:
         room: How many columns a buffer for so many is given.
     """
 
-    __slots__ = ("_seen", "_taken", "_uncounted", "_version", "buffer", "first", "room", "shared", "stop", "tampered")
+    __slots__ = (
+        "_given",
+        "_seen",
+        "_taken",
+        "_uncounted",
+        "_version",
+        "buffer",
+        "first",
+        "room",
+        "shared",
+        "stop",
+        "tampered",
+    )
 
     def __init__(self, room: Callable[[int], int] = capacity) -> None:
         self.room = room
@@ -45,6 +58,7 @@ class GrowingTensor:
         self.tampered = False  # somebody else has written to it
         self._uncounted = False  # a graph has: its writes are ours, but not counted one by one
         self._seen: tuple[torch.Tensor, bytes] | None = None  # what was handed out, and its checksum
+        self._given: tuple[torch.Tensor, _Form] | None = None  # the same, as the reader has it
 
     def view(self, start: int = 0) -> torch.Tensor:
         """Columns from `start`, or from the first one held, on."""
@@ -62,6 +76,7 @@ class GrowingTensor:
 
     def append(self, new: torch.Tensor, keep_from: int = 0) -> None:
         """Append [batch, heads, m, dim]; columns before `keep_from` may go if the buffer is full."""
+        self.follow()
         held, self.stop = self.stop, self.stop + new.shape[2]
         self.make_writable(new, held, keep_from)
         assert self.buffer is not None
@@ -118,6 +133,7 @@ class GrowingTensor:
 
     def append_with_graph(self, new: torch.Tensor) -> None:
         """Append out of place, as stock layers do: autograd must keep every earlier version."""
+        self.follow()
         self.note_changes()
         if self.buffer is not None and self.stop > self.first:
             new = torch.cat([self.view(), new], dim=2)
@@ -145,7 +161,7 @@ class GrowingTensor:
     def take(self, buffer: torch.Tensor, stop: int) -> None:
         """Hold columns [0, stop) of a buffer from `buffers_for`, which has them already."""
         self.first, self.stop = 0, stop
-        self.buffer, self.shared, self._taken, self._seen = buffer, False, True, None
+        self.buffer, self.shared, self._taken, self._seen, self._given = buffer, False, True, None, None
         self._version, self._uncounted = buffer._version, False
 
     def truncate(self, length: int) -> None:
@@ -165,11 +181,19 @@ class GrowingTensor:
 
     def select(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` was."""
+        self.follow()
         if self.buffer is not None:
             self.note_changes()
             # The spare columns move too: cheaper than an append that has to grow again.
             with torch.inference_mode(False):
                 self._replace(self.buffer.index_select(0, rows.to(self.buffer.device).clone()))
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Before an append of this dtype: hold what is held in one that both fit into, as `torch.cat` would."""
+        if self.buffer is not None and self.buffer.dtype != dtype:
+            self.follow()
+            self.note_changes()
+            self._replace(self.buffer.to(torch.promote_types(self.buffer.dtype, dtype)))
 
     def move(self, device: torch.device) -> None:
         """Move the buffer."""
@@ -180,6 +204,7 @@ class GrowingTensor:
     def share(self) -> "GrowingTensor":
         """One that reads the same buffer; whichever of the two writes first copies."""
         twin = GrowingTensor(self.room)
+        self.follow()
         self.note_changes()
         twin.buffer, twin.first, twin.stop = self.buffer, self.first, self.stop
         twin._version, twin.tampered, twin._taken = self._version, self.tampered, self._taken
@@ -217,6 +242,7 @@ class GrowingTensor:
         if buffer is not None and (
             self._uncounted or self._version < 0 or self._version != buffer._version or self._seen is not None
         ):
+            self.follow()
             self.note_changes()
         return not self.tampered
 
@@ -238,8 +264,22 @@ class GrowingTensor:
         if self._seen is not None and checksum([self._seen[0]]) != self._seen[1]:
             self.tampered = True
 
+    def follow(self) -> None:
+        """Hold what somebody has made of the tensor that was handed out: other memory (`set_`, `.data`), or a part."""
+        given = self._given
+        if given is None or (form := _form(given[0])) == given[1]:
+            return
+        if given[0].ndim != 4:
+            self.tampered = True
+        else:
+            self.adopt(given[0], self.stop + form[1][2] - given[1][1][2])
+
     def hand_out(self, start: int) -> torch.Tensor:
-        """Columns from `start` on, for somebody who may do anything with them, up to our next write."""
+        """Columns from `start` on, for somebody who may do anything with them, up to our next write.
+
+        The same tensor until then, as stock layers have it.
+        """
+        self.follow()
         if self.shared or self._taken:  # with others, whom it would reach
             assert self.buffer is not None
             self.note_changes()
@@ -249,7 +289,10 @@ class GrowingTensor:
             whole = self.view()
             self.note_changes()
             self._seen = whole.detach(), checksum([whole])
-        return view
+        form = _form(view)
+        if self._given is None or self._given[1] != form:
+            self._given = view, form
+        return self._given[0]
 
     def adopt(self, new: torch.Tensor, stop: int) -> None:
         """Hold [batch, heads, columns, dim] that somebody else has put here, and that end at a column."""
@@ -259,7 +302,7 @@ class GrowingTensor:
 
     def _replace(self, buffer: torch.Tensor, *, shared: bool = False) -> None:
         """Go on with another buffer."""
-        self.buffer, self.shared, self._taken, self._seen = buffer, shared, False, None
+        self.buffer, self.shared, self._taken, self._seen, self._given = buffer, shared, False, None, None
         self.seal()
 
     def _reallocate(self, like: torch.Tensor, held: int, keep_from: int) -> None:
@@ -278,10 +321,18 @@ class GrowingTensor:
         """A buffer for columns [first, stop), with a copy of those before `held`."""
         batch, heads, _, dim = like.shape
         columns = _aligned(self.room(self.stop - first), dim * like.element_size())
-        grown = torch.empty((batch, heads, columns, dim), dtype=like.dtype, device=like.device)
+        dtype = like.dtype
+        if self.buffer is not None and held > first:  # see `cast`
+            dtype = torch.promote_types(dtype, self.buffer.dtype)
+        grown = torch.empty((batch, heads, columns, dim), dtype=dtype, device=like.device)
         if self.buffer is not None and held > first:
             grown[:, :, : held - first].copy_(self.buffer[:, :, first - self.first : held - self.first])
         return grown
+
+
+def _form(tensor: torch.Tensor) -> _Form:
+    """What tells a tensor from another one that its name may be given to: its memory, shape and strides."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.requires_grad
 
 
 def _aligned(columns: int, nbytes: int) -> int:

@@ -20,6 +20,7 @@ from kvboost_hf.cache.layers.base import LayerState, Piece, Turn
 from kvboost_hf.cache.layers.growing import GrowingLayer, SlidingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.cache.layers.stateful import StateLayer, states_of
+from kvboost_hf.checksum import checksum
 
 
 class _FixedTensor(GrowingTensor):
@@ -36,12 +37,21 @@ class _FixedTensor(GrowingTensor):
         self._columns = columns
 
     def truncate(self, length: int) -> None:
+        self.follow()
         if length < self.stop and not self.shared and self.buffer is not None:
             # Hidden columns are multiplied by 0, which leaves a NaN a NaN.
             self.note_changes()
             self.buffer[:, :, length : self.stop].zero_()
             self.seal()
         super().truncate(length)
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Leave it to the next append, which takes a buffer of its dtype."""
+
+    @property
+    def is_handed_out(self) -> bool:
+        """Whether somebody may have written to a copy of it."""
+        return self._seen is not None
 
     def skip_to(self, length: int, batch: int) -> None:
         """Begin anew with `batch` rows and columns up to `length` that nobody will look at: zeros."""
@@ -53,6 +63,7 @@ class _FixedTensor(GrowingTensor):
     def share(self) -> "_FixedTensor":
         """One that holds the same, in a buffer of its own: these must not move."""
         twin = _FixedTensor(self._columns)
+        self.follow()
         twin.stop = self.stop
         if self.buffer is not None:
             with torch.inference_mode(False), torch.no_grad():
@@ -64,8 +75,27 @@ class _FixedTensor(GrowingTensor):
         return twin
 
     def hand_out(self, start: int) -> torch.Tensor:
-        """A copy: the buffer must not move, so that a view of it could be written to at any later time."""
-        return self.view(start).clone()
+        """A copy: the buffer must not move, so that a view of it could be written to at any later time.
+
+        What is written to the copy before the next forward counts; see `follow`.
+        """
+        if self._seen is None or self._seen[0].shape[2] != self.stop - start:
+            self.follow()
+            with torch.inference_mode(False):
+                copy = self.view(start).clone()
+            self._seen = copy, checksum([copy])
+        return self._seen[0]
+
+    def follow(self) -> None:
+        """Take over what somebody has written to the copy that was handed out."""
+        seen, self._seen = self._seen, None
+        if seen is None or self.buffer is None:
+            return
+        if checksum([seen[0]]) != seen[1]:
+            with torch.no_grad():
+                self.buffer[:, :, self.stop - seen[0].shape[2] : self.stop].copy_(seen[0])
+            self.seal()
+            self.tampered = True
 
     def select(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` was, in the same buffer if the number of rows is the same."""
@@ -179,6 +209,12 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
         keys.buffer.index_copy_(2, columns, key_states)
         values.buffer.index_copy_(2, columns, value_states)
         return keys.buffer, values.buffer
+
+    def follow(self) -> None:
+        """Before a forward: take over what somebody has written to keys and values that were handed out."""
+        for tensor in self._fixed:
+            if tensor.is_handed_out:
+                tensor.follow()
 
     def close(self, new: int) -> None:
         """An eager forward over `new` columns has ended; those that follow are decoding steps."""

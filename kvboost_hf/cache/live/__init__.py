@@ -185,8 +185,9 @@ class LiveKV:
 
     @property
     def static_layers(self) -> list[StaticReuseLayer]:
-        """The layers of a cache of a fixed size."""
-        return [layer for layer in self.layers if isinstance(layer, StaticReuseLayer)]
+        """The layers of a cache of a fixed size, also where somebody else has put them in other places."""
+        layers = self.layers if self.plain_reason is None else self.visible
+        return [layer for layer in layers if isinstance(layer, StaticReuseLayer)]
 
     def begin_text(self, model: PreTrainedModel, reason: str | None) -> None:
         """Take transformers' own layers for a text, for a `reason`, or ours again. What they held is dropped."""

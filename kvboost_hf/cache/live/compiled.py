@@ -169,6 +169,7 @@ class StaticDecoding:
         if masks:
             step = all(is_of_all_columns(mask, self.max_cache_len) for mask in masks)
         for layer in layers:
+            layer.follow()
             layer.whole = step and not torch.is_grad_enabled()
         ids = kwargs.get("input_ids")
         if isinstance(ids, torch.Tensor) and not step:

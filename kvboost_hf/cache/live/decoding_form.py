@@ -296,6 +296,8 @@ def decode(live: LiveKV, model: PreTrainedModel, compiled: Callable[..., Any], k
     assert static is not None
     if costs.failure is not None:
         return model(**kwargs)
+    for layer in live.static_layers:
+        layer.follow()
     held, began = live.held + static.ahead, time.perf_counter()
     graph = Graph(static.max_cache_len, *static.rows_of(kwargs))
     is_new, name = costs.is_new(graph), type(model).__name__

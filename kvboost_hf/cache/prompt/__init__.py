@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.identity import ModelState
-from kvboost_hf.cache.identity.hooks import FORWARD_WATCH, note_call
+from kvboost_hf.cache.identity.hooks import FORWARD_WATCH, HOOK_WATCH, note_call
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
 from kvboost_hf.cache.prompt.token_log import computed_positions
@@ -26,6 +26,7 @@ from kvboost_hf.compat import (
     LAST,
     SHARED_KV,
     KeyRotation,
+    PrivateCache,
     attn_implementation,
     cache_argument,
     cache_in,
@@ -64,7 +65,7 @@ class ForwardHook:
     """The hooks of one model. It holds no reference to the model, so that it can be pickled and copied with it."""
 
     leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
-    changes_arguments = True  # others' hooks on the same module cannot be watched, therefore
+    changes_arguments = True  # others' hooks on the same module are watched by this one, therefore
     _name = ""  # of the model's argument for a cache, once it is known
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Changed:
@@ -102,6 +103,10 @@ class ForwardHook:
         name = self._name
         cache = kwargs.get(name)
         if not _is_hooked(cache):
+            if isinstance(cache, PrivateCache) and cache.given is not None:
+                given, cache.given = cache.given, None
+                note_call(model, given)
+                return (), given
             attached = ModelState.of(model).attached
             cache = attached.stand_in(model, cache, kwargs) if attached is not None else None
             if cache is None:
@@ -111,6 +116,8 @@ class ForwardHook:
         given = cache.before_forward(model, kwargs)
         if FORWARD_WATCH in model.__dict__:
             note_call(model, given)
+        if HOOK_WATCH in model.__dict__:
+            model.__dict__[HOOK_WATCH].pass_on(id(cache), (given,))
         return (), given
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -118,6 +125,8 @@ class ForwardHook:
         assert isinstance(model, PreTrainedModel)
         cache = kwargs.get(self._name or cache_argument(model))
         if _is_hooked(cache):
+            if HOOK_WATCH in model.__dict__:
+                model.__dict__[HOOK_WATCH].compare(id(cache), model, (kwargs,))
             return cache.after_forward(output)
         return None
 

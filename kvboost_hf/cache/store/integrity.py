@@ -158,7 +158,7 @@ def _compute(
     checkpoints = Checkpoints(mixers_of(model) if stops else {}, layers, 0, len(text), stops, (), 0)
     checkpoints.start()
     try:
-        run_model(model, torch.from_numpy(text)[None].to(input_device(model)), cache)
+        run_model(model, torch.from_numpy(text)[None].to(input_device(model)), cache, past_hooks=True)
     finally:
         checkpoints.stop()
     return layers, {column: states[0] for column, _, states in checkpoints.states()}
