@@ -261,6 +261,6 @@ def test_a_cpu_reads_codes_where_they_are_and_makes_pieces_dense() -> None:
 
 def test_a_step_that_asks_for_more_than_a_plain_output_is_none() -> None:
     query, key = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8)
-    assert dense._is_step(AttentionCall(query, 0.2, Visibility()), key, key)
+    assert dense._columns_of_step(AttentionCall(query, 0.2, Visibility()), key, key) == slice(0, 5)
     for more in ({"softcap": 5.0}, {"partial": True}, {"sinks": torch.zeros(2)}):
-        assert not dense._is_step(AttentionCall(query, 0.2, Visibility(), **more), key, key)
+        assert dense._columns_of_step(AttentionCall(query, 0.2, Visibility(), **more), key, key) is None

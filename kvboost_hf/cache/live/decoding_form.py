@@ -308,9 +308,9 @@ def decode(live: LiveKV, model: PreTrainedModel, compiled: Callable[..., Any], k
             *(name, graph.rows, graph.columns),
         )
     if not costs.is_checked(graph):
-        for layer in live.layers:
-            if isinstance(layer, StaticStateLayer):
-                layer.keep_state(held)
+        for state in live.layers:
+            if isinstance(state, StaticStateLayer):
+                state.keep_state(held)
     static.in_step = True
     try:
         output = compiled(**kwargs)
