@@ -193,7 +193,7 @@ def batch(model: PreTrainedModel, count: int, riding: int, floor: float) -> dict
     def noted(kv: BatchKV, tokens: Any, again: Any = ()) -> torch.Tensor:
         with counted() as forwards:
             found = check(kv, tokens, again)
-        steps.extend((len(kv), tokens) for tokens in forwards)
+        steps.extend((len(kv.lengths), tokens) for tokens in forwards)
         return found
 
     try:
