@@ -361,8 +361,9 @@ def test_a_session_that_is_dropped_after_a_restart_leaves_nothing_of_heads(
     engine = started(**{} if again == "no heads" else {"draft": heads})
     if again == "the same, serving":
         run(engine, replace(job(), salt=salts["b"]))
+    held = stored(engine)  # serving again may store what there was no time for: measured times say when heads draft
     assert engine.drop_session(b"", "a", salts["a"]) is not None
-    assert stored(engine) == both / 2
+    assert stored(engine) == held - both / 2
     assert engine.drop_session(b"", "b", salts["b"]) is not None
     assert stored(engine) == 0
     engine.store.close()
