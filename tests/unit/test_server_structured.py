@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.errors import KVBoostError
 from tests.internals.server import (
+    DrainingError,
     GrammarConstraint,
     Grammars,
     Sampler,
@@ -358,7 +360,36 @@ def test_a_process_that_was_killed_is_replaced(tokenizer: PreTrainedTokenizerFas
     grammars.constraint(regex("b"))
     grammars.close()
     assert not {*psutil.Process().children()} - before
-    grammars.constraint(regex("c"))  # in a process that ends with it
+    assert grammars.constraint(regex("b")).allowed().any()  # what is compiled stays usable
+    with pytest.raises(DrainingError, match="compiles no more grammars"):
+        grammars.constraint(regex("c"))
+    assert not {*psutil.Process().children()} - before
+
+
+def test_those_that_wait_do_not_outlast_the_compiler(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Some compile, some wait for their turn, and one begins while all of them end."""
+    before = {*psutil.Process().children()}
+    grammars, told = Grammars(tokenizer, VOCAB), list[str]()
+
+    def ask(n: int) -> None:
+        schema = strict(**{f"number {n}": {"allOf": [{"multipleOf": prime} for prime in (9973, 9967, 9949, 9941)]}})
+        try:
+            grammars.constraint(json_schema(schema))
+        except (ValueError, DrainingError) as error:
+            told.append(type(error).__name__)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    while not {*psutil.Process().children()} - before:
+        time.sleep(0.01)
+    grammars.close()
+    ask(8)
+    start = time.process_time()
+    for thread in threads:
+        thread.join()
+    assert time.process_time() - start < 2
+    assert told == ["DrainingError"] * 9
     assert not {*psutil.Process().children()} - before
 
 

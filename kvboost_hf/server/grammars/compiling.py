@@ -20,6 +20,7 @@ from kvboost_hf.server.grammars import program
 from kvboost_hf.server.grammars.fitting import Fitted, opened
 from kvboost_hf.server.grammars.narrowing import narrowed
 from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema
+from kvboost_hf.server.protocol import DrainingError
 
 T = TypeVar("T")
 _START_S = 120.0  # until a process has read the tokenizer
@@ -72,6 +73,7 @@ class Grammars:
         # Likewise, schemas without what they could not be compiled with, or why that is refused.
         self._narrowed: FairCache[bytes, Sequence[Fitted] | str] = FairCache(_KEPT, _KEPT_OF_ONE)
         self._idle: list[_Process] = []
+        self._busy: set[_Process] = set()
         self._places = threading.BoundedSemaphore(processes)
         self._closed = False
 
@@ -85,6 +87,7 @@ class Grammars:
 
         Raises:
             ValueError: the grammar is not one, asks for what cannot be enforced, or takes too much to compile.
+            DrainingError: It is not compiled yet, and `close` was called.
         """
         with self._lock:
             found = self._kept.get(salt, grammar)
@@ -175,9 +178,11 @@ class Grammars:
         return bytes(self._tokens.decode_bytes([token]))
 
     def close(self) -> None:
-        """End the processes. What is compiled stays usable."""
+        """End the processes, also those that compile. What is compiled stays usable; nothing more is compiled."""
         with self._lock:
             self._closed, idle, self._idle = True, self._idle, []
+            for process in self._busy:
+                process.end()
         for process in idle:
             process.kill()
 
@@ -194,15 +199,26 @@ class Grammars:
 
     def _tried(self, grammar: str) -> dict[str, str] | None:
         """`grammar` as it is compiled, and its `error`, empty if it is fine; None if compiling it takes too much."""
+        self._require_open()
         process = self._take_idle() or _Process(self._settings)
-        answer = process.ask(grammar, _WALL_S)
         with self._lock:
+            if not self._closed:
+                self._busy.add(process)
+        answer = process.ask(grammar, _WALL_S) if process in self._busy else None
+        with self._lock:
+            self._busy.discard(process)
             stays = answer is not None and not self._closed
             if stays:
                 self._idle.append(process)
         if not stays:
             process.kill()
+            if answer is None:
+                self._require_open()
         return answer
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise DrainingError("The server ends, and compiles no more grammars.")
 
     def _take_idle(self) -> "_Process | None":
         """A process that is ready, or None. Those that something else has killed are left out."""
@@ -278,9 +294,13 @@ class _Process:
         """Whether it can be asked."""
         return self._process.poll() is None
 
-    def kill(self) -> None:
-        """Kill the process."""
+    def end(self) -> None:
+        """Kill the process. The thread that asks it, if there is one, calls `kill`."""
         self._process.kill()
+
+    def kill(self) -> None:
+        """Kill the process, and free what it takes here."""
+        self.end()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
