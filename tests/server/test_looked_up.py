@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -201,6 +202,13 @@ def test_what_another_process_takes_back_is_not_served(tmp_path: Path) -> None:
         assert right(model, PROMPT, logits)
 
 
+def tell(monkeypatch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
+    """Have a clock tell the time where look-ups are kept, and nowhere else: servers of other tests sleep by it."""
+    told = SimpleNamespace(monotonic=clock, perf_counter=time.perf_counter)
+    for name in ("server.engine.model_runner", "cache.store.lower"):
+        monkeypatch.setattr(f"kvboost_hf.{name}.time", told)
+
+
 def test_what_others_store_is_found_a_moment_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tiers = make_model("llama"), [f"disk:{tmp_path}:1GB"]
     with (
@@ -213,8 +221,7 @@ def test_what_others_store_is_found_a_moment_later(tmp_path: Path, monkeypatch: 
         before = runner.look_up(task).filled
         compute(model, other, PROMPT)
         other.flush()
-        now = time.monotonic()
-        monkeypatch.setattr(time, "monotonic", lambda: now + 2)
+        tell(monkeypatch, lambda: time.monotonic() + 2)
         assert runner.look_up(task).filled == STORED > before
 
 
@@ -243,7 +250,7 @@ def test_tiers_are_asked_once_for_a_prompt_in_pieces(tmp_path: Path, monkeypatch
         later = task_of(PROMPT[:80])
         run(runner, later, 8)
         assert asked["find"] == 1  # all of it is in memory
-        monkeypatch.setattr(time, "monotonic", partial(_later, time.monotonic, [0.0]))
+        tell(monkeypatch, partial(_later, time.monotonic, [0.0]))
         run(runner, task_of(random_ids(100, 9)[0].tolist()), 8)
         assert asked["find"] > 2  # others may have stored more since the piece before
 
