@@ -33,7 +33,7 @@ class _Draw:
         draw = self._draw
         self._blends = self._one_in(6)
         family = self._of(FAMILIES if not self._blends else {name: FAMILIES[name] for name in MOVABLE})
-        self._stateful = family in STATEFUL
+        self._stateful, self._windows = family in STATEFUL, family not in FULL
         self._copies = COPIES if family in FULL else COPIES[:2]  # as far as plain caches can be copied
         self._chunk = self._of({16: 4, 32: 1})
         self._pieces = self._of({1: 1, 3: 1, 7: 3, 8: 5, 15: 4, 16: 8, 17: 4, 24: 5, 32: 2, 33: 2})
@@ -145,6 +145,8 @@ class _Draw:
             user = draw.choice([each for each in USERS if self._hides or each != "mask of steps"])
             if user == "mask of steps":  # what is given in pieces may end in one token
                 options.pop("prefill_chunk_size", None)
+                if self._windows:  # a column of a fixed window is another one with each token
+                    options.pop("cache_implementation", None)
         return Call(
             rows=tuple(made),
             follows=follows,
