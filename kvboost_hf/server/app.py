@@ -79,6 +79,7 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        context.grammars.open()
         yield
         await anyio.to_thread.run_sync(engine.drain, settings.drain_s)
         context.grammars.close()

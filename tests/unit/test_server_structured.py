@@ -364,6 +364,9 @@ def test_a_process_that_was_killed_is_replaced(tokenizer: PreTrainedTokenizerFas
     with pytest.raises(DrainingError, match="compiles no more grammars"):
         grammars.constraint(regex("c"))
     assert not {*psutil.Process().children()} - before
+    grammars.open()
+    assert grammars.constraint(regex("c")).allowed().any()
+    grammars.close()
 
 
 def test_those_that_wait_do_not_outlast_the_compiler(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -447,9 +447,11 @@ def hides_known_padding(parts: CacheParts, request: Request, mask: torch.Tensor,
     To read a mask would make a GPU wait for its work: there it is taken for what generate() makes of its own mask,
     unless the model has somebody else's code that may make another.
     """
+    if not request.in_generate or not request.hides_padding_only:
+        return False
     if mask.device.type == "cpu":
         return hides_padding_only(mask, pads)
-    return request.in_generate and request.hides_padding_only and not parts.binding.fact(request.model, edits_inputs)
+    return not parts.binding.fact(request.model, edits_inputs)
 
 
 def note_hooks(parts: CacheParts, *, confirmed: bool) -> None:

@@ -177,6 +177,10 @@ class Grammars:
             return None
         return bytes(self._tokens.decode_bytes([token]))
 
+    def open(self) -> None:
+        """Compile again after `close`, as an app that is started again does."""
+        self._closed = False
+
     def close(self) -> None:
         """End the processes, also those that compile. What is compiled stays usable; nothing more is compiled."""
         with self._lock:
