@@ -55,6 +55,7 @@ from kvboost_hf.cache.forward.running import (
     leave_prompts,
     note_hooks,
 )
+from kvboost_hf.cache.identity.foreign import is_own
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.live import LiveKV
 from kvboost_hf.cache.live.binding import Binding, StoreWriter, require_policy, require_store
@@ -234,7 +235,11 @@ class ChunkReuseCache(DynamicCache):
         self._call = call if value and not follows else None
         self._mask_fits = not follows or call.fits(held)
         known = live.ledger.log.pads if follows and live.ledger is not None else None
-        self._hides_padding_only = self._mask_fits and (call.mask is None or hides_padding_only(call.mask, known))
+        self._hides_padding_only = (
+            self._mask_fits
+            and (call.mask is None or hides_padding_only(call.mask, known))
+            and (call.loop is None or is_own(type(call.loop)))  # somebody else's may pass any mask to any forward
+        )
         if self._call is not None:
             live.tally = Tally(bypass=_UNUSED)  # until a forward comes with it
             live.end_call()

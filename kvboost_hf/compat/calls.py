@@ -81,6 +81,7 @@ class GenerateCall:
         self.disables_compile = bool(getattr(variables.get("generation_config"), "disable_compile", False))
         self.samples = _samples(variables)
         self.streamer: Any = variables.get("streamer")
+        self.loop: Any = variables.get("custom_generate")  # runs forwards in place of a loop of transformers
         self._arguments = _arguments(variables)
         self._prepared: dict[str, Any] = variables.get("model_kwargs", {})
         self.mask: torch.Tensor | None = self._prepared.get("attention_mask")

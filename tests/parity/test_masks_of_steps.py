@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
-from tests.internals.cache import edits_inputs
+from tests.internals.cache import edits_inputs, running
 
 _HIDDEN = 5  # column
 _NEW = 5
@@ -93,6 +93,36 @@ def test_a_mask_of_somebody_else_is_the_one_that_counts(
     }
     found = _logits(model, later, past_key_values=cache)  # what was computed with the mask is not taken for a prompt's
     torch.testing.assert_close(found, _logits(model, later), atol=atol, rtol=atol)
+
+
+@torch.no_grad()
+def _masking(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """A loop that hides a column, and now and then the token that it passes; returns logits, not ids."""
+    mask, ids, at, found = torch.ones_like(input_ids), input_ids, 0, list[torch.Tensor]()
+    for n in range(_NEW):
+        positions = torch.arange(at, at + ids.shape[1])[None]
+        given = {"attention_mask": mask, "position_ids": positions, "cache": kwargs["cache"]}
+        found.append(model(input_ids=ids, use_cache=True, **given).logits[:, -1])
+        at += ids.shape[1]
+        ids = torch.full((len(ids), 1), 11 + n)
+        mask = torch.cat([mask, torch.full_like(ids, n != 1)], 1)
+        mask[0, _HIDDEN] = n < 2
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvboost_fa2"])
+def test_a_loop_of_somebody_else_may_pass_any_mask(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where to read a mask would make a GPU wait, so that none is read."""
+    monkeypatch.setattr(running, "hides_padding_only", lambda mask, known: True)
+    model = make_model("llama")
+    model.set_attn_implementation(attention)
+    plain = model.generate(
+        **FULL, max_new_tokens=_NEW, custom_generate=_masking, cache=DynamicCache(config=model.config)
+    )
+    cache = ChunkReuseCache(model)
+    for _ in range(2):
+        found = model.generate(**FULL, max_new_tokens=_NEW, custom_generate=_masking, cache=cache)
+        torch.testing.assert_close(found, plain, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 4])

@@ -83,7 +83,7 @@ class Request:
         mask_fits: The mask of the generate() call has a column for all that the layers hold and for each new id, if
             the ids follow what the layers hold.
         hides_padding_only: The mask of the generate() call hides padding on the left, and no more of what the layers
-            hold than it did before.
+            hold than it did before; and no loop of somebody else makes others.
         stores_whole: Nobody will tell when the call has ended: store all of a prompt at once.
         depth: How many frames it is up to the generate() call under way; 0 if there is none.
         code: That of the frame of that call.
