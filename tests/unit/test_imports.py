@@ -1,6 +1,7 @@
 """The files of the package import each other in one direction."""
 
 import ast
+import re
 from pathlib import Path
 
 import grimp
@@ -44,3 +45,14 @@ def test_tests_reach_what_is_not_public_through_one_package() -> None:
     assert _internals_of("def f():\n    from kvboost_hf.cache.reuse import ChunkReuseCache") == {
         "kvboost_hf.cache.reuse"
     }
+
+
+_CLOCK = re.compile(r"setattr\(\s*(time,\s*\"|\"time\.)(monotonic|sleep)\b")
+
+
+def test_no_test_sets_the_clock_of_all_threads() -> None:
+    """Servers that other tests share sleep by it. A test sets the `time` of a module of the package."""
+    files = [path for path in Path(__file__).parents[1].rglob("*.py") if path != Path(__file__)]
+    assert [path.name for path in files if _CLOCK.search(path.read_text())] == []
+    assert _CLOCK.search('monkeypatch.setattr(time, "monotonic", clock)')
+    assert _CLOCK.search('monkeypatch.setattr("time.monotonic", clock)')
