@@ -207,6 +207,7 @@ LOCALS = {
         "decoding_method": "the function that decodes",
         "generation_mode_kwargs": "whether GPUs decode in step",
         "streamer": "what the caller wants tokens to be sent to",
+        "custom_generate": "the loop of somebody else that decodes",
         "synced_gpus": "whether GPUs wait for each other",
     },
     "_prefill": {

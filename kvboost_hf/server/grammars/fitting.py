@@ -250,7 +250,11 @@ class _Fitter:
             if name in given:
                 found[name] = fitting if name == "enum" else fitting[0]
         if "const" in found:
-            found.pop("enum", None)
+            only = found["const"]
+            if all(
+                each != only or isinstance(each, bool) != isinstance(only, bool) for each in found.pop("enum", [only])
+            ):
+                self._leave(under(path, "enum"), "it does not have the value of `const`")
         elif _denied_types(refused) and "type" in found:
             kept = [name for name in _types(found["type"]) if name not in _denied_types(refused)]
             if kept:
