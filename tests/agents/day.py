@@ -49,8 +49,8 @@ def live(agent: Agent, model: Any, tokenizer: Any, folder: Path, long: int = LON
 
     Args:
         agent: Which.
-        model: Of the servers; its answers are scripted.
-        tokenizer: Of the model.
+        model: The model of the servers; its answers are scripted.
+        tokenizer: The tokenizer of the model.
         folder: An empty folder, for the project, the agent's home and the K/V.
         long: Turns of the long session; 0 for none.
     """

@@ -22,10 +22,10 @@ class Outcome:
     """Tokens that went through the model, all calls of a scenario together.
 
     Args:
-        name: Of the scenario.
+        name: The name of the scenario.
         package: The library.
         path: The way through the library.
-        version: Of the library.
+        version: The version of the library.
         plain: Tokens without reuse.
         ideal: As few as could be.
         ours: Tokens with reuse.

@@ -123,7 +123,7 @@ def turns(
     """Four turns, each with another head and 100 tokens more; before the last one, the text behind it is edited.
 
     Args:
-        edits: See `EDITS`.
+        edits: The edits, each as in `EDITS`.
         swapped: The beginning of a text, that of the one behind it, and the end of that: they change places.
 
     Returns:

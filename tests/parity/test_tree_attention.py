@@ -45,7 +45,7 @@ class Tree:
 
     Args:
         ids: [1, nodes].
-        parents: Of the nodes; the first is the root.
+        parents: The parent of each node; the first is the root.
     """
 
     ids: torch.Tensor

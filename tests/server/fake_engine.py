@@ -38,12 +38,12 @@ class FakeEngine:
 
     Attributes:
         says: The pieces.
-        reason: Of the end.
+        reason: Why the answers end.
         stop: The stop text that has brought it.
         error: To be raised by `submit`.
         failure: The error of `Finished`, with the reason `"error"` in place of `"stop"`.
         before: Called with the ticket and the number of each piece before it is said.
-        tickets: Of all jobs that were taken.
+        tickets: The tickets of all jobs that were taken.
     """
 
     vocab_size = 1472  # of the embedded model

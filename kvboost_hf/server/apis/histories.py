@@ -33,8 +33,8 @@ class Histories:
     may go on from one chat. For the event loop's thread alone.
 
     Args:
-        max_bytes: Of all clients' chats. Where there is no room, the client that has most loses what it used least
-            recently.
+        max_bytes: The most bytes that the chats of all clients may take. Where there is no room, the client that has
+            most loses what it used least recently.
         clock: Seconds.
     """
 
