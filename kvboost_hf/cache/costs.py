@@ -44,29 +44,20 @@ _SQUARE = 24  # operations of a layer for a token, in squares of its width, if i
 
 
 def pieces(filled: int, limit: int) -> list[int]:
-    """Columns at which to begin a new forward.
+    """Columns at which to begin a new forward, up to `limit`, behind which logits are wanted.
 
     In one forward over 1,000 tokens a mask costs more than reusing a tenth of them saves. In pieces, little is hidden.
-
-    Args:
-        limit: Columns behind which logits are wanted.
     """
     return list(range(filled + PIECE, limit - PIECE // 2, PIECE))
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of computing a prompt, in operations.
+    """Costs of computing a prompt, in operations."""
 
-    Args:
-        token: Operations for a token, attention left out.
-        pair: Attention of a token to another one, or to itself.
-        layers: How many there are.
-    """
-
-    token: int
-    pair: int
-    layers: int
+    token: int  # operations for a token, attention left out
+    pair: int  # attention of a token to another one, or to itself
+    layers: int  # how many there are
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Costs":

@@ -115,15 +115,11 @@ RIDING_ON_CPU = "on a CPU each further token of a forward takes its time"
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A prompt, or more of one, that may use stored K/V and leave some.
-
-    Args:
-        pads: Columns of left padding of each row.
-    """
+    """A prompt, or more of one, that may use stored K/V and leave some."""
 
     inputs: ForwardInputs
     prompt: Prompt
-    pads: NDArray[np.int64]
+    pads: NDArray[np.int64]  # columns of left padding of each row
     root: bytes
     regime: bytes
 

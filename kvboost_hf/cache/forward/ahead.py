@@ -36,11 +36,7 @@ class Part:
 
 
 class Ahead:
-    """Rows that were computed ahead, in layers of their own. All of them end at the same column.
-
-    Args:
-        parts: What was computed of each row, in order.
-    """
+    """Rows that were computed ahead, in layers of their own, in the order of `parts`. All end at the same column."""
 
     def __init__(self, layers: Sequence[ReuseLayer], parts: Sequence[Part]) -> None:
         self._layers = layers
@@ -59,11 +55,7 @@ class Ahead:
 
 
 class StemReader:
-    """Reads a stem where it was computed, as a `LayerKVReader` reads a chunk.
-
-    Args:
-        ahead: Where it was computed.
-    """
+    """Reads a stem where it was computed, as a `LayerKVReader` reads a chunk."""
 
     def __init__(self, ahead: Ahead, stem: Stem) -> None:
         self._ahead, self._stem = ahead, stem
@@ -84,13 +76,7 @@ class StemReader:
 def run_ahead(
     model: PreTrainedModel, layers: Sequence[ReuseLayer], inputs: ForwardInputs, columns: slice, first: int
 ) -> None:
-    """Compute columns of all rows, ahead of the forward that the caller asked for.
-
-    Args:
-        layers: They hold what comes before.
-        columns: Which columns.
-        first: The column of the first id in `inputs`.
-    """
+    """Compute columns of all rows, ahead of the caller's forward, whose ids begin at column `first`."""
     rows = torch.arange(len(inputs.input_ids), device=inputs.input_ids.device)[:, None]
     at = torch.arange(columns.start - first, columns.stop - first, device=rows.device).expand(len(rows), -1)
     mask = inputs.attention_mask[:, : columns.stop] if inputs.attention_mask is not None else None
@@ -105,15 +91,7 @@ def run_behind(
     at: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> None:
-    """Compute the ids `at` [k, m] of `rows` [k, 1] of a call, behind what the layers hold.
-
-    Args:
-        layers: They hold the same rows.
-        inputs: The arguments of the call.
-        rows: Which rows of it.
-        at: Which of the ids of each row.
-        mask: The mask over all columns, [k, columns], if the call has one.
-    """
+    """Compute the ids `at` [k, m] of `rows` [k, 1] of a call, behind layers that hold these rows; `mask` [k, columns]."""
     positions = inputs.position_ids
     if mask is not None:
         mask = mask.to(inputs.attention_mask.dtype) if inputs.attention_mask is not None else None
@@ -132,21 +110,14 @@ _log = logging.getLogger("kvboost_hf")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding of one audit.
+    """The finding of one audit."""
 
-    Args:
-        divergence: Largest difference of a logit, in standard deviations of the logits.
-        tokens: Tokens that were computed for it.
-        logits: The plain ones, [batch, k, vocab], if they are to take the place of the others.
-        layers: With these, layers that hold the prompt as it was computed.
-        loss: And the plain loss, if labels were passed.
-    """
-
-    divergence: float
-    tokens: int
+    divergence: float  # largest difference of a logit, in standard deviations of the logits
+    tokens: int  # tokens that were computed for it
+    # The plain ones, [batch, k, vocab], if they are to take the place of the others.
     logits: torch.Tensor | None = None
-    layers: Sequence[ReuseLayer] = ()
-    loss: torch.Tensor | None = None
+    layers: Sequence[ReuseLayer] = ()  # with these, layers that hold the prompt as it was computed
+    loss: torch.Tensor | None = None  # and the plain loss, if labels were passed
 
 
 @torch.no_grad()
@@ -158,12 +129,9 @@ def audit(
     kwargs: dict[str, Any],
     logits: torch.Tensor,
 ) -> Finding:
-    """Run a prompt whole, and compare.
+    """Run a prompt whole, with the caller's own arguments, and compare with the `logits` [batch, k, vocab] of reuse.
 
-    Args:
-        store: What served them; chunks that differ are quarantined.
-        kwargs: The caller's arguments, before anything was left out of them.
-        logits: What came out with reuse, [batch, k, vocab].
+    Stored chunks that differ are quarantined.
     """
     fresh = [layer.fresh() for layer in layers]
     ours = (cache_argument(model), "use_cache", "return_dict")

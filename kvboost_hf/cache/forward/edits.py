@@ -36,15 +36,10 @@ from kvboost_hf.compat import PrivateCache, input_device, run_model
 
 
 def plan_edit(text: Edited, sink_tokens: int, chunk_of: Callable[[int, int, int], Chunk]) -> BlendPlan | None:
-    """How K/V of the text before serves the text after an edit, as `plan_blend` plans a prompt.
+    """How K/V of the text before, rows without padding, serves the text after an edit; as `plan_blend` plans a prompt.
 
-    Args:
-        text: The edited text, of rows without padding.
-        sink_tokens: Tokens at the beginning of a row that are not moved.
-        chunk_of: Given a row and an interval of columns before the edit, a chunk of what the layers hold there.
-
-    Returns:
-        The plan; None if no run of text that has moved is long enough to be used.
+    `chunk_of` gives a chunk of what the layers hold of a row in an interval of columns before the edit. None if no run
+    of text that has moved is long enough to be used.
     """
     (batch, columns), held = text.ids.shape, text.first
     runs = _runs(text.source, max(held, sink_tokens), columns - LAST_TOKENS)
@@ -126,11 +121,8 @@ def require_editable(parts: CacheParts) -> Ledger:
 def plan_live(parts: CacheParts, ledger: Ledger, text: Edited) -> Moved | None:
     """A forward that makes an edited text of what the layers hold, which are not changed yet.
 
-    Returns:
-        The forward; None if nothing that has moved is long enough to be used.
-
-    Raises:
-        ValueError: for an edit that leaves nothing, and for ids that the model does not know.
+    None if nothing that has moved is long enough to be used. An edit that leaves nothing, and ids that the model does
+    not know, are a ValueError.
     """
     model, layers = parts.binding.model(), parts.live.layers
     assert model is not None

@@ -56,12 +56,8 @@ def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = Fal
     """Readers for the segments of a plan whose chunks are loaded; rows with the same chunks have the same readers.
 
     On a GPU, consecutive chunks that the same rows have are one span: its host takes longer to launch what there is to
-    do for each chunk and layer than the GPU to do it.
-
-    Args:
-        plan: What comes from where.
-        groups: How many tensors to move together: see `LayerKV.reader`.
-        zeros: Have zeros between `plan.held` and `plan.filled` where no chunk serves.
+    do for each chunk and layer than the GPU to do it. With `zeros`, there are zeros between `plan.held` and
+    `plan.filled` where no chunk serves.
     """
     readers: dict[tuple[bytes, ...], LayerKVReader | JoinedKVReader] = {}  # by the chunks that they read
     spans: list[list[Span]] = []
@@ -165,14 +161,7 @@ def fill_layers(
 ) -> int:
     """Append columns [plan.held, plan.filled) to every layer; what the store does not have is computed ahead.
 
-    Args:
-        model: Runs what the store does not have.
-        layers: They hold `plan.held` columns.
-        plan: What comes from where.
-        first: The column of the first id in `inputs`.
-
-    Returns:
-        Tokens that had to be computed.
+    The ids of `inputs` begin at column `first`. Returns how many tokens had to be computed.
     """
     rows = Rows(layers, plan, spans_of(plan))
     computed = 0
@@ -217,9 +206,8 @@ def fill(
 ) -> None:
     """Append columns [plan.held, plan.filled) to every layer, from what there is of each row.
 
-    Args:
-        chunk_start: The column from which layers with a window are given them, if the window does not begin before.
-        turning: Which tensor of each layer depends on positions, and what turns its new columns in place.
+    Layers with a window are given them from `chunk_start` on, if the window does not begin before. `turning` tells
+    which tensor of each layer depends on positions, and turns its new columns in place.
     """
     plan, layers = rows.plan, rows.layers
     done = _fill_together(rows) if not (turning or rows.cold or plan.held) else ()
@@ -258,8 +246,7 @@ def _shifts_of(plan: ReusePlan) -> tuple[int, NDArray[np.int64]]:
 def _fill_together(rows: "Rows") -> set[int]:
     """Give layers that hold nothing their columns, many layers at once: a chunk has them in one tensor.
 
-    Returns:
-        The layers that have them now. There are none if chunks are not alike, or have to be moved, decoded or checked.
+    Returns the layers that have them now: none if chunks are not alike, or have to be moved, decoded or checked.
     """
     layers, plan, spans = rows.layers, rows.plan, rows.spans
     readers = {id(span.reader): span.reader for row in spans for span in row}.values()
@@ -302,15 +289,10 @@ def _copy(out: torch.Tensor, spans: Sequence[Span], number: int, run: range, pad
 
 
 class Rows:
-    """Has K/V and states of the rows of a batch up to `plan.filled`.
+    """Has K/V and states of the rows of a batch up to `plan.filled`; the layers hold `plan.held` columns.
 
-    Args:
-        layers: They hold `plan.held` columns.
-        plan: What comes from where.
-        spans: What can be read of each row; more may be added.
-
-    Attributes:
-        cold: The rows that were computed up to there, whatever the store has of them.
+    `spans` can be read of each row, and more may be added. The rows in `cold` were computed up to there, whatever the
+    store has of them.
     """
 
     def __init__(self, layers: Sequence[ReuseLayer], plan: ReusePlan, spans: list[list[Span]]) -> None:
@@ -359,11 +341,8 @@ def compute(model: PreTrainedModel, of: Rows, inputs: ForwardInputs, first: int,
     """Compute parts of rows, on top of what there is of these rows, in one forward (on a CPU, see `pieces`).
 
     Shorter parts have padding on the left. A part that begins behind other tokens is computed from a little further
-    ahead where another one of the forward is longer.
-
-    Args:
-        of: The rows; their layers are not changed.
-        first: The column of the first id in `inputs`.
+    ahead where another one of the forward is longer. The layers of the rows are not changed; the ids of `inputs` begin
+    at column `first`.
     """
     new, columns = max(part.stop - part.start for part in parts), max(part.stop for part in parts)
     group = [layer.fresh() for layer in of.layers]
@@ -394,9 +373,7 @@ def compute_columns(
 ) -> list[list[Piece]]:
     """Compute columns [plan.held, plan.filled) of every row; returns them for each layer, for each row.
 
-    Args:
-        layers: They hold `plan.held` columns, and are not changed.
-        first: The column of the first id in `inputs`.
+    The layers hold `plan.held` columns, and are not changed; the ids of `inputs` begin at column `first`.
     """
     parts = [Part(row, max(plan.held - pad, 0), plan.filled - pad) for row, pad in enumerate(plan.pads)]
     ahead = compute(model, Rows(layers, plan, [[] for _ in plan.rows]), inputs, first, parts)

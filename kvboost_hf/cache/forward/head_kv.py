@@ -40,18 +40,8 @@ ANGLES = "the rotary frequencies of the heads change with the length of the text
 class HeadKV:
     """Keeps what heads compute of one text, chunk by chunk.
 
-    The K/V of a column depends on the text up to its token, and on nothing behind it.
-
-    Args:
-        parts: The parts of the cache that holds the text.
-        heads: The heads.
-        like: Gives, for each of their tensors, one [1, heads, columns, dim] of the same form.
-        settle: Has the last forward of the cache told to it.
-        row: The row of the cache that holds the text.
-
-    Attributes:
-        reason: Why nothing of the text can be served or kept; None if it can.
-        root: The key that its chain starts from; None as long as it is not known.
+    The K/V of a column depends on the text up to its token, and on nothing behind it. `like` gives, for each tensor of
+    the heads, one [1, heads, columns, dim] of the same form; `settle` has the last forward of the cache told to it.
     """
 
     def __init__(
@@ -71,14 +61,8 @@ class HeadKV:
         self._text_keys: list[bytes] = []  # of the text's own chunks, up to the same borders
 
     def find(self, ids: Tokens, limit: int) -> list[torch.Tensor] | None:
-        """What is stored of a text, at most `limit` columns.
-
-        Args:
-            ids: All tokens of the text.
-            limit: Columns that are of use.
-
-        Returns:
-            The tensors [1, heads, columns, dim] of the first columns; None if there are none.
+        """What is stored of a text: tensors [1, heads, columns, dim] of its first columns, `limit` at most; None for
+        none.
         """
         if not self._begin(ids):
             return None
@@ -109,13 +93,9 @@ class HeadKV:
         return found
 
     def offer(self, ids: Tokens, read: Read, first: int, *, tail: bool) -> None:
-        """Offer chunks of a text that have become complete.
+        """Offer chunks of a text that have become complete, with `tail` what fills no chunk, too.
 
-        Args:
-            ids: The tokens whose columns are known.
-            read: Gives the tensors [1, heads, columns, dim] of some columns, half-open.
-            first: The first column that it can give.
-            tail: Offer what fills no chunk, too.
+        `read` gives the tensors [1, heads, columns, dim] of some columns, half-open, from `first` on.
         """
         store = self._parts.binding.store
         if self.reason is not None or not self._borders:

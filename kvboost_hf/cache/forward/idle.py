@@ -48,24 +48,15 @@ class _Stop(threading.Event):
 
 @dataclass(slots=True, eq=False)
 class _IdleTurn:
-    """Work that waits, or is being done.
+    """Work that waits, or is being done."""
 
-    Args:
-        work: As `Idle.begin` is given it; let go of at the end.
-        nbytes: Bytes that it keeps alive.
-        stop: Given to the work of this try.
-        ended: Set when nothing more of it will be done.
-        tries: How often it was broken off.
-        at: When it may be tried, in seconds of `time.monotonic`.
-    """
-
-    work: Work | None
-    nbytes: int = 0
-    stop: threading.Event = field(default_factory=_Stop)
-    ended: threading.Event = field(default_factory=threading.Event)
+    work: Work | None  # as `Idle.begin` is given it; let go of at the end
+    nbytes: int = 0  # bytes that it keeps alive
+    stop: threading.Event = field(default_factory=_Stop)  # given to the work of this try
+    ended: threading.Event = field(default_factory=threading.Event)  # set when nothing more of it will be done
     unwanted: bool = False
-    tries: int = 0
-    at: float = 0.0
+    tries: int = 0  # how often it was broken off
+    at: float = 0.0  # when it may be tried, in seconds of `time.monotonic`
 
     @property
     def is_due(self) -> bool:

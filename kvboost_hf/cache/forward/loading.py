@@ -263,11 +263,7 @@ def _can_gather(chunks: Sequence[LayerKV], device: torch.device) -> bool:
 
 
 def _table_of(runs: Iterable[_LayerRun], like: LayerKV, device: torch.device) -> torch.Tensor:
-    """Make the table [runs, 5 + blocks] of runs, int64, on a device: one copy, behind the current stream's work.
-
-    Args:
-        runs: All of them, of chunks that `_can_gather` accepts.
-    """
+    """Make the table [runs, 5 + blocks] of runs, int64, on a device: one copy, behind the current stream's work."""
     addresses: dict[int, tuple[int, ...]] = {}
     rows: list[tuple[int, ...]] = []
     for kv, at, length, row, column in runs:

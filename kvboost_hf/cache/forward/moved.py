@@ -55,17 +55,11 @@ _SLACK = (1.15, 1.0)  # a few more columns than wanted go on from it, and are me
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """How moved chunks take part in a prompt.
+    """How moved chunks take part in a prompt."""
 
-    Args:
-        plan: Which of its columns they serve.
-        repair: Chooses what to compute again.
-        measures: What has to be measured to choose.
-    """
-
-    plan: BlendPlan
-    repair: Repair
-    measures: Measure
+    plan: BlendPlan  # which of its columns they serve
+    repair: Repair  # chooses what to compute again
+    measures: Measure  # what has to be measured to choose
 
 
 def plan_moved(
@@ -73,12 +67,7 @@ def plan_moved(
 ) -> Moving | None:
     """How moved chunks can take part in a prompt, or None where they are not to.
 
-    Args:
-        parts: The cache's model, store, settings and layers.
-        model: The model.
-        prompt: The columns of the prompt.
-        exact: What the store can serve of it as it stands.
-        known: What was looked up before of the only row; None for nothing.
+    `exact` is what the store can serve of it as it stands, `known` what was looked up before of the only row.
     """
     policy, live, ledger = parts.binding.policy, parts.live, parts.live.ledger
     if prompt.inputs.computes_all or (exact.filled >= prompt.limit and not exact.ahead):
@@ -131,15 +120,7 @@ def movable_spans(parts: CacheParts, ids: torch.Tensor, start: int) -> list[tupl
 
 
 class Moved(Forward):
-    """A forward over chosen columns, whose other columns are in the layers already.
-
-    Args:
-        parts: The cache's model, store, settings and layers.
-        prompt: The columns of the prompt.
-        loaded: The chunks that serve them, loaded.
-        moving: Which of them have moved, and what is computed again.
-        stores_whole: Store all of the prompt when it is done.
-    """
+    """A forward over chosen columns, whose other columns are in the layers already."""
 
     can_settle_later = True
     takes_kv = True

@@ -33,25 +33,17 @@ _NEVER = 2**62  # tokens that an extra forward must save
 
 @dataclass(frozen=True, slots=True)
 class PlannedPrompt:
-    """All that is decided of a prompt before its forward, with what serves it loaded.
-
-    Args:
-        plan: Which of them stored chunks serve.
-        cuts: Columns before which to run a forward of our own.
-        stops: Columns at which states are saved in the middle of a forward: first all that are wanted in any case.
-        spaced: Columns at which they are saved there if they fit.
-        moving: How moved chunks take part in it; None if they do not.
-        overlaps: K/V may be loaded while the model computes.
-        reason: Why a run on a few tokens rules out to give the prompt in parts, so that none of this may be done.
-    """
+    """All that is decided of a prompt before its forward, with what serves it loaded."""
 
     prompt: PromptColumns
-    plan: ReusePlan
-    cuts: Sequence[int] = ()
+    plan: ReusePlan  # which of them stored chunks serve
+    cuts: Sequence[int] = ()  # columns before which to run a forward of our own
+    # Columns at which states are saved in the middle of a forward: first all that are wanted in any case.
     stops: Sequence[int] = ()
-    spaced: Sequence[int] = ()
-    moving: Moving | None = None
-    overlaps: bool = False
+    spaced: Sequence[int] = ()  # columns at which they are saved there if they fit
+    moving: Moving | None = None  # how moved chunks take part in it; None if they do not
+    overlaps: bool = False  # K/V may be loaded while the model computes
+    # Why a run on a few tokens rules out to give the prompt in parts, so that none of this may be done.
     reason: str | None = None
 
 
@@ -106,9 +98,8 @@ def look_up(
 ) -> KnownRow:
     """What the store can serve now of a prompt [1, tokens], whose last token is left to compute.
 
-    Args:
-        known: Rows that were looked up before: the first that says it of this prompt, and still holds, is returned.
-        is_current: Tells from now on whether the store is as it is now.
+    Of the rows that are `known`, the first that says it of this prompt, and still holds, is returned. `is_current`
+    tells from now on whether the store is as it is now.
     """
     binding, live, root = parts.binding, parts.live, root_of(parts, ids.shape[1])
     model = binding.model()
@@ -128,14 +119,8 @@ def look_up(
 def choose_hidden(parts: CacheParts, request: Request, found: Admitted, asked: tuple[int, ...]) -> Admitted:
     """Choose the layers whose hidden states are kept of a prompt, and with them the root that it is found under.
 
-    Those that the policy names are kept, and those that the call asks for. Others besides these are kept where the
-    store has more of the prompt with them.
-
-    Args:
-        asked: The layers that the call asks for.
-
-    Returns:
-        The prompt, with its root.
+    Those that the policy names are kept, and those that the call has `asked` for. Others besides these are kept where
+    the store has more of the prompt with them. Returns the prompt with its root.
     """
     binding, live, model = parts.binding, parts.live, request.model
     if live.static is not None or binding.live_quant is not None:

@@ -100,8 +100,7 @@ def _compute_again(
 ) -> tuple[Columns, Mask]:
     """Put new K/V of the next tainted columns into the layers; returns what `_note_repaired` is to be told.
 
-    Raises:
-        Stopped: `stop` was set.
+    Ends with `Stopped` where `stop` is set.
     """
     ledger, layers = live.ledger, live.layers
     assert ledger is not None
@@ -138,14 +137,8 @@ def _holds_all(layers: Sequence[ReuseLayer]) -> bool:
 class RidingStep(Forward):
     """A decoding step, or candidates to verify, whose forward computes some tainted columns again on the way.
 
-    A pass over the weights that one token needs has room for some more. The new tokens attend to the new K/V of those.
-
-    Args:
-        parts: The parts of the cache.
-        held: Columns in the layers before it.
-        inputs: The arguments of the forward.
-        mask: The attention mask, or None for one that hides nothing.
-        most: Tainted columns of each row.
+    A pass over the weights that one token needs has room for some more: `most` of each row. The new tokens attend to
+    the new K/V of those.
     """
 
     takes_kv = True
@@ -214,10 +207,8 @@ def repair_while_idle(parts: CacheParts, stop: threading.Event) -> bool:
     """Compute tainted columns again until none is left, `stop` is set, or another call runs the model.
 
     A piece counts only if the model was the same before and after it. A compiled model is left alone: PyTorch's
-    compiler may crash a process in which another thread compiles, or resets it, meanwhile.
-
-    Returns:
-        Whether columns are left, because of another call.
+    compiler may crash a process in which another thread compiles, or resets it, meanwhile. Returns whether columns are
+    left because of another call.
     """
     live, ledger, model = parts.live, parts.live.ledger, parts.binding.model()
     if ledger is None or ledger.progressive is True or live.in_forward or model is None or is_compiled(model):

@@ -37,14 +37,8 @@ NOT_SHOWN = (
 class Reused(Forward):
     """A forward over what the store could not serve.
 
-    Args:
-        plan: Which of them the store serves.
-        cuts: Columns before which to run a forward of its own, and to keep states.
-        stops: Columns at which to keep states within a forward.
-        spaced: Columns at which to keep them there if they fit.
-        overlaps: K/V may be loaded while the model computes.
-        share_from: Tokens that computing once what rows have alike must save; None if it may not be done.
-        stores_whole: Store all of the prompt when it is done.
+    `cuts`, `stops`, `spaced` and `overlaps` are those of `PlannedPrompt`. Computing once what rows have alike must
+    save `share_from` tokens; None if it may not be done.
     """
 
     can_settle_later = True
@@ -303,13 +297,9 @@ def count_stems(tally: Tally, plan: ReusePlan) -> None:
 
 
 def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]:
-    """Count what stored chunks have served of each row, and where and why they could serve no more.
+    """Count what stored chunks have served of each row of `ids` [batch, columns], and why they could serve no more.
 
-    Args:
-        ids: Codes of all columns, [batch, columns].
-
-    Returns:
-        What has served.
+    Returns what has served.
     """
     tally, store, ledger = parts.live.tally, parts.binding.store, parts.live.ledger
     assert ledger is not None

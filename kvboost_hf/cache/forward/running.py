@@ -52,20 +52,14 @@ _ALIKE = 16  # columns in which two prompts agree that may share more
 
 @dataclass(frozen=True, slots=True)
 class CacheParts:
-    """The parts of one `ChunkReuseCache`.
-
-    Args:
-        form: Whether its buffers grow, or are of a fixed size.
-        when_idle: Done between two calls; see `Idle.begin`.
-        idle: Has it done.
-    """
+    """The parts of one `ChunkReuseCache`."""
 
     binding: Binding
     live: LiveKV
     writer: StoreWriter
-    form: DecodingForm
-    when_idle: "Callable[[CacheParts, threading.Event], bool]"
-    idle: Idle = field(default_factory=Idle)
+    form: DecodingForm  # whether its buffers grow, or are of a fixed size
+    when_idle: "Callable[[CacheParts, threading.Event], bool]"  # done between two calls; see `Idle.begin`
+    idle: Idle = field(default_factory=Idle)  # has it done
 
     def begin_idle(self) -> None:
         """A call has ended, but not the repair: go on with that until somebody needs the cache."""
@@ -75,38 +69,28 @@ class CacheParts:
 
 @dataclass(slots=True)
 class Request:
-    """A forward as the cache was asked for it.
-
-    Args:
-        armed: It brings a whole prompt, whatever the layers hold.
-        in_own_loop: Whoever calls the model leaves it as it is between the tokens of a text, as generate() does.
-        mask_fits: The mask of the generate() call has a column for all that the layers hold and for each new id, if
-            the ids follow what the layers hold.
-        hides_padding_only: The mask of the generate() call hides padding on the left, and no more of what the layers
-            hold than it did before; and no loop of somebody else makes others.
-        stores_whole: Nobody will tell when the call has ended: store all of a prompt at once.
-        depth: How many frames it is up to the generate() call under way; 0 if there is none.
-        code: That of the frame of that call.
-        inputs: The arguments as far as reuse is concerned; or why K/V of it cannot be told by its tokens.
-        seen: What was just found in the model; None where nobody has looked.
-        carries: Tokens that the layers lagged behind are in front of its own.
-        is_step: It has one token, behind what the layers hold. In a cache of a fixed size it is a decoding step: the
-            last piece of a prompt, which may have one token, too, is none.
-    """
+    """A forward as the cache was asked for it."""
 
     cache: Cache
     model: PreTrainedModel
     kwargs: Kwargs
-    armed: bool
-    in_own_loop: bool
+    armed: bool  # it brings a whole prompt, whatever the layers hold
+    in_own_loop: bool  # whoever calls the model leaves it as it is between the tokens of a text, as generate() does
+    # The mask of the generate() call has a column for all that the layers hold and for each new id, if the ids follow
+    # what the layers hold.
     mask_fits: bool
+    # The mask of the generate() call hides padding on the left, and no more of what the layers hold than it did
+    # before; and no loop of somebody else makes others.
     hides_padding_only: bool
-    stores_whole: bool
-    depth: int = 0
-    code: CodeType | None = None
+    stores_whole: bool  # nobody will tell when the call has ended: store all of a prompt at once
+    depth: int = 0  # how many frames it is up to the generate() call under way; 0 if there is none
+    code: CodeType | None = None  # that of the frame of that call
+    # The arguments as far as reuse is concerned; or why K/V of it cannot be told by its tokens.
     inputs: ForwardInputs | str = "not read yet"
-    seen: ModelParts | None = None
-    carries: bool = False
+    seen: ModelParts | None = None  # what was just found in the model; None where nobody has looked
+    carries: bool = False  # tokens that the layers lagged behind are in front of its own
+    # It has one token, behind what the layers hold. In a cache of a fixed size it is a decoding step: the last piece
+    # of a prompt, which may have one token, too, is none.
     is_step: bool = False
 
     @property
@@ -117,26 +101,16 @@ class Request:
 
 @dataclass(slots=True)
 class PromptColumns:
-    """All columns up to the end of a forward over a prompt, or over more of one.
-
-    Args:
-        ids: Codes of all columns, [batch, columns].
-        held: How many of them the layers hold.
-        least: How many the model has to be given at once: see `least_of_prompt`.
-
-    Attributes:
-        columns: How many there are.
-        first: The column of the first id that the caller passed.
-        limit: At most this many columns can be left out of the forward: the logits of the others are wanted.
-    """
+    """All columns up to the end of a forward over a prompt, or over more of one."""
 
     inputs: ForwardInputs
     new: Prompt
-    ids: Tokens
-    held: int
-    least: int = 1
-    columns: int = field(init=False)
-    first: int = field(init=False)
+    ids: Tokens  # codes of all columns, [batch, columns]
+    held: int  # how many of them the layers hold
+    least: int = 1  # how many the model has to be given at once: see `least_of_prompt`
+    columns: int = field(init=False)  # how many there are
+    first: int = field(init=False)  # the column of the first id that the caller passed
+    # At most this many columns can be left out of the forward: the logits of the others are wanted.
     limit: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -146,11 +120,7 @@ class PromptColumns:
 
 
 class Forward(ABC):
-    """One forward of the model with a cache.
-
-    Args:
-        length: Columns of the layers that stay right whatever happens: what to fall back to.
-    """
+    """One forward of the model with a cache. Whatever happens, the first `length` columns of the layers stay right."""
 
     behind: Behind | None = None  # what of its tokens the layers lagged behind
     takes_kv = False  # `update` is to be called with the new K/V of each layer
@@ -175,10 +145,8 @@ class Forward(ABC):
     def update(
         self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Take new K/V [batch, num_kv_heads, m, head_dim] of a layer in place of the layer.
-
-        Returns:
-            K/V of all columns, or None: the layer is to append it.
+        """Take new K/V [batch, num_kv_heads, m, head_dim] of a layer: returns that of all columns, or None to have it
+        appended.
         """
         return None
 
@@ -279,12 +247,7 @@ def _beginnings(ids: Tokens) -> frozenset[bytes]:
 
 
 class Unrecorded(Forward):
-    """A forward whose arguments stay as they are, and of whose K/V nothing is known.
-
-    Args:
-        length: Columns in the layers before it.
-        inputs: The arguments of the forward, if they can be read.
-    """
+    """A forward behind `length` columns whose arguments stay as they are, and of whose K/V nothing is known."""
 
     def __init__(self, parts: CacheParts, length: int, stop: int, inputs: ForwardInputs | None = None) -> None:
         super().__init__(parts, length)
@@ -306,11 +269,7 @@ class Unrecorded(Forward):
 class Step(Forward):
     """A forward that needs the logits of all its tokens: a decoding step, or candidates to verify.
 
-    Args:
-        held: Columns in the layers before it.
-        mask: The attention mask, or None for one that hides nothing.
-        repair: Computes some of what the layers hold again, before it.
-        settled: The arguments that decided how it runs, if it can go on with the next token; see `goes_on`.
+    Without a `mask`, nothing is hidden. `repair` computes some of what the layers hold again, before it.
     """
 
     def __init__(
@@ -383,24 +342,17 @@ class Step(Forward):
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The arguments of a decoding step, as far as they decide how it runs, and where it was called from.
-
-    Args:
-        count: How many arguments there were, with ids, positions and mask.
-        is_masked: There was a mask, of which nobody knows what the next one hides: it is noted each time.
-        depth: How many frames it is from the forward hook's cache up to the generate() call.
-        code: That of the frame of this call; None for a loop of somebody else, who keeps the model as it is.
-        hands_out: The layers may give the attention K/V as it is held.
-    """
+    """The arguments of a decoding step, as far as they decide how it runs, and where it was called from."""
 
     constants: dict[str, Any]
     caches: frozenset[str]
-    count: int
-    is_masked: bool
+    count: int  # how many arguments there were, with ids, positions and mask
+    is_masked: bool  # there was a mask, of which nobody knows what the next one hides: it is noted each time
     positions: torch.Size
-    depth: int
+    depth: int  # how many frames it is from the forward hook's cache up to the generate() call
+    # That of the frame of this call; None for a loop of somebody else, who keeps the model as it is.
     code: CodeType | None
-    hands_out: bool
+    hands_out: bool  # the layers may give the attention K/V as it is held
 
     @classmethod
     def of(cls, request: Request, hands_out: bool) -> "Settled | None":
@@ -514,8 +466,7 @@ class CacheUse:
     def begin_call(self, call: GenerateCall) -> None:
         """A generate() call of this thread takes the cache.
 
-        Raises:
-            CacheInUseError: another call is under way that has computed K/V with it, or that runs in another thread.
+        CacheInUseError: another call is under way that has computed K/V with it, or that runs in another thread.
         """
         config = call.config
         with self._lock:
@@ -525,11 +476,7 @@ class CacheUse:
             self._ran = False
 
     def begin_forward(self, cache: Any) -> None:
-        """A forward of this thread takes the cache.
-
-        Raises:
-            CacheInUseError: a call, or a forward, of another thread is under way with it.
-        """
+        """A forward of this thread takes the cache. CacheInUseError: a call, or forward, of another thread has it."""
         thread = threading.get_ident()
         with self._lock:
             if self._thread != thread and self._config is not None:
@@ -545,11 +492,7 @@ class CacheUse:
         return self.inside != 0 and is_in_forward(cache, self.inside)
 
     def require_free(self) -> None:
-        """Before somebody changes what the cache holds.
-
-        Raises:
-            CacheInUseError: a call of another thread is under way with it.
-        """
+        """Before somebody changes what the cache holds. CacheInUseError: a call of another thread has it."""
         if self._config is not None and self._thread != threading.get_ident():
             with self._lock:
                 self._require_free(None)
@@ -557,8 +500,7 @@ class CacheUse:
     def require_idle(self) -> None:
         """Before somebody changes the text itself, which a generate() call under way counts on.
 
-        Raises:
-            CacheInUseError: a call is under way with it, in this thread or in another one.
+        CacheInUseError: a call is under way with it, in this thread or in another one.
         """
         with self._lock:
             self._require_free(None)

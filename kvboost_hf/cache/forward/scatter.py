@@ -38,20 +38,14 @@ _OPERATOR = "kvboost_hf.attend.default"
 
 @dataclass(frozen=True, slots=True)
 class Narrowing:
-    """Choosing columns by what layers show: see `Measure.DEVIATION`.
+    """Choosing columns by what layers show: see `Measure.DEVIATION`."""
 
-    Args:
-        first: The layer that is the first to be measured, for all columns, and to be narrowed.
-        steps: How many layers are measured.
-        choose: Called with the deviations [batch, columns], below zero where none was measured, and the number of the
-            step; returns the columns to go on with, a part of those so far.
-        tensor: What is compared with what is stored: values, or keys where those tell no positions.
-    """
-
-    first: int
-    steps: int
+    first: int  # the layer that is the first to be measured, for all columns, and to be narrowed
+    steps: int  # how many layers are measured
+    # Called with the deviations [batch, columns], below zero where none was measured, and the number of the step;
+    # returns the columns to go on with, a part of those so far.
     choose: Callable[[NDArray[np.float64], int], Columns]
-    tensor: int = 1
+    tensor: int = 1  # what is compared with what is stored: values, or keys where those tell no positions
 
 
 class TakesColumns(Protocol):
@@ -146,12 +140,7 @@ class ScatterPass:
         return self._layers[self.current].first
 
     def arguments(self, ids: torch.Tensor, first: int) -> dict[str, Any]:
-        """The arguments of the model.
-
-        Args:
-            ids: [batch, m], those that the caller passed.
-            first: The column of the first of them.
-        """
+        """The arguments of the model, where the caller passed `ids` [batch, m] from column `first` on."""
         return self.arguments_of(ids.gather(1, torch.from_numpy(self.columns).to(ids.device) - first))
 
     def arguments_of(self, ids: torch.Tensor) -> dict[str, Any]:
@@ -307,17 +296,11 @@ def _take(value: Any, rows: torch.Tensor, width: int) -> Any:
 def attention_of_the_end(
     model: PreTrainedModel, layers: Sequence[ReuseLayer], plan: BlendPlan, ids: torch.Tensor, first: int
 ) -> tuple[NDArray[np.float64], list[int]]:
-    """Run the last tokens over the stored keys, and see where they look.
+    """Run the last tokens over the stored keys, and see where they look; the caller's `ids` begin at column `first`.
 
-    Their own K/V is put into the layers on the way; whoever asks must compute them again.
-
-    Args:
-        ids: [batch, m], those that the caller passed.
-        first: The column of the first of them.
-
-    Returns:
-        Per row, how much attention each column gets from them [batch, columns], as `AttentionProbe.scores`; and the
-        tokens that went through each layer.
+    Their own K/V is put into the layers on the way; whoever asks must compute them again. Returns per row how much
+    attention each column gets from them [batch, columns], as `AttentionProbe.scores`, and the tokens through each
+    layer.
     """
     queries = num_queries(plan)
     columns = np.arange(plan.reuse.filled - queries, plan.reuse.filled)[None].repeat(len(plan.rows), axis=0)

@@ -104,12 +104,10 @@ class ModelFingerprint:
             return self._look(model)
 
     def current(self, model: nn.Module, *, full: bool = False, found: ModelParts | None = None) -> bytes:
-        """The fingerprint of `model` as it is now.
+        """The fingerprint of `model` as it is now; `found` is what `look` has found just now, or None to look.
 
-        Args:
-            full: Read every weight, so that no change can be missed. Weights that are changed back find their old
-                fingerprint again. It never equals one without `full`.
-            found: What `look` has found just now, or None to look.
+        With `full` every weight is read, so that no change can be missed, and weights that are changed back find their
+        old fingerprint again. It never equals one without `full`.
         """
         with self._lock:
             found = self._look(model) if found is None else found
@@ -131,13 +129,9 @@ class ModelFingerprint:
     def durable(self, model: nn.Module, *, full: bool = False, found: ModelParts | None = None) -> bytes | str:
         """A fingerprint that is the same in other processes, or the reason why there is none.
 
-        All weights are read at the first call, and again when they seem to have changed. Code counts by the version of
-        its package, or by its source file. Closures and objects used as hooks or functions have no such name: with
-        one of them there is no durable fingerprint.
-
-        Args:
-            full: Read every weight again. It never equals one without `full`, under which a change may be missed.
-            found: What `look` has found just now, or None to look.
+        All weights are read at the first call, again when they seem to have changed, and each time with `full`. Code
+        counts by the version of its package, or by its source file. Closures and objects used as hooks or functions
+        have no such name: with one of them there is no durable fingerprint.
         """
         with self._lock:
             found = self._look(model) if found is None else found

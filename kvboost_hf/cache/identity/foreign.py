@@ -176,14 +176,11 @@ def name_of(part: Any) -> str:
 
 
 def holder_of_cache(model: nn.Module) -> str | None:
-    """Why a model must run whole prompts on transformers' own cache layers, or None.
+    """Why a model must run whole prompts on transformers' own cache layers, as a text that follows "because"; or None.
 
     The reason is somebody else's code that receives the cache: a forward hook with keyword arguments, or a patched
     forward, on a module whose forward takes a cache. Whole models (`LlamaForCausalLM`, `LlamaModel`) are skipped,
     because hooks on them mostly count.
-
-    Returns:
-        A text that follows "because", or None.
     """
     todo = [model]
     native: set[type] = set()  # classes whose forward is their own

@@ -214,21 +214,13 @@ FileMark = tuple[str, int, int, int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileWeight:
-    """A weight that accelerate reads from a file before each forward.
-
-    Args:
-        name: The name of the tensor in the map.
-    """
+    """A weight that accelerate reads from a file before each forward."""
 
     weights: Mapping[str, torch.Tensor]
-    name: str
+    name: str  # the name of the tensor in the map
 
     def read(self, known: dict[Hashable, Content]) -> Content:
-        """Its content, read if the file is not the one that it was.
-
-        Args:
-            known: Contents that were read before; the new one is added.
-        """
+        """Its content, read if the file is not the one that it was, and then added to what is `known`."""
         key = self.name, *_marks({_path(self.weights, self.name)})
         if key not in known:
             (known[key],) = contents([self.weights[self.name]])

@@ -99,11 +99,7 @@ class ModelParts:
 
 
 class Walk:
-    """One walk through the modules of a model.
-
-    Args:
-        model: The model; None for a walk that `Layout.read` fills in.
-    """
+    """One walk through the modules of a model; None for a walk that `Layout.read` fills in."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.found = ModelParts()
@@ -271,11 +267,7 @@ _Take = Callable[[Any], tuple[Any, ...]]
 
 
 class Layout:
-    """Where a walk has found things, without a reference to them.
-
-    Args:
-        walk: An ordinary walk: all tensors are plain, and nothing is offloaded or patched.
-    """
+    """Where an ordinary walk has found things, without a reference to them. All tensors are plain."""
 
     def __init__(self, walk: Walk) -> None:
         attributes = [module.__dict__ for module in walk.modules]

@@ -159,14 +159,9 @@ def _forms(tensors: Sequence[torch.Tensor]) -> Forms:
 
 
 class _SampleInPlace:
-    """Values of tensors that are read at their addresses: a view of each tensor would take PyTorch longer than all of
-    them together.
+    """Values of tensors that are read at their addresses: a view of each would take PyTorch longer than all together.
 
-    Args:
-        tensors: The tensors, of any device.
-
-    Attributes:
-        elsewhere: Numbers of those that are not read at their addresses.
+    `elsewhere` has the numbers of those that are not read so.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -355,11 +350,7 @@ class Memory:
 
 
 class Memories:
-    """The memories of a list of tensors.
-
-    Args:
-        tensors: The tensors; no reference to them is kept.
-    """
+    """The memories of a list of tensors, to which no reference is kept."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         _make_property()
@@ -391,11 +382,7 @@ class Memories:
             )
 
     def writes(self, tensors: Sequence[torch.Tensor]) -> int | None:
-        """How many writes were found so far.
-
-        Args:
-            tensors: Those of the constructor, in the same memory.
-        """
+        """How many writes were found so far to the tensors of the constructor, in the same memory."""
         if self._shared or self._noted != _noted:
             self._noted = _noted
             for number in [n for n, memory in enumerate(self._memories) if memory.is_shared]:

@@ -156,19 +156,13 @@ class Beginnings:
 
 @dataclass(frozen=True, slots=True)
 class Belongings:
-    """The part of a store that belongs to some prompts.
+    """The part of a store that belongs to some prompts."""
 
-    Args:
-        owner: As `Beginnings` name it: what begins with its heads.
-        roots: All that is stored under these.
-        pieces: By key of a record that is found by its content, its root.
-        all_pieces: There are more of these, whose keys are not known.
-    """
-
-    owner: str
-    roots: frozenset[bytes] = frozenset()
+    owner: str  # as `Beginnings` name it: what begins with its heads
+    roots: frozenset[bytes] = frozenset()  # all that is stored under these
+    # By key of a record that is found by its content, its root.
     pieces: Mapping[bytes, bytes] = field(default_factory=dict)
-    all_pieces: bool = False
+    all_pieces: bool = False  # there are more of these, whose keys are not known
 
     def under(self, heads: Beginnings) -> frozenset[bytes]:
         """The roots that anything of it is under."""
@@ -177,9 +171,8 @@ class Belongings:
     def keys(self, records: Collection[Stored], heads: Beginnings, *, lost: bool) -> set[bytes]:
         """Keys of those records that belong to the prompts.
 
-        Args:
-            lost: Include what may belong to any prompt under the same roots: chunks behind one that is not stored any
-                more, states within a first chunk, and if not all pieces are known, those of others.
+        With `lost`, also of what may belong to any prompt under the same roots: chunks behind one that is not stored
+        any more, states within a first chunk, and if not all pieces are known, those of others.
         """
         wanted = {*self.pieces} | {each.key for each in records if self.owner in heads.owners(each)}
         if lost:
@@ -197,11 +190,7 @@ class Belongings:
 
 
 def count_bytes(held: Iterable[Stored], wanted: Iterable[Belongings], heads: Beginnings) -> list[int]:
-    """The bytes of each.
-
-    Args:
-        wanted: Whose bytes are counted.
-    """
+    """The bytes of what is held, for each of those `wanted`."""
     by_key = {each.key: each for each in held}
     tops: dict[bytes, frozenset[str]] = {}  # by key, the owners of the first chunk that it continues
     sizes: Counter[str | bytes] = Counter()  # by owner, by root, and by key of a piece

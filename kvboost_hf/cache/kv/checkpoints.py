@@ -246,28 +246,21 @@ class _Segment:
 
     A projection of the hidden states themselves is computed when the first segment asks for it. The projection whose
     output the mixer returns waits for the last segment; the first segment shows which one that is.
-
-    Args:
-        hidden: What the mixer was given, [batch, columns, width].
-        thread: Other threads may run the same modules.
-        part: Refers to their hidden states, which live as long as the call of the mixer with them.
-        sliced: Whether the projection that is being computed is one of the hidden states.
-        returned: The output of the last projection, and its module.
-        final: The projection whose output the mixer returns; None if not known, or if that is something else.
-        waiting: The inputs of the final projection from all segments but the first.
-        is_last: Whether no segment follows.
     """
 
-    hidden: torch.Tensor
-    thread: int = field(default_factory=threading.get_ident)
+    hidden: torch.Tensor  # what the mixer was given, [batch, columns, width]
+    thread: int = field(default_factory=threading.get_ident)  # other threads may run the same modules
     columns: slice = field(default_factory=lambda: slice(0))
+    # Refers to their hidden states, which live as long as the call of the mixer with them.
     part: Callable[[], torch.Tensor | None] = lambda: None
     projected: dict[nn.Linear, torch.Tensor] = field(default_factory=dict)
-    sliced: bool = False
-    returned: tuple[nn.Linear, torch.Tensor] | None = None
+    sliced: bool = False  # whether the projection that is being computed is one of the hidden states
+    returned: tuple[nn.Linear, torch.Tensor] | None = None  # the output of the last projection, and its module
+    # The projection whose output the mixer returns; None if not known, or if that is something else.
     final: nn.Linear | None = None
+    # The inputs of the final projection from all segments but the first.
     waiting: list[torch.Tensor] = field(default_factory=list)
-    is_last: bool = False
+    is_last: bool = False  # whether no segment follows
 
     def narrow(self, args: tuple[Any, ...], kwargs: dict[str, Any], columns: slice) -> tuple[Any, dict[str, Any]]:
         """Begin with some columns: the arguments of the mixer for them."""

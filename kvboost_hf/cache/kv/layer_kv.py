@@ -48,28 +48,19 @@ class Arriving(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Tensors of several layers that are alike, encoded together.
+    """Tensors of several layers that are alike, encoded together."""
 
-    Args:
-        planes: The encoded planes, [tensors, …] each, in host memory.
-        shape: heads, tokens and head_dim of each.
-        dtype: The data type of each tensor.
-        rotations: The rotation of each tensor, or None.
-        device: Where the model computed them.
-        blob: The blob that the planes are views of, unchecked; None if they are owned.
-        ready: Done when the planes have arrived in host memory, until when they are where the model computes; or,
-            copied to a device, when they have arrived there. None if they were there from the start.
-    """
-
-    planes: Planes
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
+    planes: Planes  # the encoded planes, [tensors, …] each, in host memory
+    shape: tuple[int, int, int]  # heads, tokens and head_dim of each
+    dtype: torch.dtype  # the data type of each tensor
     role: Role
     codec: Codec
-    rotations: tuple[LayerRotation | None, ...]
-    device: torch.device
-    blob: Blob | None = None
+    rotations: tuple[LayerRotation | None, ...]  # the rotation of each tensor, or None
+    device: torch.device  # where the model computed them
+    blob: Blob | None = None  # the blob that the planes are views of, unchecked; None if they are owned
     number: int = 0
+    # Done when the planes have arrived in host memory, until when they are where the model computes; or, copied to a
+    # device, when they have arrived there. None if they were there from the start.
     ready: Arriving | None = None
 
     @classmethod
@@ -111,9 +102,7 @@ class Block:
     def run(self, start: int, groups: Groups | None = None) -> range:
         """Tensors from `start` on to move and to decode at once: fewer calls, for little memory.
 
-        Args:
-            start: The first one.
-            groups: Where they have to be moved, not all of them, so that those of the first layers are there early.
+        In `groups`, where they have to be moved, so that those of the first layers are there early.
         """
         stop, is_apart = len(self.rotations), device_link.link.is_apart(self.device)
         if is_apart and groups is not None:
@@ -134,8 +123,7 @@ class Block:
     def move(self, run: range) -> torch.Tensor:
         """Tensors [len(run), heads, tokens, head_dim] where the model computes.
 
-        Raises:
-            DamagedBlobError: if they are not what was stored (where `is_viewed`, checked later).
+        DamagedBlobError: they are not what was stored (where `is_viewed`, checked later).
         """
         self.wait()
         if self.blob is not None and not self.is_viewed:
@@ -180,12 +168,10 @@ class LayerKV:
 
     All layers of a chunk come and go together, so that one block, and one transfer, serves them all where the layers
     are alike. Layers with a window have blocks of their own: far from the end of a prompt they are not needed.
-
-    Args:
-        places: Per layer, where each of its tensors is; None for a layer without columns.
     """
 
     blocks: tuple[Block, ...]
+    # Per layer, where each of its tensors is; None for a layer without columns.
     places: tuple[tuple[Place, ...] | None, ...]
 
     @property
@@ -308,8 +294,7 @@ class LayerKVReader:
     def layer(self, index: int) -> Piece | None:
         """The tensors of a layer, [heads, tokens, dim] each, or None if it has no columns.
 
-        Raises:
-            DamagedBlobError: if they are not what was stored.
+        DamagedBlobError: they are not what was stored.
         """
         if self._at_once is None:
             self._at_once = self.kv.is_here
@@ -348,11 +333,7 @@ class LayerKVReader:
 
 
 class JoinedKVReader:
-    """Columns of consecutive chunks, copied together where the model computes.
-
-    Args:
-        readers: What reads the chunks, in order; each can follow the one before.
-    """
+    """Columns of consecutive chunks, each of which can follow the one before, joined where the model computes."""
 
     def __init__(self, readers: Sequence[LayerKVReader]) -> None:
         self._readers = readers
@@ -380,11 +361,8 @@ class ColumnReader(Protocol):
 
 
 class Zeros:
-    """Reads zeros, for columns that are computed when all others are in place.
-
-    Args:
-        like: Has tensors of the same shapes and types.
-        tokens: How many there are at most.
+    """Reads zeros, `tokens` at most, for columns that are computed when all others are in place; of the form of
+    another.
     """
 
     def __init__(self, like: ColumnReader, tokens: int) -> None:

@@ -18,13 +18,9 @@ from kvboost_hf.cache.layers.base import LayerState, ReuseLayer, extra_as_json
 
 
 class StateCodes(NamedTuple):
-    """A tensor of a state, encoded.
+    """A tensor of a state, encoded."""
 
-    Args:
-        planes: Codes and scales, [1, …] each, in host memory.
-    """
-
-    planes: Planes
+    planes: Planes  # codes and scales, [1, …] each, in host memory
     shape: tuple[int, ...]
     dtype: torch.dtype
     codec: Codec
@@ -54,15 +50,10 @@ def as_columns(shape: Sequence[int]) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedState:
-    """The state of one row in a layer, with some of its tensors encoded.
+    """The state of one row in a layer, with some of its tensors encoded."""
 
-    Args:
-        tensors: As `LayerState` has them.
-        extra: The same.
-    """
-
-    tensors: tuple[torch.Tensor | StateCodes | None, ...]
-    extra: Any
+    tensors: tuple[torch.Tensor | StateCodes | None, ...]  # as `LayerState` has them
+    extra: Any  # the same
 
     @property
     def nbytes(self) -> int:

@@ -91,13 +91,9 @@ def copy_columns(
     *,
     at_start: bool = False,
 ) -> LayerKV:
-    """Copy columns of every layer to host memory.
+    """Copy columns [start, stop) of every layer to host memory; without a `form`, as they are.
 
-    Args:
-        start: The first column.
-        stop: The one behind the last.
-        form: To copy them to; None keeps them as they are.
-        at_start: The row begins at `start`.
+    `at_start` says that the row begins there.
     """
     form = form or ColumnFormat()
     numbers: dict[tuple[Any, ...], int] = {}  # of the blocks, by what their tensors have in common
@@ -137,17 +133,12 @@ class ColumnForm:
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
-    """The state of one layer, of one row.
+    """The state of one layer, of one row."""
 
-    Args:
-        tensors: Shape and type of each; None where there is nothing.
-        extra: What else the state of each layer needs, as `LayerState` has it.
-        extra_json: The same as JSON; None if it has no form outside of this process.
-    """
-
+    # Shape and type of each; None where there is nothing.
     tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
-    extra: Any
-    extra_json: Any
+    extra: Any  # what else the state of each layer needs, as `LayerState` has it
+    extra_json: Any  # the same as JSON; None if it has no form outside of this process
 
     @classmethod
     def of(cls, state: LayerState) -> "StateForm":
@@ -158,22 +149,17 @@ class StateForm:
 
 @dataclass(frozen=True, slots=True)
 class ModelForm:
-    """Forms of the columns and states of all layers.
+    """Forms of the columns and states of all layers."""
 
-    Args:
-        columns: Per layer, those of each of its tensors; None for a layer without columns.
-        states: Per layer; None for a layer without one.
-    """
-
+    # Per layer, those of each of its tensors; None for a layer without columns.
     columns: tuple[tuple[ColumnForm, ...] | None, ...]
-    states: tuple[StateForm | None, ...]
+    states: tuple[StateForm | None, ...]  # per layer; None for a layer without one
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, hidden_layers: tuple[int, ...] = ()) -> "ModelForm | None":
         """That of a model as it is now, by a forward over a few tokens; None where that fails, as no reuse is safe.
 
-        Args:
-            hidden_layers: The layers whose hidden states are kept beside K/V, as a layer of their own.
+        The hidden states of `hidden_layers` are kept beside K/V, as a layer of their own.
         """
         try:
             layers, ids = make_layers(model, hidden_layers=hidden_layers), probe_ids(model)
@@ -221,22 +207,14 @@ class ChunkForm(NamedTuple):
 
 
 class ChunkForms:
-    """The forms of chunks that were read before: most blobs are laid out as the one before them.
-
-    Args:
-        columns: How the store keeps columns.
-    """
+    """The forms of chunks that were read before: most blobs are laid out as the one before them."""
 
     def __init__(self, columns: ColumnFormat, form: ModelForm) -> None:
         self.columns, self.form = columns, form
         self._known: dict[tuple[str, int, bool], ChunkForm] = {}  # by layout, tokens, and `at_start`
 
     def of(self, blob: Blob) -> ChunkForm:
-        """The form of a chunk.
-
-        Raises:
-            DamagedBlobError: if its layout is not one that this store makes.
-        """
+        """The form of a chunk. DamagedBlobError: its layout is not one that this store makes."""
         key = blob.layout_text, len(blob.entry.tokens), blob.entry.start == 0
         known = self._known.get(key)
         if known is None:
@@ -251,11 +229,7 @@ class ChunkForms:
 def read_kv(blob: Blob, forms: ChunkForms) -> LayerKV:
     """K/V of a chunk, as views of a blob that are compared with their checksums when they are read.
 
-    Args:
-        blob: The blob of the chunk; `entry` tells how many tokens it has.
-
-    Raises:
-        DamagedBlobError: if it holds anything but K/V of this model in this format.
+    DamagedBlobError: it holds anything but K/V of this model in this format.
     """
     form = forms.of(blob)
     if blob.names != form.names:
@@ -272,8 +246,7 @@ def read_kv(blob: Blob, forms: ChunkForms) -> LayerKV:
 def read_states(blob: Blob, form: ModelForm, kept_as: StateFormat) -> LayerStates:
     """States of all layers, as views of a blob.
 
-    Raises:
-        DamagedBlobError: if it holds anything but states of this model in this format.
+    DamagedBlobError: it holds anything but states of this model in this format.
     """
     with _as_damage():
         pairs = zip(blob.layout["layers"], form.states, strict=True)

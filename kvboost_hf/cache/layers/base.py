@@ -134,8 +134,7 @@ class ReuseLayer:
     def as_stock(self) -> Any:
         """The layer that transformers would have in this place, with copies of what this one holds.
 
-        Raises:
-            TypeError: this layer was made on its own, for none of transformers.
+        TypeError: this layer was made on its own, for none of transformers.
         """
         if self.stock is None:
             kind = type(self).__name__
@@ -180,15 +179,11 @@ class ReuseLayer:
         return None
 
     def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
-        """Make columns [start, stop), computed before, the last ones.
+        """Make columns [start, stop), computed before, the last ones; those before `start` may be missing if not
+        needed.
 
-        Args:
-            start: Where they begin: at `length`, or further on where the columns in between are not needed.
-            stop: Where they end.
-            rows: For each row its pieces, in order. A row whose pieces are shorter than `stop - start` is padding on
-                its left, and is zeroed there.
-            turn: Moves them to other positions once they are in place; only layers of full and sliding attention are
-                ever given one.
+        A row whose pieces are shorter than `stop - start` is padding on its left, and is zeroed there. `turn` moves
+        them to other positions once they are in place: only of full and sliding attention.
         """
 
     @property

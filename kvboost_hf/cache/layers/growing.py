@@ -237,9 +237,7 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         return type(self) is GrowingLayer and self.length == 0
 
     def take(self, buffers: Sequence[torch.Tensor], stop: int) -> None:
-        """Hold columns [0, stop) of buffers [batch, heads, at least `stop`, dim], of which each is as `buffers_for`
-        makes them.
-        """
+        """Hold columns [0, stop) of buffers [batch, heads, `stop` or more, dim], each as `buffers_for` makes them."""
         self.lazy_initialization(buffers[0], buffers[1])
         self.version += 1
         for tensor, buffer in zip(self._tensors, buffers, strict=True):
@@ -294,8 +292,10 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     # What kinds of layers differ in
 
     def _bounds(self, held: int) -> tuple[int, int]:
-        """Of an append behind `held` columns: those before the first bound may go when a buffer is full, and new ones
-        may attend to those from the second bound on. Asked of layers that are sliding.
+        """Columns before which an append behind `held` ones may drop from a full buffer, and from which new ones
+        attend.
+
+        Asked of layers that are sliding.
         """
         return 0, 0
 

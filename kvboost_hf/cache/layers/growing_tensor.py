@@ -29,8 +29,7 @@ def capacity(length: int) -> int:
 class GrowingTensor:
     """A tensor [batch, heads, columns, dim] that grows along its columns, in a buffer with room to spare.
 
-    Args:
-        room: How many columns a buffer for so many is given.
+    `room` tells how many columns a buffer for so many is given.
     """
 
     __slots__ = (
@@ -344,17 +343,10 @@ def _aligned(columns: int, nbytes: int) -> int:
 def buffers_for(
     count: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, at_once: int
 ) -> Iterator[tuple[range, torch.Tensor]]:
-    """Make buffers for `count` tensors of one shape, several at a time: with room to spare, not zeroed.
+    """Make buffers for `count` tensors of a shape (batch, heads, columns, dim), with room to spare, not zeroed.
 
-    Args:
-        count: How many.
-        shape: batch, heads, columns and dim of each.
-        dtype: The data type of each tensor.
-        device: The device of each tensor.
-        at_once: Bytes of those that are made together, at most, unless it is only one.
-
-    Yields:
-        Which ones, and their buffers [tensors, batch, heads, columns and room, dim].
+    So many are made together as take `at_once` bytes at most, unless it is only one: yields which, and their buffers
+    [tensors, batch, heads, columns and room, dim].
     """
     batch, heads, columns, dim = shape
     one = (batch, heads, _aligned(capacity(columns), dim * dtype.itemsize), dim)
@@ -381,9 +373,7 @@ def write_behind_padding(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> N
 def write_row(opened: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
     """Write the pieces of a row to the end of the columns that a layer has opened for it, and zeros before them.
 
-    Args:
-        opened: The new columns of each tensor of the layer, [heads, columns, dim].
-        pieces: In order.
+    `opened` are the new columns of each tensor of the layer, [heads, columns, dim].
     """
     for at, out in enumerate(opened):
         write_behind_padding(out, [piece[at] for piece in pieces])

@@ -38,14 +38,10 @@ def _always(columns: int) -> Callable[[int], int]:
 
 
 class CodedTensor:
-    """A tensor [batch, heads, columns, dim] that grows along its columns.
+    """A tensor [batch, heads, columns, dim] that grows along its columns, in blocks that are encoded each on its own.
 
-    Args:
-        codec: Encodes the blocks, each on its own.
-        role: What it holds.
-        rotation: How it turns with the position, or None.
-        sinks: The first columns, which stay exact.
-        window: At least so many last columns are exact, and less than twice as many.
+    The first columns, the `sinks`, stay exact, and at least `window` last ones, of which there are less than twice as
+    many.
     """
 
     def __init__(self, codec: Codec, role: Role, rotation: LayerRotation | None, sinks: int, window: int) -> None:
@@ -82,9 +78,8 @@ class CodedTensor:
     def append(self, new: torch.Tensor) -> torch.Tensor:
         """Append [batch, heads, m, dim], and encode what leaves the window.
 
-        Returns:
-            All columns but those that were codes before, [batch, heads, columns, dim]; the new ones as they were
-            given. Not to be kept for longer than until the next call.
+        Returns all columns but those that were codes before, [batch, heads, columns, dim]; the new ones as they were
+        given. Not to be kept for longer than until the next call.
         """
         blocks = (self._exact.stop + new.shape[2] - self._sinks) // self._window - 1
         if blocks <= 0:
@@ -229,11 +224,6 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     An attention that can read codes is given them. Any other is given all columns, decoded into tensors that nobody
     else keeps: at any time, those of one layer are whole. What is computed within one forward attends to itself
     exactly. No gradient reaches earlier forwards.
-
-    Args:
-        codec: Encodes keys and values.
-        config: How many columns stay exact.
-        rotation: How the keys turn with their positions, or None.
     """
 
     can_branch = True

@@ -111,11 +111,7 @@ class _WithStates(ReuseLayer):
 
 
 class StateLayer(_WithStates, LinearAttentionLayer):
-    """Convolution and recurrent states of linear attention, [batch, …] each, one or several of both.
-
-    Args:
-        number_of_states: How many of each the layer has.
-    """
+    """Convolution and recurrent states of linear attention, [batch, …] each, `number_of_states` of both."""
 
     def __init__(self, number_of_states: int = 1) -> None:
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)

@@ -24,11 +24,7 @@ from kvboost_hf.checksum import checksum
 
 
 class _FixedTensor(GrowingTensor):
-    """A tensor [batch, heads, columns, dim] in a buffer that never moves.
-
-    Args:
-        columns: How many it can hold.
-    """
+    """A tensor [batch, heads, columns, dim] in a buffer that never moves, and that holds so many columns."""
 
     __slots__ = ("_columns",)
 
@@ -135,9 +131,7 @@ class _FixedTensor(GrowingTensor):
 class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """K/V of one layer in buffers that never move: the graph and its guards outlive prompts.
 
-    Args:
-        max_cache_len: Columns of the buffers.
-        window: Columns that a token can attend to, itself included; 0 for all.
+    A token can attend to `window` columns, itself included; 0 for all.
     """
 
     is_compileable = True

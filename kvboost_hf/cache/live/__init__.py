@@ -42,15 +42,11 @@ NO_HIDDEN = "its forward has not shown its hidden states, which are kept"
 
 
 class Behind(NamedTuple):
-    """Tokens that follow what the layers hold: the next forward computes them in front of its own.
-
-    Args:
-        ids: [batch, tokens].
-        positions: [batch or 1, tokens] or [planes, batch, tokens]; None where they are left to the model.
-    """
+    """Tokens that follow what the layers hold: the next forward computes them in front of its own."""
 
     column: int
-    ids: torch.Tensor
+    ids: torch.Tensor  # [batch, tokens]
+    # [batch or 1, tokens] or [planes, batch, tokens]; None where they are left to the model.
     positions: torch.Tensor | None
 
     def part(self, stop: int) -> "Behind | None":
@@ -204,8 +200,7 @@ class LiveKV:
     def take_form(self, model: PreTrainedModel, static: StaticDecoding | None) -> None:
         """Hold the same K/V in buffers that never move, or, without `static`, in ones that grow.
 
-        Raises:
-            torch.OutOfMemoryError: there is no room for both; nothing has changed then.
+        torch.OutOfMemoryError: there is no room for both; nothing has changed then.
         """
         if self.plain_reason is not None or not self.owns_layers:  # others hold the K/V, and go on with it
             self.static = static
@@ -320,9 +315,8 @@ class LiveKV:
     def in_step(self, *, look: bool = True, owned: bool = False) -> Ledger | None:
         """The ledger, unless the layers were changed by somebody else since it was last brought up to date.
 
-        Args:
-            look: Find out whether somebody has written to their tensors. What is not found now is found later.
-            owned: `owns_layers` was True a moment ago.
+        With `look`, find out whether somebody has written to their tensors: what is not found now is found later.
+        `owned` says that `owns_layers` was True a moment ago.
         """
         ledger = self.ledger
         if ledger is not None and (
@@ -465,11 +459,8 @@ class LiveKV:
     def crop_states(self, ledger: Ledger | None, length: int, offer: Callable[[], None]) -> None:
         """Go back to states at or before column `length`, and leave the tokens up to there to the next forward.
 
-        To be called within `changing`.
-
-        Args:
-            length: Columns to claim.
-            offer: Offers to the store what is held: without states, the next forward looks there.
+        To be called within `changing`. `offer` offers to the store what is held: without states, the next forward
+        looks there.
         """
         if self._kept is not None and self._kept.column <= length and self.can_rewind(self._kept.column):
             behind = self._kept.behind(length)
@@ -569,9 +560,7 @@ class LiveKV:
     def share_into(self, twin: "LiveKV", layers: list[Any] | None) -> None:
         """Have `twin` hold the same, in layers of its own that share buffers with these until one of them writes.
 
-        Args:
-            twin: Made for the same model and settings.
-            layers: Copies of what transformers sees, where these are its own layers.
+        `layers` are copies of what transformers sees, where these are its own layers.
         """
         twin.plain_reason, twin.plain_used, twin.changed = self.plain_reason, self.plain_used, self.changed
         twin.hidden_layers, twin.layers = self.hidden_layers, [layer.share() for layer in self.layers]

@@ -38,17 +38,10 @@ _DEFAULT = ReusePolicy()
 class Binding:
     """The model, store and settings of one cache, and the root key of what is computed with them.
 
-    Args:
-        model: The model. Held weakly.
-        store: Keeps K/V when the cache lets go of it.
-        policy: How stored K/V may be used.
-        salt: Separates those who must not see each other's prompts.
-        live_quant: How the layers quantize K/V, or None.
-
     Attributes:
         hidden_layers: The layers whose hidden states are kept beside K/V, of the text that the cache holds.
         head_roots: The roots that K/V of heads was looked for under, for texts of the cache.
-        model: Gives the model, or None if it no longer exists.
+        model: Gives the model, which is held weakly, or None if it no longer exists.
     """
 
     def __init__(
@@ -83,9 +76,7 @@ class Binding:
     ) -> "Binding":
         """The binding of a new cache; see `ChunkReuseCache` for the defaults, and for what is refused.
 
-        Raises:
-            ValueError: for arguments that do not fit each other.
-            StoreClosedError: for a store that was closed.
+        ValueError: arguments that do not fit each other. StoreClosedError: the store was closed.
         """
         require_cache(model)
         if store is not None:
@@ -107,11 +98,7 @@ class Binding:
         return cls(model, store, policy, store.salt if salt is None else salt_bytes(salt), live_quant)
 
     def change(self, store: ChunkStore | None = None, policy: ReusePolicy | None = None) -> None:
-        """Go on with another store, or another policy.
-
-        Raises:
-            ValueError: for one that does not fit the rest.
-        """
+        """Go on with another store, or another policy. ValueError: it does not fit the rest."""
         store, policy = store if store is not None else self.store, policy if policy is not None else self.policy
         _require_fit(store, policy, self.live_quant)
         self.store, self.policy = store, policy
@@ -195,13 +182,9 @@ class Binding:
     ) -> bytes | None:
         """The key that all chains of the model, as it is now, start from; None for a store that keeps nothing.
 
-        Args:
-            regime: Names the rotary frequencies that are in force (`compat.rope_regime`).
-            seen: What `look` has just found, or None to look.
-            hidden_layers: The layers whose hidden states are kept beside K/V; None for those of the text under way.
-
-        Raises:
-            StoreClosedError: if the store was closed, or the model no longer exists.
+        `regime` names the rotary frequencies that are in force (`compat.rope_regime`); `seen` is what `look` has just
+        found, or None to look; `hidden_layers` are those whose hidden states are kept beside K/V, None for those of
+        the text under way. StoreClosedError: the store was closed, or the model no longer exists.
         """
         seen = self.look() if seen is None else seen
         read_all = self.policy.weights_check == "full"
@@ -232,11 +215,9 @@ class Binding:
 
 
 def require_store(store: object, model: PreTrainedModel) -> None:
-    """Refuse a store that cannot keep the K/V of a model.
+    """Refuse anything but a `ChunkStore`, and one of another model, by a ValueError.
 
-    Raises:
-        ValueError: for anything but a `ChunkStore`, and for one of another model.
-        StoreClosedError: for a store that was closed.
+    StoreClosedError: it was closed.
     """
     if not isinstance(store, ChunkStore):
         raise ValueError(f"`store` must be a ChunkStore, got {store!r}. Pass ChunkStore(model).")
@@ -249,11 +230,7 @@ def require_store(store: object, model: PreTrainedModel) -> None:
 
 
 def require_policy(policy: object) -> None:
-    """Refuse what is no policy.
-
-    Raises:
-        ValueError: for anything but a `ReusePolicy`.
-    """
+    """Refuse anything but a `ReusePolicy` by a ValueError."""
     if not isinstance(policy, ReusePolicy):
         raise ValueError(f"`policy` must be a ReusePolicy, got {policy!r}. Pass ReusePolicy(mode='blend').")
 
@@ -309,8 +286,7 @@ class StoreWriter:
     def confirm(self, ledger: Ledger, *, root_checked: bool = False) -> None:
         """Everything in the layers is there to stay: offer chunks that have become complete.
 
-        Args:
-            root_checked: The root of the model was read just before the forward.
+        `root_checked` says that the root of the model was read just before the forward.
         """
         ledger.unconfirmed = False
         if not ledger.has_new_chunk(self._binding.store.chunker.chunk_size):

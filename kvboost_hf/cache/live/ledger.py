@@ -32,21 +32,14 @@ from kvboost_hf.config import Progressive
 
 @dataclass(slots=True)
 class KnownRow:
-    """What a store could serve of a prompt of one row that nothing is held of, when it was looked up.
-
-    Args:
-        tokens: The tokens of the prompt, [tokens].
-        filled: How many of them the store could serve.
-        plan: Serves them; None once the store has changed.
-        is_current: Tells whether the store is as it was.
-        moved: What serves tokens from `moved_from` on that stood elsewhere; None if it was not looked for.
-    """
+    """What a store could serve of a prompt of one row that nothing is held of, when it was looked up."""
 
     root: bytes
-    tokens: Tokens
-    filled: int
-    plan: RowPlan | None
-    is_current: Callable[[], bool]
+    tokens: Tokens  # the tokens of the prompt, [tokens]
+    filled: int  # how many of them the store could serve
+    plan: RowPlan | None  # serves them; None once the store has changed
+    is_current: Callable[[], bool]  # tells whether the store is as it was
+    # What serves tokens from `moved_from` on that stood elsewhere; None if it was not looked for.
     moved: tuple[Segment, ...] | None = None
     moved_from: int = 0
 
@@ -76,31 +69,22 @@ class KnownRow:
 
 @dataclass(slots=True)
 class Ledger:
-    """Ids and chunk borders of every row, beside the layers that hold their K/V.
-
-    Args:
-        borders: Per row, the chunk borders so far; the root first.
-        root: The root of all chains: model, weights and salt.
-        version: `ReuseLayer.version` when the ledger was last brought up to date; another one means that the layers
-            were changed behind its back.
-        unconfirmed: The last columns are candidates that `crop()` has yet to judge.
-        blended: What of the K/V is not that of a plain forward, or None.
-        progressive: How that is computed again after the prompt; False if it is not.
-        content_keys: The keys of what was stored to be found by its content only.
-        in_pieces: With `ReusePolicy(reproducible=True)`, columns [0, in_pieces) were computed in whole pieces: only
-            these are stored, and kept for the next prompt. None stores and keeps all.
-        quiet: A size of chunks, and a column before which no row has a new one of that size.
-    """
+    """Ids and chunk borders of every row, beside the layers that hold their K/V."""
 
     log: TokenLog
-    borders: list[list[Border]]
-    root: bytes
+    borders: list[list[Border]]  # per row, the chunk borders so far; the root first
+    root: bytes  # the root of all chains: model, weights and salt
+    # `ReuseLayer.version` when the ledger was last brought up to date; another one means that the layers were changed
+    # behind its back.
     version: int = 0
-    unconfirmed: bool = False
-    blended: MovedColumns | None = None
-    progressive: Progressive = False
+    unconfirmed: bool = False  # the last columns are candidates that `crop()` has yet to judge
+    blended: MovedColumns | None = None  # what of the K/V is not that of a plain forward, or None
+    progressive: Progressive = False  # how that is computed again after the prompt; False if it is not
+    # With `ReusePolicy(reproducible=True)`, columns [0, in_pieces) were computed in whole pieces: only these are
+    # stored, and kept for the next prompt. None stores and keeps all.
     in_pieces: int | None = None
-    quiet: tuple[int, int] = 0, 0
+    quiet: tuple[int, int] = 0, 0  # A size of chunks, and a column before which no row has a new one of that size
+    # The keys of what was stored to be found by its content only.
     content_keys: set[bytes] = field(default_factory=set)
 
     @classmethod
@@ -191,8 +175,7 @@ class Ledger:
     # Handing chunks to the store
 
     def store_new(self, layers: Sequence[ReuseLayer], store: ChunkStore, *, unseen: bool) -> bool:
-        """Offer the chunks that have become complete, `unseen` ones even where storing has not paid; tells whether
-        the store has waited for some to come again."""
+        """Offer new complete chunks, `unseen` ones even where it has not paid; tells whether the store waits for some."""
         results: list[Put] = []
         for row in range(self.log.batch_size):
             results += self.store_row(row, layers, store, unseen=unseen)
@@ -393,10 +376,8 @@ class Ledger:
     ) -> None:
         """Offer states of earlier columns, whose K/V has been offered as far as it fills chunks.
 
-        Args:
-            saved: Columns, at most the length of the log, whether host memory alone is to keep what is there, and the
-                states of each row.
-            layers: The layers, which hold the K/V.
+        `saved` has columns, at most the length of the log, whether host memory alone is to keep what is there, and the
+        states of each row.
         """
         form = store.state_format
         for column, spare, rows in saved:
@@ -448,14 +429,9 @@ def offer_content(
     *,
     pinned: bool = False,
 ) -> list[Put]:
-    """Offer row tokens from `start` on as chunks that are found by content only.
+    """Offer row tokens from `start` on as chunks that are found by content only; those before it name the history.
 
-    Args:
-        root: Whose they are.
-        tokens: All tokens of the row: those before `start` name the history.
-        start: Where the first chunk begins.
-        copies: Given the interval of a chunk, its bytes and what copies it, see `copier`.
-        pinned: Never evict them.
+    `copies` gives the bytes of the chunk in an interval, and what copies it, see `copier`.
     """
     results: list[Put] = []
     parent, at = prefix_key(root, tokens[:start]), start

@@ -40,11 +40,9 @@ class BestOrder(NamedTuple, Generic[D]):
 
 
 def best_order(documents: Sequence[D], known: Callable[[list[D]], int]) -> BestOrder[D]:
-    """Follow stored prompts document by document; see `search_order`.
+    """Follow stored prompts document by document; see `search_order`. Ties keep the order that was given.
 
-    Args:
-        documents: In the order that was given, which ties keep.
-        known: How many first tokens of a prompt are stored that has these documents, all or the first ones.
+    `known` tells how many first tokens of a prompt are stored that has these documents, all or the first ones.
     """
     search, found = search_order(len(documents)), list[int]()
     while True:
@@ -106,13 +104,9 @@ class Stem:
 def find_stems(tokens: Sequence[Tokens], known: Sequence[int], min_saving: int) -> list[Stem]:
     """The stems of a batch, each behind those that it continues.
 
-    A row is in all stems that end behind what is known of it. The first of them begins there or earlier, and each one
-    where the one before it ends.
-
-    Args:
-        tokens: The tokens of each row, as far as they may be computed ahead.
-        known: For each row, the token from which it can be continued: what is before it is held or stored.
-        min_saving: Tokens that a stem must save.
+    A row is in all stems that end behind what is known of it: `known` is the token from which each row can be
+    continued, for what is before it is held or stored. The first of them begins there or earlier, and each one where
+    the one before it ends. `tokens` are those of each row as far as they may be computed ahead.
     """
     order = sorted(range(len(tokens)), key=lambda row: tokens[row].astype(">i8").tobytes())
     alike = [common_length(tokens[row], tokens[following]) for row, following in pairwise(order)]
@@ -145,11 +139,8 @@ def in_groups(
 ) -> list[tuple[Stem, ...]]:
     """Stems that one forward can compute, in the order in which the forwards must run.
 
-    Args:
-        stems: Each behind those that it continues.
-        waste: Tokens that a stem may be shorter than the longest one in its forward.
-        padded: A forward may have padding on the left.
-        equal_starts: Stems that continue something must begin at the same token to share a forward.
+    A stem may be `waste` tokens shorter than the longest one in its forward, which may be `padded` on the left. With
+    `equal_starts`, stems that continue something must begin at the same token to share a forward.
     """
     levels: dict[tuple[int, int, int], list[Stem]] = {}
     paths = paths_of(stems, batch)

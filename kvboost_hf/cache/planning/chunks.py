@@ -144,13 +144,10 @@ def states_key(parent: bytes, tokens: Tokens) -> bytes:
 
 
 def content_only_key(root: bytes, parent: bytes, start: int, tokens: Tokens) -> bytes:
-    """The key of a chunk that is found by its content only.
+    """The key of a chunk that is found by its content only, with `start` tokens before it.
 
-    Args:
-        root: The root of its model and salt.
-        parent: Key of the chunk that it was computed directly behind, of either kind, or bytes that name its history.
-        start: How many tokens were before it.
-        tokens: The tokens of the text.
+    `parent` is the key of the chunk that it was computed directly behind, of either kind, or bytes that name its
+    history.
     """
     return digest(b"content only", root, parent, start.to_bytes(8, "little"), tokens.tobytes())
 
@@ -361,12 +358,7 @@ def whole_pieces(columns: int) -> int:
 
 
 def piece_ends(filled: int, limit: int) -> list[int]:
-    """The columns behind `filled`, up to `limit`, at which pieces end.
-
-    Args:
-        filled: Columns that are there, in whole pieces.
-        limit: The first column whose logits are wanted.
-    """
+    """The columns behind `filled`, up to `limit`, whose logits are wanted, at which whole pieces end."""
     return list(range(filled + PIECE, limit + 1, PIECE))
 
 

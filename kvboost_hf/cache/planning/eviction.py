@@ -38,9 +38,8 @@ class _Uses(NamedTuple):
 class Bag(Generic[M]):
     """A set that can be sampled in constant time.
 
-    Args:
-        places: A dict or an array that takes where in `members` each one is. Bags that have nothing in common may
-            share it. It keeps what it has of members that were removed.
+    `places` takes where in `members` each one is. Bags that have nothing in common may share it. It keeps what it has
+    of members that were removed.
     """
 
     def __init__(self, members: Any, places: Any) -> None:
@@ -68,10 +67,7 @@ class EvictionOrder:
 
     Each chunk has a slot, a number under which arrays have all that is known of it: a million chunks take as many
     bytes as their keys, and nothing that the garbage collector walks. The children of a chunk are linked in a list.
-
-    Args:
-        name_of: Tells by which name the uses of a key are remembered after eviction, as long as it is present; None
-            where it is the key itself.
+    `name_of` tells by which name the uses of a key are remembered after eviction, if not by itself.
     """
 
     def __init__(self, name_of: Callable[[bytes], bytes] | None = None) -> None:
@@ -106,12 +102,7 @@ class EvictionOrder:
         self._time, self.passed = self._time + self.passed, 0
 
     def add(self, key: bytes, parent: bytes | None, *, pinned: bool = False) -> None:
-        """Add a leaf.
-
-        Args:
-            parent: One that is present, or None for a root.
-            pinned: Never evict it.
-        """
+        """Add a leaf below a `parent` that is present, or None for a root."""
         assert key not in self._slots
         uses = self._remembered.pop(self._name(key), None) or _Uses(self._time, self._time, 0.0)
         slot = self._slots[key] = self._new_slot()

@@ -92,15 +92,8 @@ def find_moved(tokens: Tokens, start: int, stop: int, index: MovedIndex) -> tupl
     the one with the most tokens before it: a chunk that has seen other text of the kind serves better than one that
     stood first.
 
-    Args:
-        tokens: All tokens of the row.
-        start: The first one to serve.
-        stop: The end of those to serve.
-        index: The store.
-
-    Returns:
-        Segments in order that do not overlap. Those that were computed directly behind each other have
-        `MIN_MOVED_TOKENS` or more together.
+    Returns segments in order that do not overlap. Those that were computed directly behind each other have
+    `MIN_MOVED_TOKENS` or more together.
     """
     if stop - start < MIN_MOVED_TOKENS:
         return ()

@@ -36,17 +36,11 @@ class Measure(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RepairRow:
-    """The columns of a row: those computed in any case, and those that moved chunks can serve.
+    """The columns of a row: those computed in any case, and those that moved chunks can serve."""
 
-    Args:
-        computed: [columns], tokens of no stored chunk, and those that are never moved.
-        moved: [columns], tokens that moved chunks serve unless they are computed again; disjoint from `computed`.
-        seams: Columns at which chunks of another history begin.
-    """
-
-    computed: Mask
-    moved: Mask
-    seams: tuple[int, ...]
+    computed: Mask  # [columns], tokens of no stored chunk, and those that are never moved
+    moved: Mask  # [columns], tokens that moved chunks serve unless they are computed again; disjoint from `computed`
+    seams: tuple[int, ...]  # columns at which chunks of another history begin
 
     def around_seams(self, before: int = 0, after: int = 0) -> Mask:
         """Moved tokens among the last `before` ones in front of each seam and the first `after` ones behind it."""
@@ -77,17 +71,10 @@ class Repair:
         return scores
 
     def choose(self, row: RepairRow, policy: ReusePolicy, scores: Scores | None = None, slack: float = 1.0) -> Mask:
-        """All tokens that are computed again.
+        """All tokens that are computed again, [columns], a part of `row.moved`.
 
-        Args:
-            row: The row.
-            policy: The policy whose ratios limit how many.
-            scores: [columns], as `measure` says; tokens with high scores first, those below zero never. None before
-                they are measured.
-            slack: Factor of the number: more tokens are kept while their scores can still be measured again.
-
-        Returns:
-            [columns], a part of `row.moved`.
+        `scores` [columns] are as `measure` says: tokens with high scores first, those below zero never; None before
+        they are measured. More tokens are kept, by the factor `slack`, while their scores can still be measured again.
         """
         chosen = self.by_place(row, policy) | row.around_seams(before=policy.overlap_k)
         if scores is None:
@@ -190,14 +177,10 @@ REPAIRS: dict[str, Repair] = {
 
 @dataclass(frozen=True, slots=True)
 class BlendPlan:
-    """A plan in which moved chunks serve some of the columns.
+    """A plan in which moved chunks serve some of the columns."""
 
-    Args:
-        reuse: What is put into the layers, up to the last column; zeros where no chunk serves.
-        rows: Per row, the columns that are computed in any case, and those that moved chunks serve.
-    """
-
-    reuse: ReusePlan
+    reuse: ReusePlan  # what is put into the layers, up to the last column; zeros where no chunk serves
+    # Per row, the columns that are computed in any case, and those that moved chunks serve.
     rows: tuple[RepairRow, ...]
 
     @property
@@ -224,17 +207,10 @@ def plan_blend(
     find: Callable[[Tokens, int, int], tuple[Segment, ...]],
     sink_tokens: int,
 ) -> BlendPlan | None:
-    """Find moved chunks for what the store has no exact K/V of.
+    """Find moved chunks for what the store has no exact K/V of; None where nothing can be moved.
 
-    Args:
-        ids: [batch, columns], all of them.
-        exact: What the store can serve of each row as it stands.
-        logits: How many of the last columns are wanted for their logits.
-        find: Finds what serves some tokens of a row, as `find_moved` does.
-        sink_tokens: Tokens at the beginning of a row that are not moved.
-
-    Returns:
-        The plan, or None where nothing can be moved.
+    `ids` are all [batch, columns], of which so many last `logits` are wanted. `find` is `find_moved`. The first
+    `sink_tokens` of a row are not moved.
     """
     columns = ids.shape[1]
     found: dict[bytes, tuple[Segment, ...]] = {}  # beams and num_return_sequences repeat rows
@@ -263,10 +239,6 @@ def choose_columns(wanted: Sequence[Mask], spare: Sequence[Mask]) -> NDArray[np.
 
     A forward computes the same number of columns of every row. Rows that need fewer compute some of their moved ones
     besides, which can only make them better, and then whatever there is.
-
-    Args:
-        wanted: Per row, [columns].
-        spare: Per row, [columns], those that may be computed at all.
     """
     width = max(int(row.sum()) for row in wanted)
     chosen: list[NDArray[np.int64]] = []
@@ -283,14 +255,10 @@ class MovedColumns:
     K/V of a token equals that of a plain forward only if that of every token before it does. So from the first stale
     column on, the row is tainted: its K/V must not be found by prefix key. Columns that are computed again in order,
     from the first stale one on, are those of a plain forward again.
-
-    Args:
-        moved: [batch, columns], those that moved chunks served, computed again or not. Later ones were computed.
-        stale: [batch, columns], those that were not computed again in every layer.
     """
 
-    moved: Mask
-    stale: Mask
+    moved: Mask  # [batch, columns], those that moved chunks served, computed again or not. Later ones were computed
+    stale: Mask  # [batch, columns], those that were not computed again in every layer
 
     def is_tainted(self, row: int) -> bool:
         """Whether a row has stale columns."""

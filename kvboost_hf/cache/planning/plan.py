@@ -132,19 +132,10 @@ def plan_row(
     *,
     stateful: bool = False,
 ) -> RowPlan:
-    """Walk a row through the store.
+    """Walk a row through the store, from the last chunk `border` at or before the `held` tokens on.
 
-    Args:
-        tokens: All tokens of the row, held and new.
-        held: How many of them the live cache holds.
-        border: The last chunk border at or before `held`.
-        limit: At most this many row tokens may be served; the logits of the rest are wanted.
-        chunker: Where chunks end.
-        index: The store.
-        stateful: The model can only continue from saved states.
-
-    Returns:
-        The plan. `hit >= held`, and `hit <= max(held, limit)`.
+    At most `limit` tokens may be served: the logits of the rest are wanted. The plan has `hit >= held`, and `hit <=
+    max(held, limit)`.
     """
     plan = _walk(tokens, held, border, limit, chunker, index)
     if not stateful:
@@ -153,14 +144,9 @@ def plan_row(
 
 
 def trim_row(plan: RowPlan, saving: Callable[[Segment], float]) -> RowPlan:
-    """Drop segments at the end of a row's plan that save nothing.
+    """Cut a row's plan off behind the segment up to which it saves most in all.
 
-    Args:
-        plan: The plan of the row.
-        saving: The time that serving a segment saves compared to computing it; negative where it costs more.
-
-    Returns:
-        The plan up to the segment with the largest saving in all.
+    `saving` is the time that serving a segment saves compared to computing it; negative where it costs more.
     """
     total = best = 0.0
     keep = 0
@@ -313,18 +299,11 @@ class ReusePlan:
 
 
 def plan_batch(rows: Sequence[RowPlan], pads: Sequence[int], held: int, limit: int, min_saving: int) -> ReusePlan:
-    """Combine the plans of rows into one for the batch.
+    """Combine the plans of rows into one for the batch; at most `limit` columns may be filled.
 
     A forward computes the same columns of every row. Up to the shortest hit all rows are served. A later cut serves
     more of the warm rows, but needs an extra forward for each group of rows that lack those columns. The cut with the
     fewest computed tokens is chosen, where each extra forward counts as `min_saving` tokens.
-
-    Args:
-        rows: The plan of each row.
-        pads: Columns of left padding of each row.
-        held: Columns in the live cache.
-        limit: At most this many columns may be filled.
-        min_saving: Tokens that an extra forward must save.
     """
     plans = _cuts(ReusePlan(held, held, tuple(rows), tuple(pads)))
     if len(rows) == 1:  # no other row is behind: the later the cut, the less is computed
@@ -335,15 +314,10 @@ def plan_batch(rows: Sequence[RowPlan], pads: Sequence[int], held: int, limit: i
 def plan_shared(
     alone: ReusePlan, tokens: Sequence[Tokens], first: int, limit: int, stems_to: int, min_saving: int
 ) -> ReusePlan:
-    """A plan that also computes once what several rows begin with, if that is less work; else the plan itself.
+    """A plan that also computes once what several rows begin with, if that is less work; else the plan `alone` itself.
 
-    Args:
-        alone: A plan of the rows, each by itself.
-        tokens: The tokens of each row.
-        first: The column of the first id that the caller passed.
-        limit: At most this many columns may be filled.
-        stems_to: At most this many columns may be computed once.
-        min_saving: Tokens that an extra forward must save.
+    At most `limit` columns may be filled, and at most `stems_to` computed once. The ids that the caller passed begin
+    at column `first`.
     """
     pads, held, batch = alone.pads, alone.held, len(alone.rows)
     known = [max(row.reach(limit - pad), held - pad, 0) for row, pad in zip(alone.rows, pads, strict=True)]

@@ -153,22 +153,17 @@ class ChatTemplate:
             )
 
     def encode(self, messages: Messages, answer: bool = True) -> Tokens:
-        """Ids [n] of a chat.
+        """Ids [n] of a chat, with the start of an `answer` at its end.
 
-        Args:
-            answer: Whether the start of an answer is at its end.
-
-        Raises:
-            ValueError: The template refuses the messages, or makes nothing of them.
+        ValueError: the template refuses the messages, or makes nothing of them.
         """
         return self._encode(messages, answer)
 
     def start(self, messages: Messages) -> Start:
         """What all chats begin with that go on from these messages.
 
-        Raises:
-            ValueError: As `chat_start` does; the messages are none, there is no template, or something other than text
-                is in a message.
+        ValueError: as `chat_start`; there are no messages, or no template, or something other than text is in a
+        message.
         """
         self.require(messages)
         for message in messages:
@@ -177,11 +172,7 @@ class ChatTemplate:
         return Start(ids, self.why_not_always(messages))
 
     def why_not_always(self, messages: Messages) -> str | None:
-        """Why chats of another day do not begin as those of today; None if they do.
-
-        Raises:
-            ValueError: As `start` does.
-        """
+        """Why chats of another day do not begin as those of today; None if they do. ValueError: as `start`."""
         if _CLOCK not in str(self._templates.chat_template):
             return None
         one, other = (chat_start(messages, partial(self._encode, before=day)) for day in _CLOCKS)

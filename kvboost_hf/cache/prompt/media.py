@@ -90,16 +90,10 @@ def read_prompt(
     kwargs: Arguments,
     source: Arguments,
 ) -> Prompt | str:
-    """Read a whole prompt.
+    """Read a whole prompt [batch, m], with `position_ids` [planes, batch, m], if they have planes.
 
-    Args:
-        ids: [batch, m].
-        position_ids: [planes, batch, m], or None.
-        pads: Columns of left padding of each row.
-        source: The arguments with the original images: the same, or those of generate().
-
-    Returns:
-        The prompt, or the reason why its K/V cannot be identified.
+    `source` are the arguments with the original images: the same, or those of generate(). Returns the prompt, or the
+    reason why its K/V cannot be identified.
     """
     types = _read_types(kwargs, ids)
     if isinstance(types, str):
@@ -300,10 +294,9 @@ def _modality(name: str) -> str | None:
 
 
 def _split_items(parts: Arguments, modality: str, lengths: list[int]) -> list[bytes]:
-    """A hash of the one image of each run of placeholders; empty where images and runs cannot be matched.
+    """A hash of the one image of each run of placeholders, of all arguments of a modality.
 
-    Args:
-        parts: All arguments of this modality.
+    Empty where images and runs cannot be matched.
     """
     values = list(parts.values())
     if not lengths or not all(isinstance(value, torch.Tensor) and value.ndim for value in values):

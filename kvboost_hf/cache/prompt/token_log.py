@@ -203,15 +203,7 @@ class TokenLog:
 def position_shifts(
     position_ids: NDArray[np.int64], columns: NDArray[np.int64], pads: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The difference between each position and the place of its column in its row.
-
-    Args:
-        position_ids: [planes, batch, m].
-        pads: Columns of left padding of each row.
-
-    Returns:
-        [planes, batch, m]; 0 in padding.
-    """
+    """The difference between each position [planes, batch, m] and the place of its column in its row; 0 in padding."""
     places = columns[None, :] - pads[:, None]
     shifts: NDArray[np.int64] = np.where(places >= 0, position_ids - places, 0)
     return shifts
@@ -228,9 +220,7 @@ def common_shift(shifts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[
 def text_positions(position_ids: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The place in the row and the position of each id of text, [batch or 1, m]; -1 for what its planes disagree on.
 
-    Args:
-        position_ids: [batch or 1, m] or [planes, batch or 1, m].
-        places: The places where `position_ids` do not contain them.
+    `places` are taken where `position_ids` [batch or 1, m] or [planes, batch or 1, m] do not contain them.
     """
     if position_ids.ndim == 2:
         return position_ids, position_ids

@@ -33,11 +33,7 @@ _MOST_KINDS = 8  # choices of layers whose hidden states are kept, which are tri
 
 
 def salt_bytes(salt: str | bytes) -> bytes:
-    """A salt as bytes.
-
-    Raises:
-        ValueError: if it is neither text nor bytes.
-    """
+    """A salt as bytes. ValueError: it is neither text nor bytes."""
     if isinstance(salt, str):
         return salt.encode()
     if isinstance(salt, bytes):
@@ -93,15 +89,6 @@ class Roots:
 
     When weights change, K/V of before is dropped where nothing could ever find it again: in a store without tiers.
 
-    Args:
-        model: The model; held weakly.
-        lock: Held wherever records change.
-        history: Remembers the salt of each root.
-        lower: Registers roots that other processes derive, too.
-        drop: Drops all that is stored under some roots.
-        require_open: Raises once the store is closed.
-        mark: What else is part of each root.
-
     Attributes:
         noted_by: Those of the store that they are noted in; None for a store that keeps nothing.
         hidden_kinds: The layers whose hidden states were kept of some text, of each text that chose others.
@@ -142,12 +129,8 @@ class Roots:
     ) -> bytes | None:
         """The key that all chains of the model, as it is now, start from; None for a store that keeps nothing.
 
-        Args:
-            salt: Whose prompts they are.
-            regime: Names the rotary frequencies that are in force (`compat.rope_regime`).
-            read_all: Read every weight to tell whether one has changed.
-            hidden_layers: The layers whose hidden states are kept beside K/V, by their numbers or `LAST`.
-            seen: What was just found in the model, or None to look at it.
+        `regime` names the rotary frequencies that are in force (`compat.rope_regime`). With `read_all`, every weight
+        is read to tell whether one has changed. `seen` is what was just found in the model, or None to look at it.
         """
         self._require_open()
         if (noted_by := self.noted_by) is None:
@@ -183,12 +166,8 @@ class Roots:
     def beside(self, root: bytes, mark: bytes, form: ModelForm, *, durable: bool) -> bytes:
         """The root of what others than the model compute of texts, such as heads, beside the chains under `root`.
 
-        No salt is known of it: it is no text that anybody is told of, or looks up.
-
-        Args:
-            mark: Names who computes it, and all that it depends on besides.
-            form: The form in which it is stored.
-            durable: Other processes give them the same name.
+        No salt is known of it: it is no text that anybody is told of, or looks up. `mark` names who computes it, and
+        all that it depends on besides; it is `durable` if other processes name it so, too.
         """
         found = root_beside(root, mark)
         with self._lock:
@@ -219,11 +198,7 @@ def _kept(hidden_layers: tuple[int, ...]) -> bytes:
 
 
 def require_model(ref: "weakref.ref[PreTrainedModel]") -> PreTrainedModel:
-    """The model of a store.
-
-    Raises:
-        StoreClosedError: it no longer exists.
-    """
+    """The model of a store. StoreClosedError: it no longer exists."""
     model = ref()
     if model is None:
         raise StoreClosedError("The model that this ChunkStore was made for no longer exists. Make a new store.")
@@ -243,9 +218,7 @@ _STORED_AT_LEAST, _COMPUTED_AT_LEAST = 65_536, 4_096
 class Payback:
     """Counts what was stored against what served prompts, and drops from plans what is not worth loading.
 
-    Args:
-        pays_for: How many tokens take as long to store as one takes to compute; None stores all that comes.
-        model: The model; held weakly.
+    `pays_for` tokens take as long to store as one takes to compute; None stores all that comes.
     """
 
     def __init__(self, pays_for: int | None, model: PreTrainedModel) -> None:

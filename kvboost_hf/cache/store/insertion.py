@@ -33,8 +33,7 @@ from kvboost_hf.ngrams import Continued, NgramIndex, check_ngrams
 class ContentIndexes:
     """A `ContentIndex` for each root, made when somebody asks for it: most prompts are found by their keys alone.
 
-    Args:
-        lock: Reentrant; whoever changes the indexes holds it.
+    Whoever changes the indexes holds the lock, which is reentrant.
     """
 
     def __init__(self, lock: AbstractContextManager[object], chunks: Callable[[], Iterable[StoredChunk]]) -> None:
@@ -94,11 +93,7 @@ class ContentIndexes:
                 self.of(chunk.root).remove(chunk)
 
     def check_consistency(self, chunks: Iterable[StoredChunk]) -> None:
-        """Check that just the chunks of host memory, and those below, are in the indexes that are made, each once.
-
-        Raises:
-            AssertionError: if they are not.
-        """
+        """Assert that just the chunks of host memory, and those below, are in the indexes that are made, each once."""
         here = list(chunks)
         assert Counter(chunk.root for chunk in here) == +self._counts, "chunks must be counted by root"
         expected = [*(chunk for chunk in here if chunk.root in self._by_root), *self._below.values()]
@@ -113,8 +108,7 @@ class ContentIndexes:
 class StoredText:
     """The n-grams of all chunks of host memory, by salt; kept from the first time on that anybody asks for text.
 
-    Args:
-        salt_of: The salt behind a root; None for one that is forgotten, whose text nobody finds.
+    Nobody finds the text of a root whose salt is forgotten.
     """
 
     def __init__(self, salt_of: Callable[[bytes], bytes | None]) -> None:
@@ -153,12 +147,7 @@ class StoredText:
     ) -> Continued:
         """The tokens that followed the longest n-gram that ends `ids`; see `ChunkStore.continued`.
 
-        Args:
-            chunks: All that are stored, which are read when text is asked for the first time.
-            salt: Whose text.
-            length: So many tokens are wanted.
-            max_ngram: Compare so many tokens at most.
-            min_ngram: And so many at least.
+        All stored chunks are read when text is asked for the first time.
         """
         check_ngrams(max_ngram, min_ngram)
         if not self.is_used:
@@ -175,11 +164,7 @@ class StoredText:
         return self._by_root[root]
 
     def check_consistency(self, chunks: Iterable[StoredChunk]) -> None:
-        """Check that the text of just these chunks is kept, if any is.
-
-        Raises:
-            AssertionError: if it is not.
-        """
+        """Assert that the text of just these chunks is kept, if any is."""
         keys = sorted(key for index in self._by_salt.values() for key in index.keys())
         assert keys == (sorted(chunk.key for chunk in chunks) if self.is_used else []), (
             "text must be that of all chunks"
@@ -187,15 +172,7 @@ class StoredText:
 
 
 class Insertion:
-    """Takes records in.
-
-    Args:
-        lock: Held wherever records change.
-        memory: Host memory, which takes them.
-        lower: The lower tiers, to which they are written.
-        counts: In which `"rejected"` counts the records that there was no room for.
-        require_open: Raises once the store is closed.
-        bring_back: Takes a chunk into host memory that is in a lower tier only.
+    """Takes records into host memory, and has them written to the lower tiers.
 
     Attributes:
         offences: Keys that were quarantined, and how often; what was quarantined twice is not taken in.
@@ -232,15 +209,9 @@ class Insertion:
     ) -> Put:
         """Offer a chunk. K/V is copied only if the chunk is new and room for it can be made.
 
-        Args:
-            root: The root that `parent` descends from.
-            parent: Prefix key of the chunk before it, or `root`.
-            start: Row token of its first token.
-            tokens: The tokens of the chunk, at least `HEAD_TOKENS`.
-            nbytes: Bytes that `copy_kv` will take.
-            copy_kv: Makes the copy; None if it can no longer be made.
-            pinned: Never evict it.
-            unfinished: It ends where no cut is, so that nothing will continue it, and a longer one serves as well.
+        Its `tokens`, at least `HEAD_TOKENS`, follow the chunk with prefix key `parent`, or the root. `copy_kv` makes a
+        copy of `nbytes` bytes; None if it can no longer be made. An `unfinished` one ends where no cut is, so that
+        nothing will continue it, and a longer one serves as well.
         """
         key = prefix_key(parent, tokens)
 
@@ -264,18 +235,9 @@ class Insertion:
         """Offer a chunk that is to be found by its content only: one computed alone, or behind K/V that was moved.
 
         Of those with the same tokens, one is kept: the one that had the fewest tokens before it. None is, where a
-        chunk with a prefix key had no more.
-
-        Args:
-            root: Whose it is.
-            tokens: The tokens of the chunk; fewer than `MIN_MOVED_TOKENS` are not stored.
-            start: How many tokens were before it.
-            nbytes: Bytes that `copy_kv` will take.
-            copy_kv: Makes the copy; None if it can no longer be made.
-            parent: Key of the chunk that it was computed directly behind, of either kind (`content_only_key` tells
-                it), or bytes that name its history, such as a digest of it. None if nothing that is stored will ever
-                continue it.
-            pinned: Never evict it.
+        chunk with a prefix key had no more. Fewer than `MIN_MOVED_TOKENS` tokens are not stored. `parent` is the key
+        of the chunk that it was computed directly behind, of either kind (`content_only_key` tells it), or bytes that
+        name its history; None if nothing that is stored will ever continue it.
         """
         if len(tokens) < MIN_MOVED_TOKENS:
             return Put.TOO_SHORT
@@ -308,13 +270,8 @@ class Insertion:
     ) -> Put:
         """Offer the states after some token. They are copied only if they are new and room for them can be made.
 
-        Args:
-            root: The root that `parent` descends from.
-            parent: Prefix key of the last chunk border before that token, or `root`.
-            tokens: Tokens from that border to that token, at least `HEAD_TOKENS` of them.
-            nbytes: Bytes that `copy_states` will take.
-            pinned: Never evict them.
-            spare: Keep them in host memory alone: others of the same prompt are close.
+        `tokens`, at least `HEAD_TOKENS`, go from the chunk border with prefix key `parent`, or the root, to that
+        token. Host memory alone keeps `spare` ones: others of the same prompt are close.
         """
         key = states_key(parent, tokens)
         states = StoredStates(key, root, parent, tokens, None, nbytes + tokens.nbytes, spare=spare)
@@ -329,11 +286,7 @@ class Insertion:
     ) -> Put:
         """Take a record in, unless it is there, the cache has lost it, or there is no room.
 
-        Args:
-            offered: The record, not loaded.
-            copy: Copies its tensors; None if it can no longer be made.
-            holder: Finds the key of a record that serves as well.
-            pinned: Never evict it.
+        `copy` copies its tensors, if it can still be made; `holder` finds the key of a record that serves as well.
         """
         self._require_open()
         tokens = offered.tokens

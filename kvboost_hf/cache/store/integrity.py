@@ -67,10 +67,7 @@ def check_integrity(
 ) -> IntegrityReport:
     """Compute records again and compare; see `ChunkStore.check_integrity`.
 
-    Args:
-        is_current: Whether the model, as it is now, has computed a record that ends after so many tokens.
-        formats: How columns and states are kept.
-        sample: The share to check.
+    `is_current` tells whether the model, as it is now, has computed a record that ends after so many tokens.
     """
     stored = records.everything()
     chunks = {each.key: each for each in stored if isinstance(each, StoredChunk)}

@@ -77,9 +77,7 @@ class BlobReader:
         """The K/V or the states in a blob, or None where the form that they should have is not known.
 
         Tried are the form of the model as it was at first, then, where it may have changed since, as it is.
-
-        Raises:
-            DamagedBlobError: if they have another form.
+        DamagedBlobError: they have another form.
         """
         kind = self._kinds.get(root)
         if kind is None:
@@ -117,12 +115,9 @@ class BlobReader:
 class LowerMemory:
     """Chunks and states of one model in lower tiers. Only records under durable roots are written.
 
-    Args:
-        tiers: The tiers; there may be none.
-        model_name: Names the model to them, see `Entry.model`.
-        lock: Held wherever the known keys change.
-        on_found: Called with chunks that are found under a root which `list_content` was called for.
-        watchers: Called with keys that are known to be in a lower tier, or known not to be there any more.
+    The lock is held wherever the known keys change. `on_found` is called with chunks that are found under a root which
+    `list_content` was called for, `watchers` with keys that are known to be in a lower tier, or known not to be there
+    any more.
     """
 
     def __init__(
@@ -149,11 +144,7 @@ class LowerMemory:
     # Looking up
 
     def keep(self, root: bytes, made_with: MadeWith, fingerprint: bytes, hidden_layers: tuple[int, ...]) -> None:
-        """From now on, write what is stored under a root, and find what is there.
-
-        Args:
-            hidden_layers: The layers whose hidden states are kept under it.
-        """
+        """From now on, write what is stored under a root, with some hidden states, and find what is there."""
         self._durable_roots.setdefault(root, made_with)
         self._reader.note_root(root, fingerprint, hidden_layers=hidden_layers)
 
@@ -214,14 +205,9 @@ class LowerMemory:
             self._listed[root] = now, now - began
 
     def load(self, wanted: Iterable[S], *, check: bool) -> list[S | DamagedBlobError | None]:
-        """Read records from the tiers that they were found in.
+        """Read records from the tiers that they were found in; `check` all of each now, rather than as it is read.
 
-        Args:
-            wanted: Not loaded yet.
-            check: Compare all of each chunk with its checksums now, rather than as it is read.
-
-        Returns:
-            Each record; None if it is not there any more, or why it is not what this store would have written.
+        Returns each record; None if it is not there any more, or why it is not what this store would have written.
         """
         results: list[S | DamagedBlobError | None] = []
         times: dict[MeasuredTier, list[tuple[int, float]]] = {}
@@ -338,18 +324,12 @@ class LowerMemory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowToServe:
-    """A row to find chunks for.
+    """A row to find chunks for."""
 
-    Args:
-        root: The root of its chain.
-        border: The chunk border that it is to be served from.
-        chunker: Where its chunks end.
-    """
-
-    root: bytes
+    root: bytes  # the root of its chain
     tokens: Tokens
-    border: Border
-    chunker: Chunker
+    border: Border  # the chunk border that it is to be served from
+    chunker: Chunker  # where its chunks end
     stateful: bool
 
     @property
@@ -378,13 +358,10 @@ def unloaded(found: Found) -> Stored:
 
 
 class TieredView:
-    """A `ChunkIndex` of the chunks that a row can find in host memory and below it.
+    """A `ChunkIndex` of the chunks that a row can find in host memory and below it, except those under some keys.
 
-    The lower tiers are asked for all chunks that a row may have at once, when the first one is not in host memory;
-    for chunks that go on otherwise behind a border at that border, and at a second one for all borders behind it.
-
-    Args:
-        without: Keys of records in lower tiers that are not to be found.
+    The lower tiers are asked for all chunks that a row may have at once, when the first one is not in host memory; for
+    chunks that go on otherwise behind a border at that border, and at a second one for all borders behind it.
     """
 
     def __init__(

@@ -131,10 +131,8 @@ class HostMemory:
         return None
 
     def beginning(self, root: bytes, tokens: Tokens, stop: int) -> tuple[list[Stored], int]:
-        """The records that serve the first tokens of a text, and how many tokens they serve.
-
-        Args:
-            stop: Records that begin before this token are wanted.
+        """The records that serve the first tokens of a text, of those that begin before `stop`, and how many they
+        serve.
         """
         with self._lock:
             return self._beginning(root, tokens, stop)
@@ -187,9 +185,7 @@ class HostMemory:
     def reserve(self, nbytes: int, keep: bytes, *, states: bool = False) -> "Reservation | None":
         """Evict records until so many bytes are free, and reserve these; None where that cannot be done.
 
-        Args:
-            keep: Key of the record that it continues, which is not evicted for it.
-            states: They are states, of which there may be so many.
+        What is under `keep`, which it continues, is not evicted for it. Of `states` there may be so many.
         """
         if states and not self._make_room_among_states(nbytes):
             return None
@@ -385,13 +381,9 @@ class HostMemory:
         return by_head, int.from_bytes(prefix_key(stored.parent, stored.tokens[:HEAD_TOKENS])[:_SHORT])
 
     def check_consistency(self, *, complete: bool) -> None:
-        """Check bytes, keys, parents and indexes against the records.
+        """Assert that bytes, keys, parents and indexes are those of the records, naming what disagrees.
 
-        Args:
-            complete: There are no lower tiers that parents may be in.
-
-        Raises:
-            AssertionError: naming what disagrees.
+        It is `complete` without lower tiers that parents may be in.
         """
         records = list(self.records())
         assert self._state_bytes == sum(each.nbytes for each in self.states.values()), "states must be counted"
@@ -466,10 +458,8 @@ DEVICE = "device"  # the name of the tier
 class DeviceMemory:
     """Chunks in the memory of accelerators, within a byte budget; those that were not used for longest go first.
 
-    What it holds is in host memory or below, too, or was; nothing is ever lost with it.
-
-    Args:
-        max_bytes: The budget of all devices together; 0 holds nothing.
+    What it holds is in host memory or below, too, or was; nothing is ever lost with it. With a budget of 0 it holds
+    nothing.
     """
 
     def __init__(self, max_bytes: int) -> None:

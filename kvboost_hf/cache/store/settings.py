@@ -26,11 +26,7 @@ from kvboost_hf.config import KVQuantConfig, ReusePolicy, require_size
 
 
 def checked_chunker(chunker: Chunker | None, chunk_size: int | None) -> Chunker:
-    """The chunker of a store.
-
-    Raises:
-        ValueError: for a bad `chunk_size`, or another one than the chunker's.
-    """
+    """The chunker of a store. ValueError: a bad `chunk_size`, or another one than the chunker's."""
     if chunker is None:
         return FixedChunker(128 if chunk_size is None else chunk_size)
     if chunk_size not in (None, chunker.chunk_size):
@@ -49,11 +45,7 @@ def chunk_bytes(model: PreTrainedModel, chunk_size: int, codec: Codec) -> int:
 
 
 def checked_budget(model: PreTrainedModel, max_bytes: int | str | None, least: int, chunk_size: int) -> int | None:
-    """The budget of host memory; None where none is given.
-
-    Raises:
-        ValueError: for no size, or less than `least` bytes.
-    """
+    """The budget of host memory; None where none is given. ValueError: no size, or less than `least` bytes."""
     ram = None if max_bytes is None else require_size("max_bytes", max_bytes, least=1)
     if ram is not None and ram < least:
         raise ValueError(
@@ -64,11 +56,7 @@ def checked_budget(model: PreTrainedModel, max_bytes: int | str | None, least: i
 
 
 def checked_share(state_share: float) -> float:
-    """The share of the budget that states may take.
-
-    Raises:
-        ValueError: for anything but a number from 0 to 1.
-    """
+    """The share of the budget that states may take. ValueError: anything but a number from 0 to 1."""
     if isinstance(state_share, bool) or not isinstance(state_share, int | float) or not 0 <= state_share <= 1:
         raise ValueError(
             f"`state_share` must be a number from 0 to 1, got {state_share!r}. Leave it out for 0.5, or pass 0 to "
@@ -134,19 +122,11 @@ def hand_over(
     until: float,
     hear: Callable[[], object],
 ) -> int:
-    """Write what lower tiers lack, what is asked for most often first.
+    """Write what lower tiers lack, what is asked for most often first; returns its bytes.
 
     Tiers that are written at close get all that they have room for, others what they have not been given yet. A blob
-    is in a tier whole or not at all, so that it may end anywhere.
-
-    Args:
-        lower: The tiers, to which nothing else is being written.
-        lock: Held while `memory` is listed.
-        until: When to end, by `time.monotonic()`.
-        hear: Takes out of `memory` what others who share a tier have removed meanwhile.
-
-    Returns:
-        Bytes that were written.
+    is in a tier whole or not at all, so that it may end anywhere: at `until`, by `time.monotonic()`. `hear` takes out
+    of `memory` what others who share a tier have removed meanwhile.
     """
     hear()
     with lock:

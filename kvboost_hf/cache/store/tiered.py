@@ -56,11 +56,6 @@ class TieredRecords:
     """Moves records between host memory, devices and lower tiers, and keeps the indexes in step with them.
 
     None of its parts refers to the store, which must go as soon as nobody holds it.
-
-    Args:
-        state_share: The share of it that states may take.
-        model_name: Names the model to them, see `Entry.model`.
-        chunker: Where chunks end.
     """
 
     def __init__(
@@ -139,13 +134,10 @@ class TieredRecords:
         without: frozenset[bytes] = frozenset(),
         is_piece: bool = False,
     ) -> ChunkIndex:
-        """The chunks and states that a row can find by their keys, in whatever tier.
+        """The chunks and states that a row can find by their keys, in whatever tier, `without` those under some keys.
 
-        Args:
-            border: The chunk border that it is to be served from; None for its beginning.
-            without: Keys of records in lower tiers that are not to be found.
-            is_piece: The row goes on behind what a cache holds: if more of it was looked up within a second, it finds
-                what lower tiers had then, and what host memory has now.
+        It is to be served from a `border`, or its beginning. A `is_piece` row goes on behind what a cache holds: if
+        more of it was looked up within a second, it finds what lower tiers had then, and what host memory has now.
         """
         if not (self.has_lower and self.lower.keeps(root)):
             return self.memory
@@ -195,14 +187,9 @@ class TieredRecords:
         return trimmed
 
     def fetch(self, wanted: Iterable[S], *, check: bool = True) -> dict[bytes, S]:
-        """Load records that are in lower tiers only.
+        """Load records that are in lower tiers only; `check` all of each now, rather than as it is read.
 
-        Args:
-            wanted: Records, loaded or not.
-            check: Whether all of each is to be compared with its checksums now, rather than as it is read.
-
-        Returns:
-            By key, what is loaded now. What is missing was lost, and will not be found again.
+        Returns by key what is loaded now. What is missing was lost, and will not be found again.
         """
         fetched: dict[bytes, S] = {}
         below: dict[bytes, S] = {}
@@ -370,13 +357,9 @@ class TieredRecords:
     def remove(
         self, roots: Collection[bytes], choose: Callable[[Collection[Stored]], Collection[bytes]]
     ) -> dict[str, int]:
-        """Remove records from every tier, pinned or not, and wait until all tiers have done so.
+        """Remove records from every tier, pinned or not, and wait until all tiers have done so; returns bytes by tier.
 
-        Args:
-            choose: Given all records under the roots, returns the keys of those to remove.
-
-        Returns:
-            By tier, the bytes that were removed.
+        `choose` is given all records under the roots, and returns the keys of those to remove.
         """
         self.lower.tiers.flush()  # what was on its way to host memory is there
         below = [each for root in roots for each in self.lower.records_by_tier(root)]
@@ -431,8 +414,7 @@ class TieredRecords:
     def hear(self, *, take: bool = False) -> list[dict[str, Any]]:
         """Take out of host memory and devices what others who share a tier have removed.
 
-        Args:
-            take: Return the notices of other kinds that were heard since the last time, in their order.
+        With `take`, return the notices of other kinds that were heard since the last time, in their order.
         """
         if not self.has_lower:
             return []
@@ -540,11 +522,7 @@ class TieredRecords:
             }
 
     def check_consistency(self) -> None:
-        """Check bytes, keys, parents, pins and indexes against the records that are there.
-
-        Raises:
-            AssertionError: naming what disagrees.
-        """
+        """Assert that bytes, keys, parents, pins and indexes are those of the records, naming what disagrees."""
         with self.lock:
             chunks = self.memory.chunks.values()
             self.memory.check_consistency(complete=not self.has_lower)

@@ -26,17 +26,11 @@ _LIKE_A_SIZE = re.compile(r"\d+(?:\.\d+)? ?[A-Za-z]*")
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """A tier to be opened.
+    """A tier to be opened."""
 
-    Args:
-        kind: What it is.
-        location: Folder or URL, with its password if it has one; empty for memory.
-        max_bytes: Budget, or None for what has a limit of its own.
-    """
-
-    kind: TierKind
-    location: str = field(repr=False)
-    max_bytes: int | None
+    kind: TierKind  # what it is
+    location: str = field(repr=False)  # folder or URL, with its password if it has one; empty for memory
+    max_bytes: int | None  # budget, or None for what has a limit of its own
 
 
 def parse_tier(text: str) -> TierSpec:
@@ -81,21 +75,13 @@ def parse_tier(text: str) -> TierSpec:
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """All tiers of a store.
+    """All tiers of a store."""
 
-    Args:
-        ram: Bytes of host memory.
-        device: Bytes where the model computes; 0 for none.
-        lower: Those below host memory, the nearest first.
-        opened: Those of them that were not given as objects: whoever asked for them closes them.
-        at_close: Names of those that are written when the store is closed.
-    """
-
-    ram: int
-    device: int
-    lower: tuple[Tier, ...]
-    opened: tuple[Tier, ...]
-    at_close: frozenset[str]
+    ram: int  # bytes of host memory
+    device: int  # bytes where the model computes; 0 for none
+    lower: tuple[Tier, ...]  # those below host memory, the nearest first
+    opened: tuple[Tier, ...]  # those of them that were not given as objects: whoever asked for them closes them
+    at_close: frozenset[str]  # names of those that are written when the store is closed
 
 
 def open_tiers(
@@ -208,10 +194,6 @@ def _invalid(text: str, why: str) -> ValueError:
 
 
 def require_lasting(addresses: Sequence[str]) -> None:
-    """Check that one of these tiers outlives the process.
-
-    Raises:
-        ValueError: if none does.
-    """
+    """Check that one of these tiers outlives the process. ValueError: none does."""
     if all(parse_tier(address).kind in ("ram", "device") for address in addresses):
         raise ValueError(f"`--tiers` must have one that outlives a process, got {list(addresses)}. Pass disk:FOLDER.")

@@ -40,46 +40,28 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MadeWith:
-    """What K/V was computed and kept with, besides the model, its weights and a salt.
+    """What K/V was computed and kept with, besides the model, its weights and a salt."""
 
-    Args:
-        codec: Name of the codec of the store.
-        regime: Names the rotary frequencies and the codes of the live cache that it was computed with.
-        attention: The attention implementation of the model.
-        versions: Those of PyTorch and transformers.
-    """
-
-    codec: str
-    regime: str
-    attention: str
-    versions: str
+    codec: str  # name of the codec of the store
+    regime: str  # names the rotary frequencies and the codes of the live cache that it was computed with
+    attention: str  # the attention implementation of the model
+    versions: str  # those of PyTorch and transformers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """Index entry of a blob: enough to plan with, without reading the blob.
+    """Index entry of a blob: enough to plan with, without reading the blob."""
 
-    Args:
-        key: The key of the entry, which no other entry has.
-        model: Names the model that it is of: its configuration and shapes, not its weights.
-        root: The root that its history begins at.
-        parent: Key of the chunk that it was computed behind, or the root.
-        head: What it shares with all that begin alike behind the same `parent`; empty for `Kind.CONTENT`.
-        start: Row token of its first token, when it was stored.
-        tokens: The tokens of the chunk; int64.
-        nbytes: Bytes of the blob.
-        made_with: What it was made with. Told by blobs and not by every index; None where it is not known.
-    """
-
-    key: bytes
+    key: bytes  # the key of the entry, which no other entry has
     kind: Kind
-    model: bytes
-    root: bytes
-    parent: bytes
-    head: bytes
-    start: int
-    tokens: Tokens
-    nbytes: int
+    model: bytes  # names the model that it is of: its configuration and shapes, not its weights
+    root: bytes  # the root that its history begins at
+    parent: bytes  # key of the chunk that it was computed behind, or the root
+    head: bytes  # what it shares with all that begin alike behind the same `parent`; empty for `Kind.CONTENT`
+    start: int  # row token of its first token, when it was stored
+    tokens: Tokens  # the tokens of the chunk; int64
+    nbytes: int  # bytes of the blob
+    # What it was made with. Told by blobs and not by every index; None where it is not known.
     made_with: MadeWith | None = None
 
 
@@ -149,17 +131,11 @@ class Tier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Notices since some place.
+    """Notices since some place."""
 
-    Args:
-        place: The place behind them, to go on from.
-        notices: In their order.
-        complete: Whether all are there that ever followed the place which was asked for.
-    """
-
-    place: Any
-    notices: Sequence[bytes] = ()
-    complete: bool = True
+    place: Any  # the place behind them, to go on from
+    notices: Sequence[bytes] = ()  # in their order
+    complete: bool = True  # whether all are there that ever followed the place which was asked for
 
 
 @runtime_checkable

@@ -60,8 +60,7 @@ class MeasuredTier:
     def read(self, entry: Entry) -> Blob | None:
         """The blob of an entry, its header checked; None if it is not there (any more).
 
-        Raises:
-            DamagedBlobError: if it is no blob, or that of another entry. Whoever asked is to delete it.
+        DamagedBlobError: it is no blob, or that of another entry. Whoever asked is to delete it.
         """
         data = self.tier.read(entry.key)
         if data is None:
@@ -265,11 +264,7 @@ class LowerTiers:
     ) -> bool:
         """Write what `make` makes to every tier, or those above one of them; tells whether it will be tried.
 
-        Args:
-            nbytes: About how many bytes it is.
-            make: Called by the thread.
-            above: The `MeasuredTier` that has it already, and from which on it is not to be written.
-            on_failed: Called by the thread if no tier has taken it.
+        It is about `nbytes` bytes. The thread calls `make`, and `on_failed` if no tier has taken it.
         """
         tiers = self.tiers if above is None else self.tiers[: self.tiers.index(above)]
         tiers = [tier for tier in tiers if tier.tier.name not in self.at_close]

@@ -39,9 +39,6 @@ class BlobFiles:
     """Blobs by key, at `<folder>/<2 hex digits>/<key>.safetensors`, readable for their owner only.
 
     A blob is written under a name of its own, with a `token` that nobody else has, and then renamed.
-
-    Args:
-        folder: Where to.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -124,10 +121,9 @@ class BlobFiles:
         return memoryview(copied)
 
     def names(self, first: int | None = None) -> Iterator[tuple[bytes, str | None]]:
-        """The keys of all files, each with its token if it is being written; other files are passed over.
+        """The keys of all files, or of those with a `first` byte, each with its token if it is being written.
 
-        Args:
-            first: The first byte of the keys; None for all.
+        Other files are passed over.
         """
         for folder in _scan(self._folder) if first is None else (f"{first:02x}",):
             for name in _scan(os.path.join(self._folder, folder)):
@@ -207,17 +203,12 @@ def is_dead(token: str, host: str, pid: int, since: int) -> bool:
 
 
 class _Place(NamedTuple):
-    """A place in a file.
+    """A place in a file."""
 
-    Args:
-        seen: Device, inode, size and time of change of the file; None where there was none.
-        lineage: Names all files that followed one another.
-        offset: Bytes of all lines before the place, in all of these files.
-    """
-
+    # Device, inode, size and time of change of the file; None where there was none.
     seen: tuple[int, int, int, int] | None
-    lineage: bytes = b""
-    offset: int = 0
+    lineage: bytes = b""  # names all files that followed one another
+    offset: int = 0  # bytes of all lines before the place, in all of these files
 
 
 _HEADER = re.compile(rb"kvboost_hf notices 1 ([0-9a-f]{32}) ([0-9]{20})\n")
@@ -356,11 +347,7 @@ def holds_blobs(folder: str | os.PathLike[str]) -> bool:
 
 
 def _require_own(folder: Path) -> None:
-    """Refuse a folder that others than this user, and root, may put blobs into; a group is only warned of.
-
-    Raises:
-        ValueError: if they may.
-    """
+    """Refuse a folder that others than this user and root may put blobs into (ValueError); a group is only warned of."""
     status, user = folder.stat(), os.geteuid()
     if user != 0 and status.st_uid not in (user, 0):
         raise ValueError(

@@ -73,13 +73,10 @@ _PARTIAL = 0x4B56  # a mark of an index that does not have all blobs yet
 
 
 class DiskIndex:
-    """An SQLite database in a folder.
+    """An SQLite database in a folder that exists.
 
-    Args:
-        folder: Where to; it exists.
-        refill: Called with the connection, in a transaction, when the index is new: adds what is there, or notes that
-            it is partial.
-        read_only: Never write.
+    `refill` is called with the connection, in a transaction, when the index is new: adds what is there, or notes that
+    it is partial.
     """
 
     def __init__(self, folder: Path, refill: Callable[[sqlite3.Connection], None], *, read_only: bool) -> None:
@@ -268,11 +265,7 @@ def _as_text(raw: bytes) -> str:
 
 
 def _require_schema(db: sqlite3.Connection) -> None:
-    """Refuse tables, views and triggers of others: they would run in our queries.
-
-    Raises:
-        sqlite3.DatabaseError: if there are any.
-    """
+    """Refuse tables, views and triggers of others by a DatabaseError: they would run in our queries."""
     query = "SELECT sql FROM sqlite_master WHERE name NOT LIKE 'sqlite~_%' ESCAPE '~'"
     if {sql for (sql,) in db.execute(query)} != {sql for sql in SCHEMA if sql.startswith("CREATE")}:
         raise damage("Its tables are not ours.")
@@ -413,8 +406,7 @@ def tokens(db: sqlite3.Connection, where: str, values: Sequence[object]) -> list
 def entries(db: sqlite3.Connection, where: str, values: Sequence[object]) -> list[tuple[int, Entry]]:
     """Numbers and entries of the blobs that are there; `where` may end in an order and a limit.
 
-    Raises:
-        sqlite3.DatabaseError: if a row cannot be an entry.
+    sqlite3.DatabaseError: a row cannot be an entry.
     """
     found: list[tuple[int, Entry]] = []
     query = f"SELECT number, {_COLUMNS} FROM blobs WHERE token IS NULL AND {where}"
@@ -435,11 +427,7 @@ def entries(db: sqlite3.Connection, where: str, values: Sequence[object]) -> lis
 def _rows(
     db: sqlite3.Connection, query: str, values: Sequence[object], *columns: Callable[[Any], bool]
 ) -> Iterator[tuple[Any, ...]]:
-    """The rows that a query finds, each value of which must be one that its column may have.
-
-    Raises:
-        sqlite3.DatabaseError: if one is not.
-    """
+    """The rows that a query finds; a value that its column may not have is a `sqlite3.DatabaseError`."""
     for row in db.execute(query, values):
         if not all(may_be(value) for may_be, value in zip(columns, row, strict=True)):
             raise damage("A row of the index has a value that nobody here has written.")

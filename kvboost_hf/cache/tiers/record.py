@@ -69,18 +69,10 @@ class DamagedBlobError(ValueError):
 
 
 def dump(entry: Entry, tensors: Mapping[str, "torch.Tensor"], layout: Any) -> tuple[Entry, list[bytes | memoryview]]:
-    """Make a blob.
+    """Make a blob: returns the entry with its bytes, and its parts.
 
-    Args:
-        entry: What it is to be found by; its `nbytes` is not read.
-        tensors: In host memory, contiguous, of at least one dimension; they are not copied.
-        layout: Says how they belong together; JSON.
-
-    Returns:
-        The entry with the bytes of the blob, and the parts of the blob.
-
-    Raises:
-        TypeError: if `layout` is no JSON, or a tensor has a dtype that the format does not know.
+    The tensors are in host memory, contiguous, of at least one dimension; they are not copied. `layout` says how they
+    belong together. TypeError: it is no JSON, or a tensor has a dtype that the format does not know.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that all of them are aligned
     header: dict[str, Any] = {}
@@ -114,16 +106,11 @@ class _Header(NamedTuple):
 
 
 class Blob:
-    """A blob, read where it is.
+    """A blob, read where it is: its tensors are views of `data`, and hold on to it.
 
     Its tensors lie in it as their shapes say, one behind the other, and each has as many checksums as leading entries.
-    Whether they are those that somebody expects is for whoever reads them to tell.
-
-    Args:
-        data: All of it. The tensors are views of it, and hold on to it.
-
-    Raises:
-        DamagedBlobError: if its header is not what `dump` writes, or its size is another than the header tells.
+    Whether they are those that somebody expects is for whoever reads them to tell. DamagedBlobError: its header is not
+    what `dump` writes, or its size is another than the header tells.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -143,8 +130,7 @@ class Blob:
     def require(self, name: str, dtype: "torch.dtype", shape: Sequence[int]) -> "torch.Tensor":
         """A tensor that is known to have this dtype and shape; its contents are unchecked.
 
-        Raises:
-            DamagedBlobError: if there is none, or it is another.
+        DamagedBlobError: there is none, or it is another.
         """
         spec = self._header.get(name)
         if spec is None or spec["dtype"] != _NAMES.get(str(dtype)) or spec["shape"] != list(shape):
@@ -164,11 +150,7 @@ class Blob:
         return torch.frombuffer(part, dtype=dtype).view(shape)
 
     def check(self, name: str, indices: Iterable[int]) -> None:
-        """Compare leading entries of a tensor with their checksums.
-
-        Raises:
-            DamagedBlobError: if one differs.
-        """
+        """Compare leading entries of a tensor with their checksums. DamagedBlobError: one differs."""
         sums, (start, stop) = self._sums[name], self._header[name]["data_offsets"]
         size = (stop - start) // max(1, len(sums))
         for index in indices:
@@ -177,11 +159,7 @@ class Blob:
                 raise DamagedBlobError(f"Entry {index} of tensor {name!r} of a blob does not have its checksum.")
 
     def check_all(self) -> None:
-        """Compare all of it with its checksums.
-
-        Raises:
-            DamagedBlobError: if something differs.
-        """
+        """Compare all of it with its checksums. DamagedBlobError: something differs."""
         for name, sums in self._sums.items():
             self.check(name, range(len(sums)))
         self.was_checked = True
@@ -190,8 +168,7 @@ class Blob:
 def read_entry(blob: memoryview) -> Entry:
     """The entry of a blob. More may follow on the blob, such as the seal of a `SealedTier`.
 
-    Raises:
-        DamagedBlobError: a ValueError, if that part of the blob is damaged, it is cut short, or it is none.
+    DamagedBlobError: that part of the blob is damaged, it is cut short, or it is none.
     """
     entry = _read_header(blob).entry
     if entry.nbytes > len(blob):
@@ -258,11 +235,7 @@ def pack_entry(entry: Entry) -> bytes:
 
 
 def unpack_entry(packed: bytes) -> Entry:
-    """The entry that `pack_entry` has packed, now or in an earlier release.
-
-    Raises:
-        ValueError: if it is not what `pack_entry` made, or only a part of it.
-    """
+    """The entry that `pack_entry` has packed, now or in an earlier release. ValueError: it is something else."""
     if packed.startswith(_PACKED):
         return _unpack_numbers(packed)
     try:
