@@ -91,7 +91,7 @@ def run_behind(
     at: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> None:
-    """Compute the ids `at` [k, m] of `rows` [k, 1] of a call, behind layers that hold these rows; `mask` [k, columns]."""
+    """Compute the ids `at` [k, m] of `rows` [k, 1] of a call, behind layers that hold them; `mask` [k, columns]."""
     positions = inputs.position_ids
     if mask is not None:
         mask = mask.to(inputs.attention_mask.dtype) if inputs.attention_mask is not None else None

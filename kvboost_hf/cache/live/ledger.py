@@ -175,7 +175,7 @@ class Ledger:
     # Handing chunks to the store
 
     def store_new(self, layers: Sequence[ReuseLayer], store: ChunkStore, *, unseen: bool) -> bool:
-        """Offer new complete chunks, `unseen` ones even where it has not paid; tells whether the store waits for some."""
+        """Offer new chunks, `unseen` ones even where storing has not paid; tells whether the store waits for some."""
         results: list[Put] = []
         for row in range(self.log.batch_size):
             results += self.store_row(row, layers, store, unseen=unseen)

@@ -347,7 +347,7 @@ def holds_blobs(folder: str | os.PathLike[str]) -> bool:
 
 
 def _require_own(folder: Path) -> None:
-    """Refuse a folder that others than this user and root may put blobs into (ValueError); a group is only warned of."""
+    """Refuse (ValueError) a folder that others than this user and root may write to; a group is only warned of."""
     status, user = folder.stat(), os.geteuid()
     if user != 0 and status.st_uid not in (user, 0):
         raise ValueError(
