@@ -105,7 +105,7 @@ def kinds(kind: type = ReuseLayer) -> Iterator[type]:
         if (
             each.__module__.startswith("kvboost_hf.")
             and not each.__name__.startswith("_")
-            and each is not own.ColumnLayer
+            and each not in (own.ColumnLayer, own.ColumnsInTensors)
         ):
             yield each
         yield from kinds(each)

@@ -51,7 +51,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, num_kv_heads, t
 
 
 class Lender(Protocol):
-    """A cache whose layers a forward may use and then restore, such as `ChunkReuseCache`."""
+    """A cache whose layers a forward may use and then restore, such as the `loans` of a `ChunkReuseCache`."""
 
     @property
     def kept_layers(self) -> Sequence[int]:
@@ -307,12 +307,12 @@ def _append_behind(
 
 
 def lender_of(cache: Any) -> Lender:
-    """The `Lender` for a cache: the cache itself, or a `StockLender`.
+    """The `Lender` for a cache: its own `Loans`, or a `StockLender`.
 
     Raises:
         ValueError: for a cache whose layers cannot be cropped.
     """
-    found: Lender = cache if hasattr(cache, "lend") else StockLender(cache)
+    found: Lender = cache.loans if hasattr(cache, "loans") else StockLender(cache)
     found.require_branches()
     return found
 
@@ -374,7 +374,7 @@ def recording(cache: Any) -> Iterator[None]:
         yield
     finally:
         for layer, found in zip(cache.layers, before, strict=False):  # states may be in copies now
-            if found == (type(layer), False) and not hasattr(cache, "lend"):  # ours undo it themselves
+            if found == (type(layer), False) and not hasattr(cache, "loans"):  # ours undo it themselves
                 layer.record_past = False
 
 

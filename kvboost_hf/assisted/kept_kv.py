@@ -63,8 +63,8 @@ class KeptKV:
             None if there are none.
         """
         computed, found = ids.shape[1] - 1, list[torch.Tensor]()
-        if hasattr(cache, "head_kv"):
-            self._kept = cache.head_kv(self._heads, self._like, row)
+        if hasattr(cache, "loans"):
+            self._kept = cache.loans.head_kv(self._heads, self._like, row)
             limit = ids.shape[1] - (1 if self.shift else 2)
             found = [each[:, :, self.shift :] for each in self._kept.find(_tokens(ids), limit) or ()]
             self._stats.text_reason = self._kept.reason

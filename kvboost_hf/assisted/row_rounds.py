@@ -295,7 +295,7 @@ class RowRounds:
         account = Account(self._times, len(texts), min(text.room for text in texts))
         while batch.active:
             self._run(batch, account, plain=greedy is not None, drafts=drafts)
-        if asked.return_dict_in_generate or getattr(cache, "_is_user_defined", True) or hasattr(cache, "lend"):
+        if asked.return_dict_in_generate or getattr(cache, "_is_user_defined", True) or hasattr(cache, "loans"):
             batch.settle()
         found = torch.cat([input_ids, input_ids.new_tensor(batch.answers())], dim=1)
         if not asked.return_dict_in_generate:

@@ -150,11 +150,6 @@ class _Attachment:
             theirs.layers = cache.layers
         return self._of_call(cache)
 
-    def cache_of_its_own(self, model: PreTrainedModel) -> ChunkReuseCache:
-        """A cache for somebody who calls the model by themselves, and knows when they have done."""
-        self._finish_last()
-        return self._of_any_size(model)
-
     def _finish_last(self) -> None:
         """Store what earlier calls have left."""
         self.flush()
@@ -234,7 +229,8 @@ class _Attachment:
     def flush(self) -> None:
         """Store what the last call of this thread has left."""
         if (last := self._of_thread.last) is not None:
-            self._store_tails(last)
+            with self._storing:
+                last.store_tails()
 
     @property
     def last(self) -> ChunkReuseCache | None:
@@ -255,10 +251,6 @@ class _Attachment:
                     cache.repair_when_idle()
             finally:
                 self._storing.release()
-
-    def _store_tails(self, cache: ChunkReuseCache) -> None:
-        with self._storing:
-            cache.store_tails()
 
 
 def _begins_text(model: PreTrainedModel, theirs: Any, kwargs: Kwargs, *, keeps_logprobs: bool) -> bool:
@@ -404,9 +396,11 @@ def _prepare_cache_for_generation(
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `attach`. Stored chunks, and caches that are passed by hand, stay as they are."""
     inner = require_model(model)
-    _flush(inner)
+    state = ModelState.of(inner)
+    if isinstance(state.attached, _Attachment):
+        state.attached.flush()
     inner.__dict__.pop(PREPARE_CACHE, None)
-    ModelState.of(inner).attached = None
+    state.attached = None
     return model
 
 
@@ -423,10 +417,7 @@ def last_cache(model: PreTrainedModel) -> ChunkReuseCache | None:
 def cache_of_attached(model: PreTrainedModel) -> ChunkReuseCache:
     """A new cache with the settings of `attach`; for a model that is not attached, with those of `ChunkReuseCache`."""
     attached = ModelState.of(model).attached
-    return attached.cache_of_its_own(model) if isinstance(attached, _Attachment) else ChunkReuseCache(model)
-
-
-def _flush(model: PreTrainedModel) -> None:
-    attached = ModelState.of(model).attached
-    if isinstance(attached, _Attachment):
-        attached.flush()
+    if not isinstance(attached, _Attachment):
+        return ChunkReuseCache(model)
+    attached._finish_last()
+    return attached._of_any_size(model)

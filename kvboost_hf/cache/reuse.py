@@ -10,7 +10,7 @@ the first forward, which then sees the whole prompt.
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -24,18 +24,7 @@ from kvboost_hf.cache.codecs import LiveQuant, live_config
 from kvboost_hf.cache.forward import carrying_forward, may_carry, next_forward
 from kvboost_hf.cache.forward.admission import root_of
 from kvboost_hf.cache.forward.edits import cut_live, leave_behind, plan_live, require_editable, run_live
-from kvboost_hf.cache.forward.head_kv import HeadKV
-from kvboost_hf.cache.forward.loans import (
-    Lent,
-    extend_layers,
-    lend_layers,
-    lending_reason,
-    read_hidden,
-    read_layers,
-    read_states,
-    reading_reason,
-    take_repaired,
-)
+from kvboost_hf.cache.forward.loans import Lent, Loans
 from kvboost_hf.cache.forward.moved import movable_spans
 from kvboost_hf.cache.forward.prompt_plan import look_up
 from kvboost_hf.cache.forward.repair_later import (
@@ -45,18 +34,9 @@ from kvboost_hf.cache.forward.repair_later import (
     repair_more,
     repair_while_idle,
 )
-from kvboost_hf.cache.forward.running import (
-    CacheParts,
-    CacheUse,
-    Forward,
-    Request,
-    SettledLater,
-    Step,
-    leave_prompts,
-    note_hooks,
-)
+from kvboost_hf.cache.forward.running import CacheParts, CacheUse, Forward, Request, SettledLater, Step, note_hooks
 from kvboost_hf.cache.identity.foreign import is_own
-from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
+from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.live import LiveKV
 from kvboost_hf.cache.live.binding import Binding, StoreWriter, require_policy, require_store
 from kvboost_hf.cache.live.compiled import StaticDecoding
@@ -80,7 +60,7 @@ from kvboost_hf.compat import (
     running_config,
     unwrapped,
 )
-from kvboost_hf.config import Progressive, ReusePolicy
+from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 
 _UNUSED = "the model has made no use of the cache"
@@ -598,6 +578,11 @@ class ChunkReuseCache(DynamicCache):
         return frozenset(self._live.ledger.content_keys) if self._live.ledger is not None else frozenset()
 
     @property
+    def head_roots(self) -> frozenset[bytes]:
+        """The roots of the chains of K/V that heads have computed of texts of the cache."""
+        return frozenset(self._binding.head_roots)
+
+    @property
     def report(self) -> ReuseReport:
         """Counts for the last prompt."""
         self._settle_here()
@@ -794,143 +779,16 @@ class ChunkReuseCache(DynamicCache):
         twin._user_defined, twin._call, twin._of_call = self._user_defined, self._call, self._of_call
         return twin
 
-    # What drafts that branch call, and servers that decode rows of many caches together
-
     @property
-    def lending_reason(self) -> str | None:
-        """Why the layers cannot be lent, nor read and extended; None if they can."""
-        self._form.leave(self._settle)
-        return lending_reason(self._live)
+    def loans(self) -> Loans:
+        """The layers for whoever runs forwards beside the cache: drafts that branch, and servers."""
+        return Loans(self._parts, self._hold_all, self._repair_at_once, self._begin_loan, self._end_loan)
 
-    def require_branches(self) -> None:
-        """Raise if the layers cannot be lent.
-
-        Raises:
-            ValueError: if they cannot forget what was appended.
-        """
-        if (reason := self.lending_reason) is not None:
-            raise ValueError(f"K/V of branches cannot be held, for {reason}. Draft chains instead.")
-
-    def lend(self) -> list[Any]:
-        """The layers, as transformers knows them, for one forward that is not told to the cache.
-
-        What it appends is gone with `give_back`, or with whatever is done to the cache next.
-        """
-        self._repair_at_once()
-        self._begin_loan()
-        return lend_layers(self._parts)
-
-    def give_back(self) -> None:
-        """Forget what was appended since `lend`."""
-        self._live.hand_out(False)
-        self._recover()
-
-    def read(
-        self, layers: Sequence[int] | None = None, row: int = 0
-    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Of some layers, keys and values [1, num_kv_heads, columns, head_dim] of a row, as far as they hold them.
-
-        They are views where they can be, and not to be kept. None for a layer that has none.
-
-        Args:
-            layers: Their numbers; None for all.
-            row: The row; its padding is among the columns.
-        """
-        self._repair_at_once()
+    def _hold_all(self) -> None:
+        """End what is under way; then all columns are in the layers, in buffers that grow unless a size was named."""
         self._settle()
         self.catch_up()
         self._form.leave(self._settle)
-        return read_layers(self._live, layers, row)
-
-    @property
-    def reading_reason(self) -> str | None:
-        """Why a row of the layers cannot be read, and extended; None if it can."""
-        self._form.leave(self._settle)
-        return reading_reason(self._live)
-
-    @property
-    def kept_layers(self) -> tuple[int, ...]:
-        """The layers whose hidden states are kept of what the cache holds, by their numbers or `LAST`."""
-        return self._live.hidden_layers if self._live.hidden is not None else ()
-
-    def read_hidden(self, layers: Sequence[int], start: int) -> dict[int, torch.Tensor] | None:
-        """Views of the hidden states [1, tokens, hidden_size] of some layers, of the tokens from column `start` on.
-
-        They are not to be kept. None if they are not kept of all that the cache holds.
-        """
-        self._settle()
-        return read_hidden(self._live, layers, start)
-
-    def head_kv(self, heads: PreTrainedModel, like: Callable[[], Sequence[torch.Tensor]], row: int = 0) -> HeadKV:
-        """What finds and keeps the K/V that heads of drafts compute of the text in the cache; see `HeadKV`.
-
-        Args:
-            heads: The heads.
-            like: Gives, for each of their tensors, one [1, heads, columns, dim] of the same form.
-            row: The row of the cache that holds the text.
-        """
-        return HeadKV(self._parts, heads, like, self._settle, row)
-
-    @property
-    def head_roots(self) -> frozenset[bytes]:
-        """The roots of the chains of K/V that heads have computed of texts of the cache."""
-        return frozenset(self._binding.head_roots)
-
-    def read_states(self) -> list[LayerState | None]:
-        """Of each layer, views of the only row's state: not to be kept. None for a layer that has none."""
-        self._settle()
-        self.catch_up()
-        return read_states(self._live)
-
-    def extend(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        kv: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
-        states: Sequence[LayerState | None] = (),
-        *,
-        hidden: Mapping[int, torch.Tensor] | None = None,
-    ) -> None:
-        """Append columns that were computed by forwards over lent layers, or over what was read of these.
-
-        Args:
-            input_ids: [rows, tokens].
-            position_ids: [rows, tokens], or [planes, rows, tokens].
-            kv: For each layer, keys and values [rows, num_kv_heads, tokens, head_dim]; None where it has none.
-            states: For each layer, the state of the only row behind the last of the tokens; None where it has none.
-            hidden: Hidden states [rows, tokens, hidden_size] of the layers whose states are kept. Without them,
-                nothing is known any more of what the cache holds, if it keeps some.
-        """
-        self._settle()
-        if any(states) and (model := self._binding.model()) is not None:
-            leave_prompts(self._parts, model)
-        self._begin_loan()
-        extend_layers(self._parts, input_ids, position_ids, kv, states, hidden or {})
-        self._forward, self._live.in_forward = None, False  # only now: an interrupt before this undoes it
-        if self._live.ledger is not None:
-            self._writer.confirm(self._live.ledger)
-
-    @property
-    def rides_from(self) -> tuple[int, Progressive] | None:
-        """The first column that a repair computes again along with later tokens, and how; None where nothing rides."""
-        ledger = self._live.ledger
-        if ledger is None or ledger.blended is None or ledger.progressive is True or not may_repair(self._live):
-            return None
-        return ledger.blended.exact_columns, ledger.progressive
-
-    def take_repaired(self, start: int, kv: Sequence[tuple[torch.Tensor, torch.Tensor] | None], computed: int) -> None:
-        """Take exact K/V of the first tainted columns, computed by forwards over what was read of the layers.
-
-        Args:
-            start: The first of them, as `rides_from` has said.
-            kv: For each layer, their keys and values [1, num_kv_heads, columns, head_dim]; None where it has none.
-            computed: How many of them were computed a second time, and are to be counted.
-        """
-        self._begin_loan()
-        take_repaired(self._parts, start, kv, computed)
-        self._forward, self._live.in_forward = None, False  # only now: an interrupt before this undoes it
-        if self._live.ledger is not None:
-            self._writer.confirm(self._live.ledger)
 
     def _repair_at_once(self) -> None:
         """Before forwards that are not told to the cache: do what `progressive=True` does before a token."""
@@ -938,14 +796,19 @@ class ChunkReuseCache(DynamicCache):
         ledger = self._live.ledger
         if ledger is not None and ledger.blended is not None and ledger.progressive is True:
             self.repair()
+        self._hold_all()
 
     def _begin_loan(self) -> None:
-        self._settle()
-        self.catch_up()
-        self._form.leave(self._settle)
+        """Up to `_end_loan`, the layers are changed outside of any forward of theirs; an interrupt undoes that."""
+        self._hold_all()
         self._live.in_step()
         self._forward = Lent(self._parts, self._live.held)
         self._live.in_forward = True
+
+    def _end_loan(self) -> None:
+        self._forward, self._live.in_forward = None, False
+        if self._live.ledger is not None:
+            self._writer.confirm(self._live.ledger)
 
     def root_of(self, tokens: int) -> bytes | None:
         """The key that the chain of a prompt with so many tokens starts from; None if nothing of it can be stored."""

@@ -58,12 +58,7 @@ def _warm(
 register_warmer(_warm)
 
 
-def _warm_text(
-    model: PreTrainedModel,
-    store: ChunkStore,
-    text_or_ids: Starts,
-    settings: WarmSettings,
-) -> ReuseReport:
+def _warm_text(model: PreTrainedModel, store: ChunkStore, text_or_ids: Starts, settings: WarmSettings) -> ReuseReport:
     ids, reason = _as_start(text_or_ids, settings)
     cache = ChunkReuseCache(model, store, _exact(settings.policy), settings.salt, live_quant=settings.live_quant)
     done = _Done(settings.progress, ids.shape[1])

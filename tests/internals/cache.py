@@ -49,7 +49,7 @@ from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ColumnFormat,
 from kvboost_hf.cache.layers import EmptyLayer, IndexedLayer, OpaqueLayer, SparseLayer, make_layers
 from kvboost_hf.cache.layers import base as layers
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
-from kvboost_hf.cache.layers.growing import ColumnLayer, GrowingLayer, SlidingLayer
+from kvboost_hf.cache.layers.growing import ColumnLayer, ColumnsInTensors, GrowingLayer, SlidingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.cache.layers.hidden_states import HiddenStates
 from kvboost_hf.cache.layers.pieced import PiecedLayer

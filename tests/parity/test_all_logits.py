@@ -360,7 +360,7 @@ def test_what_it_does_not_go_with(llama: PreTrainedModel) -> None:
     cache = ChunkReuseCache(llama, policy=KEEP)
     with pytest.raises(ValueError, match="must stay True"):
         cache.policy = ReusePolicy()
-    assert cache.lending_reason is None  # what rows of a batch compute comes with their hidden states
+    assert cache.loans.lending_reason is None  # what rows of a batch compute comes with their hidden states
 
 
 class _WithIds(LlamaForCausalLM):

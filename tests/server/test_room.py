@@ -40,7 +40,7 @@ def test_tokens_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     hybrid = make_model("falcon_h1")
     batch, cache = BatchKV(hybrid), ChunkReuseCache(hybrid)
     hybrid(random_ids(9), past_key_values=cache)
-    batch.join([None] * len(cache.layers), [1], states=cache.read_states())
+    batch.join([None] * len(cache.layers), [1], states=cache.loans.read_states())
     twice = 2 * bytes_per_token(hybrid)
     assert tokens_that_fit(hybrid, rows=4, safety_margin=0) == (3 * 2**20 - 2 * 4 * batch.nbytes) // twice
     with pytest.raises(ValueError, match=r"no memory for the states of 4000 requests: .*max-batch-size"):

@@ -43,16 +43,11 @@ class Codec(Protocol):
     sink_tokens: int
 
     def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
-        """Encode the keys or values of several layers.
+        """Encode the keys or values [layers, heads, tokens, head_dim] of several layers, in float32, bfloat16 or
+        float16.
 
-        Args:
-            x: [layers, heads, tokens, head_dim], float32, bfloat16 or float16, on any device.
-            role: What they are.
-            rotations: For each layer, how its keys turn with their positions (the tokens are at consecutive ones), or
-                None where that is not known, or they do not.
-
-        Returns:
-            Contiguous tensors [layers, …] on the same device.
+        `rotations` tell for each layer how its keys turn with their positions (the tokens are at consecutive ones), or
+        None where that is not known, or they do not. Returns contiguous tensors [layers, …] on the same device.
         """
         ...
 
@@ -64,17 +59,10 @@ class Codec(Protocol):
         role: Role,
         rotation: LayerRotation | None,
     ) -> torch.Tensor:
-        """Decode one layer, or several that rotate alike.
+        """Decode one layer, or several that rotate alike, to a tensor on the device of the planes.
 
-        Args:
-            planes: What `encode` made, one entry of each, or entries [layers, …].
-            shape: heads, tokens, head_dim, or the same behind the number of layers.
-            dtype: The data type of the result.
-            role: What they are.
-            rotation: As it was for `encode`; the same for all entries.
-
-        Returns:
-            A tensor of this shape on the device of the planes.
+        `planes` are what `encode` made, one entry of each, or entries [layers, …]; `shape` is heads, tokens, head_dim,
+        or the same behind the number of layers; `rotation` as it was for `encode`, the same for all entries.
         """
         ...
 
@@ -90,17 +78,9 @@ class Codec(Protocol):
         tokens: int,
         head_dim: int,
     ) -> CodePlanes | None:
-        """Layout of the codes of one layer, for an attention that reads them where they are.
+        """Layout of the codes of one layer, for an attention that reads them where they are; None where it cannot.
 
-        Args:
-            planes: What `encode` made of blocks of as many tokens each, as entries [batch, blocks, …].
-            role: What they are.
-            rotation: As it was for `encode`; the same for all entries.
-            tokens: In a block.
-            head_dim: The size of a key or value that was encoded.
-
-        Returns:
-            None where they have to be decoded, as always by default.
+        `planes` are what `encode` made of blocks of so many `tokens` each, as entries [batch, blocks, …].
         """
         return None
 
@@ -162,9 +142,6 @@ class ExactStart(Codec):
     Language Models with Attention Sinks", ICLR 2024, https://arxiv.org/abs/2309.17453). Its key and its value are
     unlike all others, so that a codec makes a larger error in them than in any other token, and all later tokens read
     them.
-
-    Args:
-        codec: Encodes all but the first `codec.sink_tokens` tokens.
     """
 
     def __init__(self, codec: Codec) -> None:

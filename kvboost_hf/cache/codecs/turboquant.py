@@ -50,11 +50,7 @@ _LARGEST, _LEAST = 2.0**56, 2.0**-56  # beyond it numbers are cut off, below it 
 
 
 class TurboQuant:
-    """Rotated and rounded to Lloyd-Max codebooks.
-
-    Args:
-        config: With method `"turboquant"`.
-    """
+    """Rotated and rounded to Lloyd-Max codebooks, as a config with method `"turboquant"` says."""
 
     lossless = False
 

@@ -55,8 +55,7 @@ from kvboost_hf.cache.forward.running import (
     least_of_prompt,
     leave_prompts,
 )
-from kvboost_hf.cache.live import CHANGED, Behind, LiveKV
-from kvboost_hf.cache.live.compiled import StaticDecoding
+from kvboost_hf.cache.live import CHANGED, Behind
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, whole_pieces
 from kvboost_hf.cache.planning.report import Tally
@@ -64,18 +63,12 @@ from kvboost_hf.cache.prompt import (
     ForwardInputs,
     Kwargs,
     common_columns,
-    read_forward,
+    read_inputs,
     returns_of_each_token,
+    with_positions,
 )
 from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import (
-    Ranks,
-    attn_implementation,
-    cache_argument,
-    has_own_cache,
-    in_prefill,
-    running_config,
-)
+from kvboost_hf.compat import Ranks, attn_implementation, cache_argument, has_own_cache, in_prefill, running_config
 from kvboost_hf.handles import ATTENTION
 
 # Arguments with which a forward can carry more tokens: what it returns of these is left out.
@@ -150,12 +143,14 @@ def next_forward(parts: CacheParts, request: Request) -> Forward:
         live.follow_others()
     if live.plain_reason is not None:
         return _plain(parts, request, live.plain_reason)
-    read_mask = partial(_read_mask, live, live.static, held) if live.static is not None else None
-    all_logits = parts.binding.all_logits_reason
+    request.kwargs = seen = with_positions(model, request.kwargs)
+    if (static := live.static) is not None:  # generate() may have made a 4-D mask, of which a 2-D one is read
+        static.require_fits(seen, held)
+        request.kwargs, seen = static.read_mask(seen, held, live.ledger.log.pads if live.ledger is not None else None)
     # Where text goes on, nobody has looked at the model yet.
     settings = partial(parts.binding.fact, find=returns_of_each_token) if not held else returns_of_each_token
     hidden_of = partial(_hidden_layers, parts, held) if live.static is None else None
-    request.kwargs, request.inputs = read_forward(model, request.kwargs, all_logits, read_mask, settings, hidden_of)
+    request.inputs = read_inputs(model, seen, parts.binding.all_logits_reason, settings, hidden_of)
     if not held:
         if (ranks := parts.binding.store.ranks) is None:
             return _prompt(parts, request)
@@ -170,12 +165,6 @@ def _hidden_layers(parts: CacheParts, held: int, asked: Any) -> tuple[int, ...] 
     """The layers that a value of `output_hidden_states` asks for; or why those of reused tokens cannot be had."""
     found, kept = parts.binding.hidden_layers_of(asked), parts.live.hidden_layers
     return "the text has begun without them" if held and not set(found) <= set(kept) else found
-
-
-def _read_mask(live: LiveKV, static: StaticDecoding, held: int, kwargs: Kwargs) -> tuple[Kwargs, Kwargs]:
-    """The arguments with the 4-D mask that generate() may have made, and with the 2-D mask that it was made from."""
-    static.require_fits(kwargs, held)
-    return static.read_mask(kwargs, held, live.ledger.log.pads if live.ledger is not None else None)
 
 
 def _begin_text(parts: CacheParts, request: Request) -> None:

@@ -219,8 +219,9 @@ def admit_piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) 
     live, inputs = parts.live, request.inputs
     assert isinstance(inputs, ForwardInputs)
     batch, new = inputs.input_ids.shape
-    pads = read_pads(inputs.attention_mask, batch, held + new)
-    if pads is None or not _same_padding(ledger.log.pads, pads, held):
+    before, pads = ledger.log.pads, read_pads(inputs.attention_mask, batch, held + new)
+    # Rows that were all padding so far may have more of it.
+    if pads is None or not ((pads == before) | ((before == held) & (pads >= held))).all():
         return CHANGED_ON_THE_WAY
     if not (ledger.log.trusted and positions_count_up(inputs.position_ids, pads, held)):
         return CHANGED_ON_THE_WAY
@@ -318,11 +319,6 @@ def _runs_unmasked(parts: CacheParts, plan: ReusePlan, inputs: ForwardInputs) ->
 def _without_empty_mask(parts: CacheParts, inputs: ForwardInputs, pads: NDArray[np.int64]) -> ForwardInputs:
     """Without a mask that says nothing: some models with states cannot take a part of it."""
     return replace(inputs, attention_mask=None) if parts.live.stateful and not pads.any() else inputs
-
-
-def _same_padding(before: NDArray[np.int64], now: NDArray[np.int64], held: int) -> bool:
-    """Whether the padding of each row is what it was; rows that were all padding so far may have more of it."""
-    return bool(((now == before) | ((before == held) & (now >= held))).all())
 
 
 def _read_prompt(

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.kv import StoredChunk, StoredStates
+from kvboost_hf.cache.kv.layer_kv import LayerKVReader
 from kvboost_hf.cache.layers import private_cache
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.live.ledger import Ledger
@@ -179,7 +180,7 @@ def _differs(
     chunk: StoredChunk, shared: int, fresh: Sequence[ReuseLayer], row: int, start: int, allowed: float
 ) -> bool:
     """Whether the first `shared` tokens of a chunk, at column `start` of a row, are not those of `fresh`."""
-    reader = chunk.kv.reader()
+    reader = LayerKVReader(chunk.kv)
     for idx, layer in enumerate(fresh):
         begin = max(start, layer.first)  # what has left a window cannot be compared
         stored, columns = reader.layer(idx), layer.columns(row, begin, start + shared)

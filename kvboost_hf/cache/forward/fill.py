@@ -66,10 +66,8 @@ def spans_of(plan: ReusePlan, groups: Groups | None = None, *, zeros: bool = Fal
         for run in runs:
             keys = tuple(map(_KEY, run))
             if keys not in readers:
-                of = LayerKVReader(run[0][2], groups)
-                readers[keys] = (
-                    of if len(run) == 1 else JoinedKVReader([of, *(LayerKVReader(kv, groups) for *_, kv in run[1:])])
-                )
+                one = LayerKVReader(run[0][2], groups) if len(run) == 1 else None
+                readers[keys] = one or JoinedKVReader([kv for *_, kv in run], groups)
             first, last = run[0][0], run[-1][0]
             own.append(Span(readers[keys], first.start - first.offset, first.start, last.stop))
         spans.append(own)

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.codecs.base import Planes
 from kvboost_hf.cache.forward.running import CacheParts
 from kvboost_hf.cache.identity import ModelState
 from kvboost_hf.cache.kv import Put, StoredChunk
-from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV, Place
+from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV, LayerKVReader, Place
 from kvboost_hf.cache.kv.model_form import ColumnForm, ModelForm
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens, prefix_key
@@ -79,7 +78,7 @@ class HeadKV:
             ):
                 break
             columns = slice(segment.offset, segment.offset + segment.stop - segment.start)
-            pieces.append([each[:, columns] for each in chunk.kv.reader().layer(len(chunk.kv.places) - 1) or ()])
+            pieces.append([each[:, columns] for each in LayerKVReader(chunk.kv).layer(len(chunk.kv.places) - 1) or ()])
         self._borders, self._text_keys = [Border(0, self.root)], [self._text_root]
         if not pieces:
             return None
@@ -114,7 +113,10 @@ class HeadKV:
             for _ in range(2):
                 if (at := self._borders[-1].at) < first:
                     self.reason = LEFT
-                elif not all(map(_has_form, self._columns, read(at, at + 1))):
+                elif any(
+                    (form.heads, form.dim, form.dtype) != (tensor.shape[1], tensor.shape[3], tensor.dtype)
+                    for form, tensor in zip(self._columns, read(at, at + 1), strict=True)
+                ):
                     self.reason = CHANGED
                 elif self._put_all(ids[:known], read, tail=tail) is Put.NO_PARENT:  # an ancestor was evicted
                     del self._borders[1:], self._text_keys[1:]
@@ -161,7 +163,7 @@ class HeadKV:
         blocks: list[Block] = []
         for form, own in groups.items():
             stacked = torch.stack(own).detach()
-            planes, ready = on_host(_raw(stacked))
+            planes, ready = on_host(RAW.encode(stacked, "values", ()))
             shape, none = (form.heads, stacked.shape[2], form.dim), (None,) * len(own)
             blocks.append(Block(planes, shape, form.dtype, "values", RAW, none, stacked.device, ready=ready))
         return LayerKV(tuple(blocks), (*self._no_layers, tuple(places)))
@@ -174,7 +176,7 @@ class HeadKV:
             return False
         if (mark := self._named(len(ids))) is None:
             return False
-        self._columns = tuple(ColumnForm(x.shape[1], x.shape[3], x.dtype, x.device) for x in self._like())
+        self._columns = tuple(ColumnForm.of(each[0]) for each in self._like())
         form = ModelForm((*self._no_layers, self._columns), (None,) * (len(self._no_layers) + 1))
         durable = not mark.startswith(_PASSING)
         self._text_root, self._mark = text.root, mark
@@ -227,11 +229,3 @@ class _Own(KeptOnModel):
 
     def __init__(self) -> None:
         self.name = os.urandom(16)
-
-
-def _has_form(form: ColumnForm, tensor: torch.Tensor) -> bool:
-    return (form.heads, form.dim, form.dtype) == (tensor.shape[1], tensor.shape[3], tensor.dtype)
-
-
-def _raw(tensors: torch.Tensor) -> Planes:
-    return RAW.encode(tensors, "values", ())

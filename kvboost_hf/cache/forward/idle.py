@@ -182,12 +182,9 @@ class Idle:
     def begin(self, work: Work, nbytes: int, most_bytes: int) -> None:
         """A call has ended: have work done when the thread has time.
 
-        Args:
-            work: Returns soon once the event that it is given is set: whoever needs the cache waits. It returns
-                whether something is left to do, because another call has run the model: then it is called again,
-                after a pause.
-            nbytes: Bytes of K/V that it keeps alive.
-            most_bytes: The bytes that all waiting work may keep alive; older work is given up for newer one.
+        `work` returns soon once the event that it is given is set: whoever needs the cache waits. It returns whether
+        something is left to do, because another call has run the model: then it is called again, after a pause. It
+        keeps `nbytes` bytes alive; all that waits may keep `most_bytes`, and older work is given up for newer one.
         """
         if self.busy and self._pid == os.getpid() and not self.wait(0):
             return

@@ -34,21 +34,12 @@ _ALIGNED_BYTES = 16
 _FIELDS = 5
 
 
-def _groups(layer_bytes: int) -> Groups:
-    """How to copy layers of so many bytes each, of which most have two tensors in a block."""
-    first, most = (2 * max(1, nbytes // max(1, layer_bytes)) for nbytes in (_FIRST_BYTES, _MOST_BYTES))
-    return Groups(first, most)
-
-
 class Loading:
     """Fills the columns [held, filled) of every layer from stored chunks.
 
-    Args:
-        layers: They hold `plan.held` columns, and `plan.filled` from now on.
-        plan: All of its chunks are loaded, checked or not, and none of its rows is to be computed ahead.
-        compute: Computes these columns: for each layer, for each row, its piece without padding. Only called if
-            something is damaged.
-        lose: Told of a chunk that is damaged, and how.
+    All chunks of the plan are loaded, checked or not, and none of its rows is to be computed ahead. If something is
+    damaged, `lose` is told of the chunk, and `compute` computes these columns: for each layer, for each row, its piece
+    without padding.
     """
 
     def __init__(
@@ -146,7 +137,8 @@ class Loading:
             for device, table in self._tables.items():
                 if table is not None:  # chunks may be evicted before the device has read them
                     link = device_link.link
-                    link.keep(_planes_of(chunk.kv for chunk in self._chunks), link.record(self._streams[device]))
+                    planes = [_plane(block.planes) for chunk in self._chunks for block in chunk.kv.blocks]
+                    link.keep(planes, link.record(self._streams[device]))
             for ready in self._ready:
                 ready.set()
 
@@ -158,7 +150,7 @@ class Loading:
                 queued.enter_context(link.using(stream))
             table, places = self._table(opened), self._chunks[0].kv.places[idx]
             if table is not None and places is not None:
-                link.gather(opened, table, _places_in_table(places))
+                link.gather(opened, table, [(_FIELDS + block, at) for block, at in places])
             else:
                 self._copy(idx)
             for part in opened:
@@ -169,8 +161,10 @@ class Loading:
     def _copy(self, idx: int) -> None:
         opened, plan = self._opened[idx], self._plan
         if self._spans is None:
-            layer_bytes = sum(chunk.kv.nbytes for chunk in self._chunks) // len(self._layers)
-            self._spans = spans_of(plan, _groups(layer_bytes))
+            layer_bytes = max(1, sum(chunk.kv.nbytes for chunk in self._chunks) // len(self._layers))
+            # Most layers have two tensors in a block.
+            groups = Groups(*(2 * max(1, nbytes // layer_bytes) for nbytes in (_FIRST_BYTES, _MOST_BYTES)))
+            self._spans = spans_of(plan, groups)
         for row, (spans, pad) in enumerate(zip(self._spans, plan.pads, strict=True)):
             pieces = pieces_of(spans, idx, plan.held - pad, plan.filled - pad)
             write_row([part[row] for part in opened], pieces)
@@ -278,16 +272,6 @@ def _table_of(runs: Iterable[_LayerRun], like: LayerKV, device: torch.device) ->
     host = device_link.link.pinned(shape, torch.int64)
     host.copy_(torch.tensor(rows, dtype=torch.int64).view(shape))
     return device_link.link.send(host, device)
-
-
-def _places_in_table(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The columns of the table with the addresses of blocks, in place of the numbers of the blocks."""
-    return [(_FIELDS + block, at) for block, at in places]
-
-
-def _planes_of(chunks: Iterable[LayerKV]) -> list[torch.Tensor]:
-    """The tensors that a kernel reads."""
-    return [_plane(block.planes) for kv in chunks for block in kv.blocks]
 
 
 def _plane(planes: dict[str, torch.Tensor]) -> torch.Tensor:

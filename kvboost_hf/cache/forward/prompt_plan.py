@@ -22,7 +22,7 @@ from kvboost_hf.cache.live.binding import in_order
 from kvboost_hf.cache.live.ledger import KnownRow, Ledger
 from kvboost_hf.cache.planning.chunks import piece_ends, whole_pieces
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment, plan_batch
-from kvboost_hf.cache.prompt import ForwardInputs, common_columns
+from kvboost_hf.cache.prompt import common_columns
 from kvboost_hf.cache.prompt.token_log import Prompt
 from kvboost_hf.compat import attn_implementation, hidden_states_reason, hook_hidden_states, weights_come_and_go
 from kvboost_hf.handles import ATTENTION
@@ -53,7 +53,11 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
     ledger, ranks = live.ledger, store.ranks
     assert ledger is not None
     min_saving = min_saving_of(parts, prompt)
-    stems_to = _stems_to(parts, ledger, prompt)
+    # Up to here, what rows begin with may be computed once. A forward of our own would lack the caller's images.
+    # States are kept at a border, and what follows it is computed once behind that (see `Reused`).
+    stems_to = 0 if prompt.new.media.any() else prompt.limit
+    if stems_to and live.stateful:
+        stems_to = ledger.last_border(prompt.limit, store, ids)
     lost: frozenset[bytes] = frozenset()
     store.wait_for_others(ledger.root, ids)
     known, live.known = live.known, None
@@ -199,9 +203,12 @@ def _decide(
             reason = reason_against_short_hits(parts, model, plan, prompt.inputs, ledger)
             if reason is not None:
                 prompt, plan = _without_reuse(parts, prompt, plan, ledger, reason)
-        cuts = _mask_cuts(parts, model, plan, prompt)
-    if (plan.filled > prompt.first or cuts or stops or spaced) and (reason := _probed(parts, model, prompt.inputs)):
-        return PlannedPrompt(prompt, plan, cuts, reason=reason)
+        if plan.filled and prompt.limit > plan.filled + PIECE and adds_mask(parts, model, plan, prompt.inputs):
+            cuts = pieces(plan.filled, prompt.limit)
+    if plan.filled > prompt.first or cuts or stops or spaced:
+        reason = parts.binding.probe_reason(model)
+        if reason or (prompt.inputs.logits_of_all and (reason := hidden_states_reason(model))):
+            return PlannedPrompt(prompt, plan, cuts, reason=reason)
     live.hand_out(parts.binding.fact(model, attn_implementation) == ATTENTION)  # what overlaps depends on it
     return PlannedPrompt(
         prompt, plan, cuts, stops, spaced, overlaps=not cuts and _may_overlap(parts, model, plan, prompt)
@@ -245,28 +252,12 @@ def _with_loaded(plan: ReusePlan, loaded: Mapping[bytes, Stored]) -> ReusePlan:
     return replace(plan, rows=tuple(rows))
 
 
-def _probed(parts: CacheParts, model: PreTrainedModel, inputs: ForwardInputs) -> str | None:
-    """Why a run on a few tokens rules out to give a prompt in parts, or None."""
-    return parts.binding.probe_reason(model) or (hidden_states_reason(model) if inputs.logits_of_all else None)
-
-
 def min_saving_of(parts: CacheParts, prompt: PromptColumns) -> int:
     """Tokens that a forward ahead must save.
 
     Rows computed ahead have a length of their own, and frequencies that depend on it would not be the batch's.
     """
     return parts.binding.policy.min_prefill_saving if not parts.live.regime else prompt.ids.size
-
-
-def _stems_to(parts: CacheParts, ledger: Ledger, prompt: PromptColumns) -> int:
-    """The column up to which what rows begin with may be computed once; 0 if it may not.
-
-    A forward of our own would lack the images of the caller's. States are kept at a border, and what follows it is
-    computed once behind that (see `Reused`).
-    """
-    if prompt.new.media.any():
-        return 0
-    return ledger.last_border(prompt.limit, parts.binding.store, prompt.ids) if parts.live.stateful else prompt.limit
 
 
 def _may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, prompt: PromptColumns) -> bool:
@@ -282,7 +273,9 @@ def _may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, pro
         and parts.live.static is None
         and parts.binding.store.ranks is None  # damage must be found before
         and _is_worth_overlapping(parts.live.layers, plan)
-        and _can_overlap(parts.live.layers, plan)
+        and not torch.is_grad_enabled()
+        and all([type(layer) in (GrowingLayer, PiecedLayer, HiddenStates) for layer in parts.live.layers])
+        and not plan.ahead
         and "forward" not in model.__dict__
         and "_compiled_call_impl" not in model.__dict__
         and not weights_come_and_go(model)
@@ -301,15 +294,6 @@ def _is_worth_overlapping(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool
     if len(plan.rows) > 1 and any([layer.hands_out for layer in layers]):  # rows that share pieces keep them
         return False
     return sum([chunk.kv.nbytes_elsewhere for chunk in chunks]) >= _MIN_BYTES
-
-
-def _can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
-    """Whether what serves a plan may be loaded while the model computes."""
-    return (
-        not torch.is_grad_enabled()
-        and all([type(layer) in (GrowingLayer, PiecedLayer, HiddenStates) for layer in layers])
-        and not plan.ahead
-    )
 
 
 def _state_cuts(
@@ -360,13 +344,6 @@ def _state_cuts(
         cuts = usable(wanted, before)
         return cuts, [], usable(spaced, cuts[-1] - 1) if cuts else []
     return [], usable(wanted, limit), usable(spaced, limit)
-
-
-def _mask_cuts(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, prompt: PromptColumns) -> list[int]:
-    """Columns at which to begin a new forward, where attention needs a mask behind what is reused."""
-    if plan.filled and prompt.limit > plan.filled + PIECE and adds_mask(parts, model, plan, prompt.inputs):
-        return pieces(plan.filled, prompt.limit)
-    return []
 
 
 def _without_reuse(

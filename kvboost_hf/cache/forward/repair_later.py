@@ -18,13 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs import free_columns, no_column_is_free
-from kvboost_hf.cache.forward.admission import (
-    RIDING_ON_CPU,
-    RIDING_UNWANTED,
-    RIDING_WINDOW,
-    UNKNOWN,
-    needs_no_mask,
-)
+from kvboost_hf.cache.forward.admission import RIDING_ON_CPU, RIDING_UNWANTED, RIDING_WINDOW, UNKNOWN, needs_no_mask
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
 from kvboost_hf.cache.forward.scatter import Columns, ScatterPass, Stopped
 from kvboost_hf.cache.layers.base import ReuseLayer
@@ -215,11 +209,16 @@ def repair_while_idle(parts: CacheParts, stop: threading.Event) -> bool:
         return False
     broken_off = False
     try:
-        with torch.inference_mode(_made_in_inference_mode(live.layers)):
+        buffers = [each for layer in live.layers if isinstance(layer, GrowingLayer) for each in layer.buffers]
+        with torch.inference_mode(any(buffer.is_inference() for buffer in buffers)):  # else they cannot be written to
             while not (stop.is_set() or broken_off) and may_repair(live) and _is_as_it_was(parts):
                 broken_off = not _repair_piece(parts, stop)
     finally:
-        _wait_for_devices(live.layers)
+        for device in {
+            layer.device for layer in live.layers if isinstance(layer, GrowingLayer) and layer.is_initialized
+        }:
+            if link.is_apart(device):  # whoever comes may use another stream
+                link.record(link.current(device)).synchronize()
     return broken_off
 
 
@@ -249,17 +248,3 @@ def _repair_piece(parts: CacheParts, stop: threading.Event) -> bool:
 def _is_as_it_was(parts: CacheParts) -> bool:
     """Whether the model computes what it did when the rest of the prompt was computed, and nobody has touched that."""
     return parts.binding.reason_in_training is None and parts.writer.storable() is not None
-
-
-def _wait_for_devices(layers: Sequence[ReuseLayer]) -> None:
-    """Wait until what this thread has launched has run: whoever comes may use another stream."""
-    for device in {layer.device for layer in layers if isinstance(layer, GrowingLayer) and layer.is_initialized}:
-        if link.is_apart(device):
-            link.record(link.current(device)).synchronize()
-
-
-def _made_in_inference_mode(layers: Sequence[ReuseLayer]) -> bool:
-    """Whether the buffers of layers can be written to in inference mode only."""
-    return any(
-        tensor.is_inference() for layer in layers if isinstance(layer, GrowingLayer) for tensor in layer.buffers
-    )

@@ -18,7 +18,7 @@ from kvboost_hf.cache.kv import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.kv.checkpoints import Checkpoints, mixers_of
 from kvboost_hf.cache.layers.base import Piece
 from kvboost_hf.cache.layers.hidden_states import HiddenStates
-from kvboost_hf.cache.live.ledger import Ledger
+from kvboost_hf.cache.live.ledger import Ledger, Offering
 from kvboost_hf.cache.planning.chunks import PIECE, Tokens
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, plan_shared
 from kvboost_hf.cache.planning.report import BATCH, LIVE, Missed, Tally
@@ -192,7 +192,6 @@ class Reused(Forward):
         parts, prompt = self.parts, self._prompt
         live, ledger, store = parts.live, parts.live.ledger, parts.binding.store
         assert ledger is not None
-        rows = range(len(prompt.ids))
         for cut in self._cuts:
             columns = slice(self.length, cut)
             checkpoints = None
@@ -208,10 +207,11 @@ class Reused(Forward):
             self.length = cut
             if live.stateful and store.usable:
                 parts.writer.offer_new(ledger)
+                offering = Offering(ledger, live.layers, store)
                 if checkpoints is not None:
-                    ledger.store_earlier_states(checkpoints.states(), live.layers, store)
-                for row in rows:
-                    ledger.store_states(row, live.layers, store)
+                    offering.earlier_states(checkpoints.states())
+                for row in ledger.rows:
+                    offering.states(row)
 
     def _start_checkpoints(self, model: PreTrainedModel, columns: int, stops: Sequence[int]) -> Checkpoints | None:
         """Have states saved within the next forward, which ends at `columns`; None if none are wanted."""

@@ -32,15 +32,7 @@ from kvboost_hf.cache.live.decoding_form import DecodingForm
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.prompt import ForwardInputs, Kwargs, hides_padding_only
 from kvboost_hf.cache.prompt.token_log import MaskShape, Prompt
-from kvboost_hf.compat import (
-    GenerateCall,
-    Shown,
-    at_end,
-    is_in_forward,
-    is_in_stock_loop,
-    is_under_way,
-    steps_reason,
-)
+from kvboost_hf.compat import GenerateCall, Shown, at_end, is_in_forward, is_in_stock_loop, is_under_way, steps_reason
 from kvboost_hf.errors import CacheInUseError, StoreClosedError
 
 _MOMENT_S = 0.05  # in which a thread takes a token and goes on

@@ -274,21 +274,20 @@ def foreign_functions(model: nn.Module, kinds: Iterable[type]) -> list[Any]:
         found += [] if attention is None else [attention]
         found += [] if mask is None or _is_original(mask) else [mask]
     for place in places_of_functions(model, kinds):
-        found += _replaced_in(place)
+        if (names := _names.get(place)) is None:
+            names = _names[place] = _Names(place)
+        found += names.replaced()
     return found
 
 
 def places_of_functions(model: nn.Module, kinds: Iterable[type]) -> list[Any]:
     """The classes and modules of Python in which forwards of modules of these classes look up what they call."""
-    classes = {base: None for kind in kinds for base in kind.__mro__ if _is_of_a_model(base)}
+    bases = (base for kind in kinds for base in kind.__mro__)
+    classes = {base: None for base in bases if base.__module__.startswith("transformers.models.")}
     own = attention_function(model) if isinstance(model, PreTrainedModel) else None
     around = [sys.modules[own.__module__]] if own is not None and is_of_package(own) else []
     modules = [sys.modules[name] for name in {each.__module__: None for each in classes}]
     return [F, nn.Module, *around, *classes, *modules]
-
-
-def _is_of_a_model(kind: type) -> bool:
-    return kind.__module__.startswith("transformers.models.")
 
 
 class _Names:
@@ -314,14 +313,6 @@ class _Names:
 
 
 _names: dict[Any, _Names] = {}  # of modules and classes, since they were first seen
-
-
-def _replaced_in(place: Any) -> list[Any]:
-    """`_Names.replaced` of a module or class, compared with when it was first seen."""
-    names = _names.get(place)
-    if names is None:
-        names = _names[place] = _Names(place)
-    return names.replaced()
 
 
 def _is_called(name: str, value: Any) -> bool:

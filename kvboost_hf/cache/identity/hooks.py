@@ -197,7 +197,7 @@ def watch_hooks(module: nn.Module) -> tuple[list[Any], HookWatch | None]:
     ]
     watch: HookWatch | None = attributes.get(HOOK_WATCH)
     before = list(attributes["_forward_pre_hooks"].values())
-    whole = any(isinstance(hook, types.MethodType) and hasattr(hook.__self__, "changes_arguments") for hook in before)
+    whole = any(_is_method_of(hook, "changes_arguments") for hook in before)
     # Hooks behind the forward of a whole model see its logits: too late to change K/V.
     watched = [hook for hook in found if hook in before] if whole else found
     if not any(map(_is_function_of_others, watched)):
@@ -214,9 +214,11 @@ def watch_hooks(module: nn.Module) -> tuple[list[Any], HookWatch | None]:
         (module.register_forward_pre_hook, attributes["_forward_pre_hooks"]),
         (module.register_forward_hook, attributes["_forward_hooks"]),
     ):
-        behind = [number for number, hook in list(hooks.items()) if _stands_behind(hook)]
+        # Hooks of this package that change the output do so after others have seen it.
+        behind = [n for n, hook in list(hooks.items()) if _is_method_of(hook, "stands_behind_others")]
         numbers = [number for number in list(hooks) if number not in behind]
-        ours = {getattr(hook, "__name__", ""): n for n, hook in list(hooks.items()) if _watches(hook, watch)}
+        methods = [(n, hook) for n, hook in list(hooks.items()) if isinstance(hook, types.MethodType)]
+        ours = {hook.__name__: number for number, hook in methods if hook.__self__ is watch}
         if not ours:
             watch.handles.append(own_hook(register(watch.first, prepend=True, with_kwargs=True)))
             watch.handles.append(own_hook(register(watch.last, with_kwargs=True)))
@@ -242,13 +244,9 @@ def _order_below(hooks: Any) -> None:
             deque(map(hooks.__setitem__, numbers, map(hooks.pop, numbers)), maxlen=0)
 
 
-def _stands_behind(hook: Any) -> bool:
-    """Whether a hook of this package changes the output, after others have seen it."""
-    return isinstance(hook, types.MethodType) and hasattr(hook.__self__, "stands_behind_others")
-
-
-def _watches(hook: Any, watch: HookWatch) -> bool:
-    return isinstance(hook, types.MethodType) and hook.__self__ is watch
+def _is_method_of(hook: Any, mark: str) -> bool:
+    """Whether a hook is a method of an object of this package that has such a mark."""
+    return isinstance(hook, types.MethodType) and hasattr(hook.__self__, mark)
 
 
 def _is_function_of_others(hook: Any) -> bool:

@@ -240,7 +240,10 @@ class Walk:
                 found.own_configs += config_scalars(own)
         before = len(found.parts)
         for module in self.hooked:
-            _add_hooks(found, module)
+            own_hooks, watch = watch_hooks(module)
+            found.parts += own_hooks
+            if watch is not None:
+                found.watched.append(watch)
         hooks = len(found.parts) > before
         found.parts += [forward_of(kind) for kind in self.classes]
         foreign = foreign_functions(model, self.classes)
@@ -356,14 +359,6 @@ def _values_of_classes(classes: Iterable[type]) -> list[dict[str, Any]]:
     """Attributes of the classes of modules, and of their bases, that are no classes of a package."""
     others = {base: None for kind in classes for base in kind.__mro__[:-1] if not is_own(base)}
     return [{name: value for name, value in vars(base).items() if not name.startswith("__")} for base in others]
-
-
-def _add_hooks(found: ModelParts, module: nn.Module) -> None:
-    """Add the forward hooks of a module."""
-    hooks, watch = watch_hooks(module)
-    found.parts += hooks
-    if watch is not None:
-        found.watched.append(watch)
 
 
 def _is_the_same_in_training(module: nn.Module) -> bool:

@@ -79,13 +79,9 @@ class _Hook:
 
 
 class Checkpoints:
-    """The states of all layers at some columns of one forward.
+    """The states of all layers at some columns of one forward, before which they hold `start`.
 
-    Args:
-        start: Columns that they hold before it.
-        stops: Columns at which states are wanted in any case, in order, after `start` and before `columns`.
-        spaced: Columns at which they are wanted if they fit, in order, between the same.
-        room: Bytes that all of them together may take.
+    States are wanted at `stops` in any case, and at `spaced` columns if they fit into `room` bytes with these.
     """
 
     def __init__(

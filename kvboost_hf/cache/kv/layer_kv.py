@@ -3,7 +3,7 @@
 The tensors of a block, of several layers, are encoded, moved and decoded together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -90,11 +90,6 @@ class Block:
                 self.blob.check(f"{self.number}.{name}", run if run is not None else range(len(self.rotations)))
 
     @property
-    def is_elsewhere(self) -> bool:
-        """Whether its planes are not on the device that the model computes on, and have to be copied there."""
-        return device_link.link.is_apart(self.device) and any(p.device != self.device for p in self.planes.values())
-
-    @property
     def is_viewed(self) -> bool:
         """Whether its tensors are read where they are, one by one."""
         return self.codec.lossless and (self.device.type == "cpu" or not device_link.link.is_apart(self.device))
@@ -116,10 +111,6 @@ class Block:
             stop = next((at for at in range(start, stop) if self.rotations[at] is not own), stop)
         return range(start, stop)
 
-    def decode(self, planes: Mapping[str, torch.Tensor], run: range) -> torch.Tensor:
-        """Tensors [len(run), heads, tokens, head_dim], from planes that may have been moved."""
-        return self._decode({name: plane[run.start : run.stop] for name, plane in planes.items()}, run)
-
     def move(self, run: range) -> torch.Tensor:
         """Tensors [len(run), heads, tokens, head_dim] where the model computes.
 
@@ -129,9 +120,9 @@ class Block:
         if self.blob is not None and not self.is_viewed:
             self.check(run)
         send, device = device_link.link.send, self.device
-        return self._decode(
-            {name: send(plane[run.start : run.stop], device) for name, plane in self.planes.items()}, run
-        )
+        planes = {name: send(plane[run.start : run.stop], device) for name, plane in self.planes.items()}
+        shape, rotation = (len(run), *self.shape), self.rotations[run.start]
+        return self.codec.decode(planes, shape, self.dtype, self.role, rotation)
 
     def viewed(self, run: range) -> torch.Tensor:
         """Tensors [len(run), heads, tokens, head_dim] where they are, of a block that `is_viewed`."""
@@ -140,9 +131,6 @@ class Block:
         (plane,) = self.planes.values()
         own = plane[run.start : run.stop]
         return own if own.device == self.device else device_link.link.send(own, self.device)
-
-    def _decode(self, own: Mapping[str, torch.Tensor], run: range) -> torch.Tensor:
-        return self.codec.decode(own, (len(run), *self.shape), self.dtype, self.role, self.rotations[run.start])
 
     def owned(self) -> "Block":
         """A copy in host memory; pinned, if it is to go to a device with memory of its own."""
@@ -213,11 +201,8 @@ class LayerKV:
     @property
     def nbytes_elsewhere(self) -> int:
         """Bytes that must be copied to a device before it can compute with them."""
-        return sum(block.nbytes for block in self.blocks if block.is_elsewhere)
-
-    def reader(self, groups: Groups | None = None) -> "LayerKVReader":
-        """A reader of its columns where the model computes; in groups, if they are read layer by layer, and once."""
-        return LayerKVReader(self, groups)
+        apart = [block for block in self.blocks if device_link.link.is_apart(block.device)]
+        return sum(b.nbytes for b in apart if any(plane.device != b.device for plane in b.planes.values()))
 
     # As a blob
 
@@ -303,21 +288,9 @@ class LayerKVReader:
         if self._views is not None:
             return self._views[index]
         if self._last is None or self._last[0] != index:
-            places = self.places(index)
+            places = self.kv.places[index]
             self._last = index, tuple(self._tensor(*place) for place in places) if places is not None else None
         return self._last[1]
-
-    def places(self, index: int) -> tuple[Place, ...] | None:
-        """Places of the tensors of a layer."""
-        return self.kv.places[index]
-
-    def run(self, number: int, at: int) -> range:
-        """Tensors of a block that are moved together, from one on."""
-        return self.kv.blocks[number].run(at, self._groups)
-
-    def move(self, number: int, run: range) -> torch.Tensor:
-        """Tensors of a block where the model computes, as `Block.move` gives them."""
-        return self.kv.blocks[number].move(run)
 
     def _tensor(self, number: int, at: int) -> torch.Tensor:
         run, decoded, unchecked = self._decoded.get(number, (range(0), (), False))
@@ -335,20 +308,20 @@ class LayerKVReader:
 class JoinedKVReader:
     """Columns of consecutive chunks, each of which can follow the one before, joined where the model computes."""
 
-    def __init__(self, readers: Sequence[LayerKVReader]) -> None:
-        self._readers = readers
+    def __init__(self, chunks: Sequence[LayerKV], groups: Groups | None) -> None:
+        self._chunks, self._groups = chunks, groups
         self._joined: dict[int, tuple[range, Sequence[torch.Tensor]]] = {}
 
     def layer(self, index: int) -> Piece | None:
         """The tensors of a layer, [heads, tokens, dim] each, of all chunks joined; None if it has no columns."""
-        places = self._readers[0].places(index)
+        places = self._chunks[0].places[index]
         return tuple(self._tensor(*place) for place in places) if places is not None else None
 
     def _tensor(self, number: int, at: int) -> torch.Tensor:
         run, joined = self._joined.get(number, (range(0), ()))
         if at not in run:
-            run = self._readers[0].run(number, at)
-            joined = torch.cat([reader.move(number, run) for reader in self._readers], dim=2).unbind(0)
+            run = self._chunks[0].blocks[number].run(at, self._groups)
+            joined = torch.cat([kv.blocks[number].move(run) for kv in self._chunks], dim=2).unbind(0)
             self._joined[number] = run, joined
         return joined[at - run.start]
 

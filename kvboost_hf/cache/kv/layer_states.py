@@ -120,10 +120,7 @@ def copy_states(layers: Sequence[ReuseLayer], row: int) -> LayerStates:
 
 
 class StateFormat:
-    """Format of states in a store.
-
-    Args:
-        codec: The codec of all tensors that it makes smaller; others are kept as they are.
+    """Format of states in a store: tensors that the codec does not make smaller are kept as they are.
 
     Attributes:
         mark: Names the codec in roots, behind that of K/V; nothing for states as they are.

@@ -28,12 +28,10 @@ _REMEMBERED_FORMS, _REMEMBERED_CHARACTERS = 64, 2**16  # of layouts, which anybo
 
 
 class ColumnFormat:
-    """Format of columns in a store.
+    """Format of columns in a store; whatever else than keys and values layers keep is kept as it is.
 
-    Args:
-        codec: The codec of keys and values; whatever else layers keep is kept as it is.
-        rotation: How the model's keys turn with their positions, where that is known.
-        layers: How many layers of K/V the model has: one behind them is kept as it is. None if it may have any number.
+    `rotation` tells how the model's keys turn with their positions, where that is known. A layer behind so many
+    `layers` of K/V is kept as it is; None if the model may have any number.
     """
 
     def __init__(self, codec: Codec = RAW, rotation: KeyRotation | None = None, layers: int | None = None) -> None:
@@ -130,6 +128,11 @@ class ColumnForm:
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, columns: torch.Tensor) -> "ColumnForm":
+        """That of [heads, tokens, dim]."""
+        return cls(columns.shape[0], columns.shape[2], columns.dtype, columns.device)
+
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
@@ -165,7 +168,8 @@ class ModelForm:
             layers, ids = make_layers(model, hidden_layers=hidden_layers), probe_ids(model)
             with torch.no_grad():
                 probe_logits(model, ids, private_cache(layers))
-                columns = tuple(_column_forms(layer, ids.shape[1]) for layer in layers)
+                held = [layer.columns(0, 0, ids.shape[1]) for layer in layers]
+                columns = tuple(tuple(map(ColumnForm.of, own)) if own is not None else None for own in held)
                 states = tuple(layer.save_state(0) for layer in layers)
         except torch.OutOfMemoryError:
             raise
@@ -177,13 +181,6 @@ class ModelForm:
             )
             return None
         return cls(columns, tuple(StateForm.of(state) if state is not None else None for state in states))
-
-
-def _column_forms(layer: ReuseLayer, tokens: int) -> tuple[ColumnForm, ...] | None:
-    columns = layer.columns(0, 0, tokens)
-    if columns is None:
-        return None
-    return tuple(ColumnForm(x.shape[0], x.shape[2], x.dtype, x.device) for x in columns)
 
 
 class _BlockForm(NamedTuple):
@@ -233,7 +230,7 @@ def read_kv(blob: Blob, forms: ChunkForms) -> LayerKV:
     """
     form = forms.of(blob)
     if blob.names != form.names:
-        raise _damage("has more tensors")
+        _require(False, "has more tensors")
     blocks: list[Block] = []
     for number, (expected, shape, dtype, role, codec, rotations, device) in enumerate(form.blocks):
         planes: Planes = {}
@@ -266,13 +263,9 @@ def _as_damage() -> Iterator[None]:
         raise DamagedBlobError(f"The layout of a blob cannot be read ({type(error).__name__}).") from error
 
 
-def _damage(otherwise: str) -> DamagedBlobError:
-    return DamagedBlobError(f"A blob {otherwise} than the model would keep.")
-
-
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise _damage(otherwise)
+        raise DamagedBlobError(f"A blob {otherwise} than the model would keep.")
 
 
 def _chunk_form(blob: Blob, columns: ColumnFormat, form: ModelForm) -> ChunkForm:
@@ -313,7 +306,7 @@ def _owners(places: Sequence[tuple[Place, ...] | None], form: ModelForm) -> list
 def _block_form(
     blob: Blob, number: int, owners: Sequence[tuple[int, int]], columns: ColumnFormat, form: ModelForm
 ) -> _BlockForm:
-    forms = {_form_of(form, *owner) for owner in owners}
+    forms = {(form.columns[layer_idx] or ())[tensor] for layer_idx, tensor in owners}  # each has a place
     _require(len(forms) == 1, "has tensors of other kinds in a block")
     (own,) = forms
     formats = [columns.of(*owner, own.dtype, at_start=blob.entry.start == 0) for owner in owners]
@@ -325,12 +318,6 @@ def _block_form(
     _require(layout["shape"] == list(shape) and layout["planes"] == list(expected), "has blocks of another shape")
     planes = {name: (dtype, (len(owners), *rest)) for name, (rest, dtype) in expected.items()}
     return _BlockForm(planes, shape, own.dtype, role, codec, tuple(each.rotation for each in formats), own.device)
-
-
-def _form_of(form: ModelForm, layer_idx: int, tensor: int) -> ColumnForm:
-    columns = form.columns[layer_idx]
-    assert columns is not None, "it has a place"
-    return columns[tensor]
 
 
 @lru_cache(maxsize=64)  # chunks have few lengths

@@ -17,12 +17,103 @@ from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 _REWIND = 256  # columns kept behind the window, so that a cache can go back a little without asking the store
 
 
-class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
+class ColumnsInTensors(ReuseLayer):
+    """Base of layers whose columns are in tensors of one kind, each of which counts them."""
+
+    is_initialized: bool = False
+    _tensors: list[Any]
+
+    @abstractmethod
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Note what a layer has to know of its first columns."""
+
+    @property
+    def intact(self) -> bool:
+        for tensor in self._tensors:
+            if not tensor.intact:
+                return False
+        return True
+
+    def seal(self) -> None:
+        for tensor in self._tensors:
+            tensor.seal()
+
+    @property
+    def length(self) -> int:
+        """Columns seen so far."""
+        stop: int = self._tensors[0].stop
+        return stop
+
+    @property
+    def first(self) -> int:
+        first: int = self._tensors[0].first
+        return first
+
+    def share(self) -> Self:
+        """A layer that reads the same buffers; whichever of the two writes first copies."""
+        twin = cast(Self, self.fresh())
+        twin.__dict__.update(self.__dict__)
+        twin._tensors = [tensor.share() for tensor in self._tensors]
+        return twin
+
+    def truncate(self, length: int) -> None:
+        cut = False
+        for tensor in self._tensors:
+            if length < tensor.stop:
+                tensor.truncate(length)
+                cut = True
+        self.version += cut
+
+    def columns(self, row: int, start: int, stop: int) -> Piece | None:
+        if not self.is_initialized:
+            return None
+        return tuple([t.row(row, start, stop) for t in self._tensors if t.buffer is not None])
+
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
+        like = next(piece for pieces in rows for piece in pieces)
+        if not self.is_initialized:
+            self.lazy_initialization(like[0], like[-1])
+        self.version += 1
+        for i, tensor in enumerate(self._tensors[: len(like)]):
+            turned = turn[1] if turn is not None and turn[0] == i else None
+            tensor.fill(start, stop, [[piece[i] for piece in pieces] for pieces in rows], turned)
+
+    def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
+        """Make room for columns up to `stop`, of the shapes and types of `like`; returns the new ones of each tensor.
+
+        They are to be written to, [batch, heads, new columns, dim], not zeroed; `seal` is to be called then.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(like[0], like[-1])
+        self.version += 1
+        pairs = zip(self._tensors, like, strict=False)
+        return tuple(tensor.open(stop, piece.expand(batch, -1, -1, -1)) for tensor, piece in pairs)
+
+    @property
+    def column_specs(self) -> tuple[ColumnSpec, ...]:
+        """None for a layer that the model has no use for."""
+        return tuple([ColumnSpec(b.shape[1], b.shape[3], b.dtype) for b in self.buffers])
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Those of all tensors, with room to spare."""
+        found: list[torch.Tensor] = []
+        for tensor in self._tensors:
+            if tensor.buffer is not None:
+                found.append(tensor.buffer)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, room to spare included."""
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+
+class ColumnLayer(ColumnsInTensors, DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Base of layers of K/V, with the attributes and methods that transformers uses."""
 
     device: torch.device
     dtype: torch.dtype
-    _tensors: list[Any]  # of keys and of values, and of what else a kind of layer keeps
 
     # Attributes of stock layers, which others read and set. Nothing in here does.
 
@@ -124,34 +215,6 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
     # What the cache calls
 
     @property
-    def intact(self) -> bool:
-        for tensor in self._tensors:
-            if not tensor.intact:
-                return False
-        return True
-
-    @property
-    def length(self) -> int:
-        """Columns seen so far."""
-        stop: int = self._tensors[0].stop
-        return stop
-
-    def share(self) -> Self:
-        """A layer that reads the same buffers; whichever of the two writes first copies."""
-        twin = cast(Self, self.fresh())
-        twin.__dict__.update(self.__dict__)
-        twin._tensors = [tensor.share() for tensor in self._tensors]
-        return twin
-
-    def truncate(self, length: int) -> None:
-        cut = False
-        for tensor in self._tensors:
-            if length < tensor.stop:
-                tensor.truncate(length)
-                cut = True
-        self.version += cut
-
-    @property
     @abstractmethod
     def _batch_size(self) -> int:
         """Rows held."""
@@ -210,28 +273,6 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
 
     # What the cache calls
 
-    def seal(self) -> None:
-        for tensor in self._tensors:
-            tensor.seal()
-
-    @property
-    def first(self) -> int:
-        return self._tensors[0].first
-
-    def columns(self, row: int, start: int, stop: int) -> Piece | None:
-        if not self.is_initialized:
-            return None
-        return tuple([t.row(row, start, stop) for t in self._tensors if t.buffer is not None])
-
-    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]], turn: Turn | None = None) -> None:
-        like = next(piece for pieces in rows for piece in pieces)
-        if not self.is_initialized:
-            self.lazy_initialization(like[0], like[1])
-        self.version += 1
-        for i, tensor in enumerate(self._tensors[: len(like)]):
-            turned = turn[1] if turn is not None and turn[0] == i else None
-            tensor.fill(start, stop, [[piece[i] for piece in pieces] for pieces in rows], turned)
-
     def can_take(self, device: torch.device) -> bool:
         """Whether it holds nothing, and may be given all columns in buffers on a device that were made for it."""
         return type(self) is GrowingLayer and self.length == 0
@@ -242,17 +283,6 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         self.version += 1
         for tensor, buffer in zip(self._tensors, buffers, strict=True):
             tensor.take(buffer, stop)
-
-    def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
-        """Make room for columns up to `stop`, of the shapes and types of `like`; returns the new ones of each tensor.
-
-        They are to be written to, [batch, heads, new columns, dim], not zeroed; `seal` is to be called then.
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(like[0], like[1])
-        self.version += 1
-        pairs = zip(self._tensors, like, strict=False)
-        return tuple(tensor.open(stop, piece.expand(batch, -1, -1, -1)) for tensor, piece in pairs)
 
     def scatter(
         self, columns: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
@@ -269,25 +299,6 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         held = self._tensors[tensor].view()
         at = (columns - self._tensors[tensor].first)[:, None, :, None]
         return held.gather(2, at.expand(-1, held.shape[1], -1, held.shape[3]))
-
-    @property
-    def column_specs(self) -> tuple[ColumnSpec, ...]:
-        """None for a layer that the model has no use for."""
-        return tuple([ColumnSpec(b.shape[1], b.shape[3], b.dtype) for b in self.buffers])
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """Those of all tensors, with room to spare."""
-        found: list[torch.Tensor] = []
-        for tensor in self._tensors:
-            if tensor.buffer is not None:
-                found.append(tensor.buffer)
-        return found
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers, room to spare included."""
-        return sum(tensor.nbytes for tensor in self._tensors)
 
     # What kinds of layers differ in
 
@@ -339,9 +350,6 @@ class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
 
     Columns that have left the window are let go of, once the store has had them and while assisted decoding does not
     ask for them to be kept.
-
-    Args:
-        window: Columns that a token can attend to, itself included.
     """
 
     is_sliding = True

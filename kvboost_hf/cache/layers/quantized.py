@@ -44,6 +44,8 @@ class CodedTensor:
     many.
     """
 
+    first = 0  # it lets go of none
+
     def __init__(self, codec: Codec, role: Role, rotation: LayerRotation | None, sinks: int, window: int) -> None:
         self._codec, self._role, self._rotation = codec, role, rotation
         self._sinks, self._window = sinks, window
@@ -323,11 +325,6 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         """The size of one token in each tensor, decoded."""
         held = [tensor.like for tensor in self._tensors] if self.is_initialized else []
         return tuple(ColumnSpec(like.shape[1], like.shape[3], like.dtype) for like in held)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes, scales and exact columns, room to spare included."""
-        return sum(tensor.nbytes for tensor in self._tensors)
 
     def _empty(self) -> list[CodedTensor]:
         rotation = self._rotation if self._rotation is not None and self._rotation.tensor == 0 else None

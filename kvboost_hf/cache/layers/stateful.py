@@ -142,15 +142,18 @@ class StateLayer(_WithStates, LinearAttentionLayer):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
-        _select_states(self, beam_idx)
+        self._change(_selecting(beam_idx))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, numbers or a mask."""
-        _select_states(self, indices)
+        self._change(_selecting(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
-        _repeat_states(self, repeats)
+        self._change(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        _change_states(self, change)
 
     @property
     def nbytes(self) -> int:
@@ -181,20 +184,15 @@ class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-ca
         self._kept = None
         _reset_states(self)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Make row i what row `beam_idx[i]` was."""
-        super().reorder_cache(beam_idx)
-        _select_states(self, beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`, numbers or a mask."""
-        super().batch_select_indices(indices)
-        _select_states(self, indices)
+    def _select(self, rows: torch.Tensor) -> None:
+        super()._select(rows)
+        _change_states(self, _selecting(rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
         super().batch_repeat_interleave(repeats)
-        _repeat_states(self, repeats)
+        if not self.is_initialized:  # it has states alone
+            _change_states(self, lambda state: state.repeat_interleave(repeats, dim=0))
 
     def crop(self, tokens_to_remove: int) -> None:
         """States can only be cropped while they are recorded, and if none is recurrent."""
@@ -344,12 +342,8 @@ def copy_states(source: Any, target: Any) -> None:
         setattr(target, f"is_{name}_initialized", {i: t is not None for i, t in states.items()})
 
 
-def _select_states(layer: Any, rows: torch.Tensor) -> None:
-    _change_states(layer, lambda state: state[rows.to(state.device).clone()])
-
-
-def _repeat_states(layer: Any, repeats: int) -> None:
-    _change_states(layer, lambda state: state.repeat_interleave(repeats, dim=0))
+def _selecting(rows: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda state: state[rows.to(state.device).clone()]
 
 
 def _change_states(layer: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ asks. A layer with a window has as many columns as one without: its mask, or an 
 leaves out those that have left it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -43,11 +43,6 @@ class _FixedTensor(GrowingTensor):
 
     def cast(self, dtype: torch.dtype) -> None:
         """Leave it to the next append, which takes a buffer of its dtype."""
-
-    @property
-    def is_handed_out(self) -> bool:
-        """Whether somebody may have written to a copy of it."""
-        return self._seen is not None
 
     def skip_to(self, length: int, batch: int) -> None:
         """Begin anew with `batch` rows and columns up to `length` that nobody will look at: zeros."""
@@ -207,8 +202,7 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
     def follow(self) -> None:
         """Before a forward: take over what somebody has written to keys and values that were handed out."""
         for tensor in self._fixed:
-            if tensor.is_handed_out:
-                tensor.follow()
+            tensor.follow()
 
     def close(self, new: int) -> None:
         """An eager forward over `new` columns has ended; those that follow are decoding steps."""
@@ -352,16 +346,8 @@ class StaticStateLayer(StateLayer):
         """Copies of all states."""
         return [state.clone() for state in states_of(self)]
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._stay()
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._stay()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super()._change(change)
         self._stay()
 
     def share(self) -> Self:

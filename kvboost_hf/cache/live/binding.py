@@ -15,7 +15,7 @@ from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.kv.layer_states import LayerStates
 from kvboost_hf.cache.layers.quantized import mark
 from kvboost_hf.cache.live import LiveKV
-from kvboost_hf.cache.live.ledger import Ledger
+from kvboost_hf.cache.live.ledger import Ledger, Offering
 from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, PIECE
 from kvboost_hf.cache.prompt import ALL_LOGITS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, default_store, salt_bytes
@@ -280,7 +280,8 @@ class StoreWriter:
         """Offer chunks that have become complete."""
         policy = self._binding.policy
         everything = not policy.min_prefill_saving or policy.mode == "blend"  # found behind other texts, too
-        if ledger.store_new(self._live.layers, self._binding.store, unseen=everything):
+        offering = Offering(ledger, self._live.layers, self._binding.store)
+        if Put.UNSEEN in [put for row in ledger.rows for put in offering.chunks(row, unseen=everything)]:
             self._live.tally.unstored = _UNPAID
 
     def confirm(self, ledger: Ledger, *, root_checked: bool = False) -> None:
@@ -310,29 +311,28 @@ class StoreWriter:
 
     def offer_all(self, *, pinned: bool = False) -> list[Put]:
         """Offer everything that the cache holds, unfinished chunks included."""
-        ledger, layers, store = self.storable(), self._live.layers, self._binding.store
-        if ledger is None:
+        if (ledger := self.storable()) is None:
             return []
-        results: list[Put] = []
-        for row in range(ledger.log.batch_size):
-            results += ledger.store_row(row, layers, store, pinned=pinned, again=True)
-            results.append(ledger.store_tail(row, layers, store, pinned=pinned))
+        results, offering = list[Put](), Offering(ledger, self._live.layers, self._binding.store, pinned)
+        for row in ledger.rows:
+            results += [*offering.chunks(row, again=True), offering.tail(row)]
             if self._live.stateful:
-                results.append(ledger.store_states(row, layers, store, pinned=pinned))
+                results.append(offering.states(row))
         return results
 
     def offer_earlier_states(
         self, ledger: Ledger, saved: Iterable[tuple[int, bool, Sequence[LayerStates]]], *, root_checked: bool = False
     ) -> None:
-        """Offer states that a forward over a prompt has left on its way; see `Ledger.store_earlier_states`."""
+        """Offer states that a forward over a prompt has left on its way; see `Offering.earlier_states`."""
         if self._may_store(ledger, root_checked=root_checked):
-            ledger.store_earlier_states(saved, self._live.layers, self._binding.store)
+            Offering(ledger, self._live.layers, self._binding.store).earlier_states(saved)
 
     def offer_again(self, ledger: Ledger) -> None:
         """Offer all complete chunks: what was computed takes the place of what was wrong."""
         if self._may_store(ledger):
-            for row in range(ledger.log.batch_size):
-                ledger.store_row(row, self._live.layers, self._binding.store, again=True)
+            offering = Offering(ledger, self._live.layers, self._binding.store)
+            for row in ledger.rows:
+                offering.chunks(row, again=True)
 
     def offer_content(self, store: ChunkStore, start: int, *, pinned: bool = False) -> list[Put]:
         """Offer columns from `start` on, of one row without padding, to be found by content only.
@@ -340,7 +340,7 @@ class StoreWriter:
         They are cut as if they were all there is, so that they are cut in the same way behind any other text.
         """
         ledger = self.storable()
-        return ledger.store_content(start, self._live.layers, store, pinned=pinned) if ledger is not None else []
+        return Offering(ledger, self._live.layers, store, pinned).content(start) if ledger is not None else []
 
     def offer_tails(self) -> None:
         """Offer the tokens that fill no chunk, before the cache lets go of them."""
@@ -352,10 +352,11 @@ class StoreWriter:
     def offer_tails_from(self, ledger: Ledger, keep: int) -> None:
         """Offer the tails of the rows that are about to lose columns from `keep` on."""
         with_states = self._live.stateful and not ledger.unconfirmed
-        offer = ledger.store_states if with_states else ledger.store_tail  # states bring their tail with them
+        offering = Offering(ledger, self._live.layers, self._binding.store)
+        offer = offering.states if with_states else offering.tail  # states bring their tail with them
         for row, pad in enumerate(ledger.log.pads):
             if ledger.log.length - max(keep, int(pad)) >= HEAD_TOKENS:
-                offer(row, self._live.layers, self._binding.store)
+                offer(row)
 
     def storable(self) -> Ledger | None:
         """The ledger, compiled steps included, if all that it records may be stored now."""

@@ -1,4 +1,4 @@
-"""The tokens and chunk borders behind the K/V of a cache, and the chunks that it offers to the store."""
+"""The tokens and chunk borders behind the K/V of a cache, and what of it is offered to the store."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -92,6 +92,11 @@ class Ledger:
         """A ledger of layers that hold nothing yet."""
         return cls(TokenLog(pads), [[Border(0, root)] for _ in pads], root)
 
+    @property
+    def rows(self) -> range:
+        """The numbers of the rows."""
+        return range(self.log.batch_size)
+
     def copy(self) -> "Ledger":
         """A ledger of the same, that can be kept on its own."""
         borders = [list(row) for row in self.borders]
@@ -172,14 +177,7 @@ class Ledger:
             return alone
         return plan_shared(alone, [ids[row, pad:] for row, pad in enumerate(pads)], first, limit, stems_to, min_saving)
 
-    # Handing chunks to the store
-
-    def store_new(self, layers: Sequence[ReuseLayer], store: ChunkStore, *, unseen: bool) -> bool:
-        """Offer new chunks, `unseen` ones even where storing has not paid; tells whether the store waits for some."""
-        results: list[Put] = []
-        for row in range(self.log.batch_size):
-            results += self.store_row(row, layers, store, unseen=unseen)
-        return Put.UNSEEN in results
+    # What the store may be offered
 
     def storable(self, row: int) -> Tokens:
         """The tokens of a row that the store may be offered."""
@@ -200,135 +198,9 @@ class Ledger:
             self.quiet = chunk_size, int(nearest)
         return False
 
-    def store_row(
-        self,
-        row: int,
-        layers: Sequence[ReuseLayer],
-        store: ChunkStore,
-        *,
-        pinned: bool = False,
-        again: bool = False,
-        unseen: bool = True,
-    ) -> list[Put]:
-        """Offer a row's complete chunks: those since the last border, or all of them `again`; see `store_new`."""
-        tokens, borders = self.storable(row), self.borders[row]
-        if again:
-            del borders[1:]
-            self.quiet = 0, 0
-        if self.blended is not None and self.blended.is_tainted(row):
-            return self._store_blended_row(self.blended, row, layers, store, pinned)
-        results: list[Put] = []
-        while (cut := store.chunker.next_cut(tokens, borders[-1].at)) is not None:
-            border = borders[-1]
-            key = prefix_key(border.key, tokens[border.at : cut])
-            if not pinned and store.is_in_memory(key):
-                result = Put.PRESENT  # there is nothing to copy
-            elif unseen or store.expects(key):
-                result = self._put(row, border, tokens[border.at : cut], layers, store, pinned)
-            else:
-                result = Put.UNSEEN
-            if result is Put.NO_PARENT and not again:  # an ancestor was evicted from the store, but is still here
-                return self.store_row(row, layers, store, pinned=pinned, again=True, unseen=unseen)
-            results.append(result)
-            borders.append(Border(cut, key))
-        return results
-
-    def store_tail(self, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False) -> Put:
-        """Offer the tokens after a row's last border as a short chunk."""
-        if self.blended is not None and self.blended.is_tainted(row):
-            self.store_row(row, layers, store, pinned=pinned)  # moved chunks are no part of the tail
-        border, tokens = self.borders[row][-1], self.storable(row)
-        tail = tokens[border.at :]
-        if len(tail) < HEAD_TOKENS:
-            return Put.PRESENT
-        if self.blended is not None and self.blended.is_tainted(row):
-            parent = border.piece or text_key(tokens, border.at)
-            return self._put_piece(self.blended, row, border, parent, tail, layers, store, pinned, unfinished=True)
-        return self._put(row, border, tail, layers, store, pinned, unfinished=True)
-
-    def _store_blended_row(
-        self, blended: MovedColumns, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, pinned: bool
-    ) -> list[Put]:
-        """Offer what was computed of a row with moved chunks: the pieces between them, each cut from its beginning."""
-        tokens, borders, pad = self.log.row(row), self.borders[row], int(self.log.pads[row])
-        results: list[Put] = []
-        while borders[-1].at < len(tokens):
-            border = borders[-1]
-            moved, stop = blended.run_at(row, border.at + pad)
-            end = min(stop - pad, len(tokens)) if stop is not None else None
-            cut, own = end, None
-            if not moved:
-                cut = store.chunker.next_cut(tokens[:end], border.at) or end
-                if cut is None:
-                    break
-                parent = border.piece or text_key(tokens, border.at)
-                piece = tokens[border.at : cut]
-                put = self._put_piece(
-                    blended, row, border, parent, piece, layers, store, pinned, unfinished=cut == end
-                )
-                results.append(put)
-                own = content_only_key(self.root, parent, border.at, piece)
-            assert cut is not None
-            borders.append(Border(cut, prefix_key(border.key, tokens[border.at : cut]), own))
-        return results
-
-    def _put_piece(
-        self,
-        blended: MovedColumns,
-        row: int,
-        border: Border,
-        parent: bytes,
-        tokens: Tokens,
-        layers: Sequence[ReuseLayer],
-        store: ChunkStore,
-        pinned: bool,
-        *,
-        unfinished: bool,
-    ) -> Put:
-        """Offer tokens under their prefix key only if nothing before them was moved, else by their content alone."""
-        first = int(self.log.pads[row]) + border.at
-        if first + len(tokens) <= blended.tainted_from(row):
-            if len(tokens) < HEAD_TOKENS:
-                return Put.TOO_SHORT
-            return self._put(row, border, tokens, layers, store, pinned, unfinished=unfinished)
-        nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format, at_start=border.at == 0)
-        with torch.inference_mode(False), torch.no_grad():
-            put = store.put_content(self.root, tokens, border.at, nbytes, copy_kv, parent=parent, pinned=pinned)
-        if put is Put.STORED:
-            self.content_keys.add(content_only_key(self.root, parent, border.at, tokens))
-        return put
-
-    def _put(
-        self,
-        row: int,
-        border: Border,
-        tokens: Tokens,
-        layers: Sequence[ReuseLayer],
-        store: ChunkStore,
-        pinned: bool,
-        *,
-        unfinished: bool = False,
-    ) -> Put:
-        first = int(self.log.pads[row]) + border.at
-        nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format, at_start=border.at == 0)
-        # Outside inference mode: tensors made inside could not be used freely later.
-        with torch.inference_mode(False), torch.no_grad():
-            return store.put(
-                self.root, border.key, border.at, tokens, nbytes, copy_kv, pinned=pinned, unfinished=unfinished
-            )
-
-    def store_content(
-        self, start: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False
-    ) -> list[Put]:
-        """Offer the only row's tokens from `start` on, cut from there, to be found by content only."""
-
-        def copies(at: int, stop: int) -> tuple[int, Callable[[], LayerKV] | None]:
-            return copier(0, at, stop, layers, store.column_format, at_start=at == 0)
-
-        with torch.inference_mode(False), torch.no_grad():
-            return offer_content(store, self.root, self.log.row(0), start, copies, pinned=pinned)
-
-    # Handing states to the store
+    def tainted(self, row: int) -> MovedColumns | None:
+        """What of the K/V is not that of a plain forward, if a row has some of it."""
+        return self.blended if self.blended is not None and self.blended.is_tainted(row) else None
 
     def last_border(self, limit: int, store: ChunkStore, ids: Tokens) -> int:
         """The last column, at most `limit`, at which the chunk of the longest row of `ids` [batch, columns] ends."""
@@ -343,80 +215,181 @@ class Ledger:
         """The first column that some row has not offered to the store yet."""
         return min(borders[-1].at + int(pad) for borders, pad in zip(self.borders, self.log.pads, strict=True))
 
-    def store_states(self, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False) -> Put:
-        """Offer a row's states as they are now, and the K/V that goes with them."""
-        if self.log.batch_size > 1 and any(layer.single_row for layer in layers):
-            return Put.GONE
-        if self.in_pieces not in (None, self.log.length):  # they sum up tokens of no whole piece, too
-            return Put.PRESENT
-        border = self.borders[row][-1]
-        tail = self.log.row(row)[border.at :]
-        if len(tail) == 0 and len(self.borders[row]) > 1:  # at a border: they belong to the chunk that ends there
-            border = self.borders[row][-2]
-            tail = self.log.row(row)[border.at :]
-        elif len(tail) < HEAD_TOKENS:  # too few to be found again
-            return Put.PRESENT
-        elif self.store_tail(row, layers, store, pinned=pinned) is Put.NO_PARENT:
-            self.store_row(row, layers, store, pinned=pinned, again=True)
-            self.store_tail(row, layers, store, pinned=pinned)
-
-        form = store.state_format
-
-        def copy() -> LayerStates:
-            return form.encode(copy_states(layers, row))
-
-        with torch.inference_mode(False), torch.no_grad():
-            return store.put_states(self.root, border.key, tail, form.nbytes(layers, row), copy, pinned=pinned)
-
-    def store_earlier_states(
-        self,
-        saved: Iterable[tuple[int, bool, Sequence[LayerStates]]],
-        layers: Sequence[ReuseLayer],
-        store: ChunkStore,
-    ) -> None:
-        """Offer states of earlier columns, whose K/V has been offered as far as it fills chunks.
-
-        `saved` has columns, at most the length of the log, whether host memory alone is to keep what is there, and the
-        states of each row.
-        """
-        form = store.state_format
-        for column, spare, rows in saved:
-            for row, states in enumerate(rows):
-                at, borders = column - int(self.log.pads[row]), self.borders[row]
-                if at <= 0:
-                    continue
-                number = next(
-                    number for number in reversed(range(len(borders))) if not number or borders[number].at < at
-                )
-                tail = self.log.row(row)[borders[number].at : at]
-                if len(tail) < HEAD_TOKENS:  # too few to be found again
-                    continue
-                if number + 1 < len(borders):
-                    found = store.holds(borders[number + 1].key)
-                else:
-                    found = self.store_tail(row, layers, store) in (Put.STORED, Put.PRESENT)
-                if found:
-                    nbytes, encode = form.nbytes_of(states), partial(form.encode, states)
-                    with torch.inference_mode(False), torch.no_grad():
-                        store.put_states(self.root, borders[number].key, tail, nbytes, encode, spare=spare)
-
 
 def _is_tainted(blended: MovedColumns | None, row: int) -> bool:
     return blended is not None and blended.is_tainted(row)
 
 
+Copier = Callable[[], LayerKV] | None  # None where some columns have left a window
+
+
+@dataclass(frozen=True, slots=True)
+class Offering:
+    """What is offered of the rows that a ledger knows; the ledger is told where chunks end."""
+
+    ledger: Ledger
+    layers: Sequence[ReuseLayer]
+    store: ChunkStore
+    pinned: bool = False  # never evict it
+
+    def chunks(self, row: int, *, again: bool = False, unseen: bool = True) -> list[Put]:
+        """Offer a row's complete chunks: those since the last border, or all of them `again`.
+
+        Without `unseen`, where storing has not paid, only those that come again.
+        """
+        ledger, store = self.ledger, self.store
+        tokens, borders = ledger.storable(row), ledger.borders[row]
+        if again:
+            del borders[1:]
+            ledger.quiet = 0, 0
+        if (blended := ledger.tainted(row)) is not None:
+            return self._blended_chunks(blended, row)
+        results: list[Put] = []
+        while (cut := store.chunker.next_cut(tokens, borders[-1].at)) is not None:
+            border = borders[-1]
+            key = prefix_key(border.key, tokens[border.at : cut])
+            if not self.pinned and store.is_in_memory(key):
+                result = Put.PRESENT  # there is nothing to copy
+            elif unseen or store.expects(key):
+                result = self._put(row, border, tokens[border.at : cut])
+            else:
+                result = Put.UNSEEN
+            if result is Put.NO_PARENT and not again:  # an ancestor was evicted from the store, but is still here
+                return self.chunks(row, again=True, unseen=unseen)
+            results.append(result)
+            borders.append(Border(cut, key))
+        return results
+
+    def tail(self, row: int) -> Put:
+        """Offer the tokens after a row's last border as a short chunk."""
+        blended = self.ledger.tainted(row)
+        if blended is not None:
+            self.chunks(row)  # moved chunks are no part of the tail
+        border, tokens = self.ledger.borders[row][-1], self.ledger.storable(row)
+        tail = tokens[border.at :]
+        if len(tail) < HEAD_TOKENS:
+            return Put.PRESENT
+        if blended is not None:
+            return self._put_piece(blended, row, border, border.piece or text_key(tokens, border.at), tail, True)
+        return self._put(row, border, tail, unfinished=True)
+
+    def _blended_chunks(self, blended: MovedColumns, row: int) -> list[Put]:
+        """Offer what was computed of a row with moved chunks: the pieces between them, each cut from its beginning."""
+        ledger = self.ledger
+        tokens, borders, pad = ledger.log.row(row), ledger.borders[row], int(ledger.log.pads[row])
+        results: list[Put] = []
+        while borders[-1].at < len(tokens):
+            border = borders[-1]
+            moved, stop = blended.run_at(row, border.at + pad)
+            end = min(stop - pad, len(tokens)) if stop is not None else None
+            cut, own = end, None
+            if not moved:
+                cut = self.store.chunker.next_cut(tokens[:end], border.at) or end
+                if cut is None:
+                    break
+                parent, piece = border.piece or text_key(tokens, border.at), tokens[border.at : cut]
+                results.append(self._put_piece(blended, row, border, parent, piece, cut == end))
+                own = content_only_key(ledger.root, parent, border.at, piece)
+            assert cut is not None
+            borders.append(Border(cut, prefix_key(border.key, tokens[border.at : cut]), own))
+        return results
+
+    def _put_piece(
+        self, blended: MovedColumns, row: int, border: Border, parent: bytes, tokens: Tokens, unfinished: bool
+    ) -> Put:
+        """Offer tokens under their prefix key only if nothing before them was moved, else by their content alone."""
+        ledger = self.ledger
+        first = int(ledger.log.pads[row]) + border.at
+        if first + len(tokens) <= blended.tainted_from(row):
+            if len(tokens) < HEAD_TOKENS:
+                return Put.TOO_SHORT
+            return self._put(row, border, tokens, unfinished=unfinished)
+        how, at_start = (self.layers, self.store.column_format), border.at == 0
+        nbytes, copy_kv = copier(row, first, first + len(tokens), *how, at_start=at_start)
+        with torch.inference_mode(False), torch.no_grad():
+            put = self.store.put_content(
+                ledger.root, tokens, border.at, nbytes, copy_kv, parent=parent, pinned=self.pinned
+            )
+        if put is Put.STORED:
+            ledger.content_keys.add(content_only_key(ledger.root, parent, border.at, tokens))
+        return put
+
+    def _put(self, row: int, border: Border, tokens: Tokens, *, unfinished: bool = False) -> Put:
+        first, how = int(self.ledger.log.pads[row]) + border.at, (self.layers, self.store.column_format)
+        nbytes, copy_kv = copier(row, first, first + len(tokens), *how, at_start=border.at == 0)
+        place = self.ledger.root, border.key, border.at
+        # Outside inference mode: tensors made inside could not be used freely later.
+        with torch.inference_mode(False), torch.no_grad():
+            return self.store.put(*place, tokens, nbytes, copy_kv, pinned=self.pinned, unfinished=unfinished)
+
+    def content(self, start: int) -> list[Put]:
+        """Offer the only row's tokens from `start` on, cut from there, to be found by content only."""
+        ledger, form = self.ledger, self.store.column_format
+
+        def copies(at: int, stop: int) -> tuple[int, Copier]:
+            return copier(0, at, stop, self.layers, form, at_start=at == 0)
+
+        with torch.inference_mode(False), torch.no_grad():
+            return offer_content(self.store, ledger.root, ledger.log.row(0), start, copies, pinned=self.pinned)
+
+    def states(self, row: int) -> Put:
+        """Offer a row's states as they are now, and the K/V that goes with them."""
+        ledger, layers = self.ledger, self.layers
+        if ledger.log.batch_size > 1 and any(layer.single_row for layer in layers):
+            return Put.GONE
+        if ledger.in_pieces not in (None, ledger.log.length):  # they sum up tokens of no whole piece, too
+            return Put.PRESENT
+        tokens, borders = ledger.log.row(row), ledger.borders[row]
+        border = borders[-1]
+        if len(tokens) == border.at and len(borders) > 1:  # they belong to the chunk that ends there
+            border = borders[-2]
+        elif len(tokens) - border.at < HEAD_TOKENS:  # too few to be found again
+            return Put.PRESENT
+        elif self.tail(row) is Put.NO_PARENT:
+            self.chunks(row, again=True)
+            self.tail(row)
+        form, tail = self.store.state_format, tokens[border.at :]
+
+        def copy() -> LayerStates:
+            return form.encode(copy_states(layers, row))
+
+        with torch.inference_mode(False), torch.no_grad():
+            nbytes = form.nbytes(layers, row)
+            return self.store.put_states(ledger.root, border.key, tail, nbytes, copy, pinned=self.pinned)
+
+    def earlier_states(self, saved: Iterable[tuple[int, bool, Sequence[LayerStates]]]) -> None:
+        """Offer states of earlier columns, whose K/V has been offered as far as it fills chunks.
+
+        `saved` has columns, at most the length of the log, whether host memory alone is to keep what is there, and the
+        states of each row.
+        """
+        ledger, store = self.ledger, self.store
+        form = store.state_format
+        for column, spare, rows in saved:
+            for row, states in enumerate(rows):
+                at, borders = column - int(ledger.log.pads[row]), ledger.borders[row]
+                if at <= 0:
+                    continue
+                number = next(n for n in reversed(range(len(borders))) if not n or borders[n].at < at)
+                tail = ledger.log.row(row)[borders[number].at : at]
+                if len(tail) < HEAD_TOKENS:  # too few to be found again
+                    continue
+                if number + 1 < len(borders):
+                    found = store.holds(borders[number + 1].key)
+                else:
+                    found = self.tail(row) in (Put.STORED, Put.PRESENT)
+                if found:
+                    nbytes, encode = form.nbytes_of(states), partial(form.encode, states)
+                    with torch.inference_mode(False), torch.no_grad():
+                        store.put_states(ledger.root, borders[number].key, tail, nbytes, encode, spare=spare)
+
+
 def copier(
     row: int, start: int, stop: int, layers: Sequence[ReuseLayer], form: ColumnFormat, *, at_start: bool
-) -> tuple[int, Callable[[], LayerKV] | None]:
-    """The bytes of a row's columns [start, stop), and what copies them; None where some have left a window.
-
-    `at_start` says that the row begins there.
-    """
-
-    def copy_kv() -> LayerKV:
-        return copy_columns(layers, row, start, stop, form, at_start=at_start)
-
+) -> tuple[int, Copier]:
+    """The bytes of a row's columns [start, stop), and what copies them; `at_start` says that the row begins there."""
     nbytes = form.nbytes(layers, stop - start, at_start=at_start)
+    copy_kv = partial(copy_columns, layers, row, start, stop, form, at_start=at_start)
     return nbytes, copy_kv if start >= max([layer.first for layer in layers]) else None
 
 
@@ -425,7 +398,7 @@ def offer_content(
     root: bytes,
     tokens: Tokens,
     start: int,
-    copies: Callable[[int, int], tuple[int, Callable[[], LayerKV] | None]],
+    copies: Callable[[int, int], tuple[int, Copier]],
     *,
     pinned: bool = False,
 ) -> list[Put]:

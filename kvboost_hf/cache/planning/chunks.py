@@ -264,11 +264,7 @@ class ContentChunker:
 
     @classmethod
     def for_tokenizer(
-        cls,
-        tokenizer: Any,
-        chunk_size: int = 128,
-        boundary_window: int = 16,
-        separators: Iterable[str] = ("\n\n",),
+        cls, tokenizer: Any, chunk_size: int = 128, boundary_window: int = 16, separators: Iterable[str] = ("\n\n",)
     ) -> "ContentChunker":
         """A chunker for the sentence ends, separators and message headers of a tokenizer.
 

@@ -33,10 +33,7 @@ class ContentIndex(Generic[C]):
     that was computed behind little text is unlike all other.
 
     Each text has a slot, and the windows of texts are in arrays: of a chunk of 128 tokens the index takes some 450
-    bytes beside the chunk itself.
-
-    Args:
-        lock: Held wherever the index is read or written; must be reentrant.
+    bytes beside the chunk itself. The lock, which is reentrant, is held wherever the index is read or written.
     """
 
     def __init__(self, lock: AbstractContextManager[object]) -> None:

@@ -233,13 +233,9 @@ def _miss_report(missed: Missed) -> MissReport:
         stored = miss.nearest[common_length(miss.nearest, tokens[miss.border.at :]) :]
         expected = text_ids(stored[:_CONTEXT_TOKENS]) if len(stored) else None
     before, found = text_ids(before), text_ids(found)
-    if expected is not None:
-        return MissReport(row, miss.at, before, found, expected, "diverged")
-    if evicted:
-        return MissReport(row, miss.at, before, found, None, "evicted")
-    if other_fingerprint and miss.at == 0:
-        return MissReport(row, miss.at, before, found, None, "fingerprint")
-    return MissReport(row, miss.at, before, found, None, "cold")
+    cause = "fingerprint" if other_fingerprint and miss.at == 0 else "cold"
+    cause = "diverged" if expected is not None else "evicted" if evicted else cause
+    return MissReport(row, miss.at, before, found, expected, cause)
 
 
 def _explain(miss: MissReport, tokenizer: Detokenizer | None) -> str:
@@ -262,16 +258,11 @@ def _explain(miss: MissReport, tokenizer: Detokenizer | None) -> str:
     if tokenizer is None or min(miss.before.min(initial=0), miss.found.min(), miss.expected.min()) < 0:
         return f"{text}."
     before, found, expected = (tokenizer.decode(ids.tolist()) for ids in (miss.before, miss.found, miss.expected))
-    if _same_start(found, expected):
+    if (shared := min(len(found), len(expected))) and found[:shared] == expected[:shared]:
         return f"{text}: the same text in other tokens (text that was decoded and tokenized again)."
     if _crosses(_CLOCK, before, found) and _crosses(_CLOCK, before, expected):
         return f"{text}: looks like a date or time; move it behind what should be reused."
     return f"{text}."
-
-
-def _same_start(a: str, b: str) -> bool:
-    n = min(len(a), len(b))
-    return n > 0 and a[:n] == b[:n]
 
 
 def _crosses(pattern: re.Pattern[str], before: str, after: str) -> bool:

@@ -236,29 +236,6 @@ class ForwardInputs:
     hidden: tuple[int, ...] = ()  # layers whose hidden states of all tokens are wanted, and can be had
 
 
-def read_forward(
-    model: PreTrainedModel,
-    kwargs: dict[str, Any],
-    all_logits_reason: str | None,
-    read_mask: Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]] | None,
-    settings: Settings = returns_of_each_token,
-    hidden_of: HiddenOf | None = None,
-) -> tuple[dict[str, Any], ForwardInputs | str]:
-    """The arguments to run a forward with, and what `read_inputs` reads of them.
-
-    Args:
-        all_logits_reason: Why the logits of reused tokens cannot be had, or None.
-        read_mask: For a cache of a fixed size: gives the arguments to run with, and those to read, with a 2-D mask.
-        settings: Gives `returns_of_each_token(model)`.
-        hidden_of: Gives the layers that a value of `output_hidden_states` asks for, or why those of reused tokens
-            cannot be had; None if they never can.
-    """
-    kwargs = seen = with_positions(model, kwargs)
-    if read_mask is not None:
-        kwargs, seen = read_mask(kwargs)
-    return kwargs, read_inputs(model, seen, all_logits_reason, settings, hidden_of)
-
-
 def read_inputs(
     model: PreTrainedModel,
     kwargs: dict[str, Any],
@@ -268,11 +245,8 @@ def read_inputs(
 ) -> ForwardInputs | str:
     """The arguments, or the reason why the K/V of this forward may depend on more than its tokens.
 
-    Args:
-        all_logits_reason: Why the logits of reused tokens cannot be had, or None.
-        settings: Gives `returns_of_each_token(model)`.
-        hidden_of: Gives the layers that a value of `output_hidden_states` asks for, or why they cannot be had; None
-            where nothing is kept.
+    `all_logits_reason` is why the logits of reused tokens cannot be had, `hidden_of` gives the layers that a value of
+    `output_hidden_states` asks for, or why they cannot be had; None where nothing is kept.
     """
     ids, mask, positions = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
     if model.training and (reason := checkpointing_reason(model)) is not None:

@@ -52,14 +52,8 @@ def chat_start(
 
     Chats go on with a message of the user, with the results of calls, or in the text of the last message if that is
     the user's. Several ways to go on are encoded and compared: only a template knows what it writes around messages.
-
-    Args:
-        messages: The first messages of chats, one or more.
-        encode: Returns the ids of a chat, with the start of an answer at its end or without.
-        refusal: What `encode` raises for a chat that the template refuses; raised if it refuses all of them.
-
-    Raises:
-        ValueError: Such chats have no token in common.
+    `encode` returns the ids of a chat, with the start of an answer at its end or without, and raises a `refusal` where
+    the template refuses it. ValueError: such chats have no token in common.
     """
     refused: Exception | None = None
     for ways, answer in _ways(messages):
@@ -124,12 +118,7 @@ def _named(call: Any) -> str | None:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, with the arguments that chats give it.
-
-    Args:
-        tools: Tools of the chats, as `apply_chat_template` takes them.
-        arguments: Other arguments of the template, such as `enable_thinking`.
-    """
+    """The chat template of a tokenizer, with the tools and other arguments that chats give it."""
 
     def __init__(
         self, tokenizer: Any, *, tools: Sequence[Any] | None = None, arguments: Mapping[str, Any] | None = None

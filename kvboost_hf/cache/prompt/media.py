@@ -110,7 +110,7 @@ def read_prompt(
             return "it is not known where in the prompt its images, sound or video are put"
         if _mixes_up_beams(model, ids, kwargs, source):
             return "transformers may give the rows of one prompt, such as its beams, images in another order"
-        if not _neighbours(placeholders):
+        if not (placeholders[:, 1:] & placeholders[:, :-1]).any():
             return "one placeholder may stand for all of an image"
         media |= placeholders
         hashes = _media_hashes(model, ids, kwargs, source)
@@ -232,10 +232,6 @@ def _is_placeholder(model: PreTrainedModel, ids: Tokens, modality: str) -> NDArr
             found: NDArray[np.bool_] = ids == token
             return found
     return np.zeros(ids.shape, dtype=bool)
-
-
-def _neighbours(placeholders: NDArray[np.bool_]) -> bool:
-    return bool((placeholders[:, 1:] & placeholders[:, :-1]).any())
 
 
 def _runs(media: NDArray[np.bool_]) -> list[tuple[int, int, int]]:

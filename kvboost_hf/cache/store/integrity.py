@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.kv import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.kv.checkpoints import Checkpoints, can_segment, mixers_of
-from kvboost_hf.cache.kv.layer_kv import LayerKV
+from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerKVReader
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateFormat, copy_states
 from kvboost_hf.cache.kv.model_form import copy_columns
 from kvboost_hf.cache.layers import make_layers
@@ -182,7 +182,7 @@ def _difference(
 
 def _of_columns(stored: LayerKV, right: LayerKV, tail: int, *, lossless: bool) -> float:
     """Of the last `-tail` columns, decoded."""
-    largest, ours, theirs = 0.0, stored.reader(), right.reader()
+    largest, ours, theirs = 0.0, LayerKVReader(stored), LayerKVReader(right)
     for idx in range(len(stored.places)):
         for found, expected in zip(ours.layer(idx) or (), theirs.layer(idx) or (), strict=True):
             found, expected = found[:, tail:].float(), expected.float()

@@ -173,10 +173,10 @@ class LowerMemory:
                 if entry.root.startswith(root):
                     yield tier.tier.name, unloaded(Found(entry, tier)), entry.nbytes
 
-    def all_records(self) -> Iterator[Stored]:
-        """All records under the roots that the store knows."""
-        for root in list(self._durable_roots):
-            yield from self.records(root)
+    @property
+    def roots(self) -> list[bytes]:
+        """The roots under which records are written."""
+        return list(self._durable_roots)
 
     def list_content(self, root: bytes) -> None:
         """Call `on_found` with all chunks under a root, and again from time to time.
@@ -364,13 +364,7 @@ class TieredView:
     chunks that go on otherwise behind a border at that border, and at a second one for all borders behind it.
     """
 
-    def __init__(
-        self,
-        memory: HostMemory,
-        lower: LowerTiers,
-        row: RowToServe,
-        without: frozenset[bytes],
-    ) -> None:
+    def __init__(self, memory: HostMemory, lower: LowerTiers, row: RowToServe, without: frozenset[bytes]) -> None:
         self._memory, self._lower, self._row, self._without = memory, lower, row, without
         self._until = time.monotonic() + _HOLDS_S
         self._found: dict[bytes, Stored | None] = {}  # None for what no tier has

@@ -30,14 +30,8 @@ class HostMemory:
 
     Chunks form a forest by their history. States hang beneath the chunk border before them. Chunks that are found by
     their content only stand alone. The chunks that are asked for least often, of those that nothing continues, are
-    evicted first.
-
-    Args:
-        lock: Reentrant. Lookups take it; whoever changes the contents holds it.
-        state_share: The share of it that states may take.
-        on_insert: Called with each chunk that comes in.
-        on_remove: Called with each chunk that goes, for whatever reason.
-        on_evict: Called, after `on_remove`, with each chunk and all states that had to make room.
+    evicted first. Lookups take the lock; whoever changes the contents holds it. `on_evict` is called, after
+    `on_remove`, with each chunk and all states that had to make room.
     """
 
     def __init__(
@@ -134,26 +128,23 @@ class HostMemory:
         """The records that serve the first tokens of a text, of those that begin before `stop`, and how many they
         serve.
         """
-        with self._lock:
-            return self._beginning(root, tokens, stop)
-
-    def _beginning(self, root: bytes, tokens: Tokens, stop: int) -> tuple[list[Stored], int]:
         found: list[Stored] = []
         key, at = root, 0
-        while at < stop:
-            rest = tokens[at:]
-            for states in self.states_after(key, rest[:HEAD_TOKENS]):
-                if np.array_equal(states.tokens, rest[: len(states.tokens)]):
-                    found.append(states)
-            chunks = self.siblings(key, rest[:HEAD_TOKENS]) if len(rest) >= HEAD_TOKENS else []
-            best = max(chunks, key=lambda chunk: common_length(chunk.tokens, rest), default=None)
-            if best is None:
-                break
-            found.append(best)
-            key, common = best.key, common_length(best.tokens, rest)
-            at += common
-            if common < len(best.tokens):
-                break
+        with self._lock:
+            while at < stop:
+                rest = tokens[at:]
+                for states in self.states_after(key, rest[:HEAD_TOKENS]):
+                    if np.array_equal(states.tokens, rest[: len(states.tokens)]):
+                        found.append(states)
+                chunks = self.siblings(key, rest[:HEAD_TOKENS]) if len(rest) >= HEAD_TOKENS else []
+                best = max(chunks, key=lambda chunk: common_length(chunk.tokens, rest), default=None)
+                if best is None:
+                    break
+                found.append(best)
+                key, common = best.key, common_length(best.tokens, rest)
+                at += common
+                if common < len(best.tokens):
+                    break
         return found, at
 
     def continued_by(self, chunk: StoredChunk) -> list[StoredChunk]:

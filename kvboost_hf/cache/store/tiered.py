@@ -236,7 +236,7 @@ class TieredRecords:
         """All records under the roots that this store knows, in any tier; loaded or not."""
         self.lower.tiers.flush()
         found = {each.key: each for each in self.held()}
-        for each in self.lower.all_records():
+        for each in [each for root in self.lower.roots for each in self.lower.records(root)]:
             found.setdefault(each.key, each)
         return list(found.values())
 

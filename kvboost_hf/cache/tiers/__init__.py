@@ -87,17 +87,10 @@ class Tiers:
 def open_tiers(
     tiers: Sequence[str | Tier], max_bytes: int | None, key: bytes | None = None, *, least_bytes: int = 0
 ) -> Tiers:
-    """Open the tiers of a store.
+    """Open the tiers of a store, with `max_bytes` of host memory if no address tells, and seals of a `key`.
 
-    Args:
-        max_bytes: Bytes of host memory, if no address tells; None for `DEFAULT_RAM_BYTES`.
-        key: The key of the seals that blobs below host memory must have; None for no seals.
-        least_bytes: What an address must have room for: one chunk.
-
-    Raises:
-        ImportError: if one needs a package that is not installed.
-        ValueError: for what is no address or tier, a size below `least_bytes`, two sizes for one memory, or a key that
-            is none.
+    ImportError: one needs a package that is not installed. ValueError: what is no address or tier, a size below
+    `least_bytes`, which take one chunk, two sizes for one memory, or a key that is none.
     """
     if isinstance(tiers, str):
         raise ValueError(f"`tiers` must be a sequence, got the text {without_secrets(tiers)!r}. Pass [text].")
@@ -139,9 +132,8 @@ def open_tiers(
 def open_tier(spec: TierSpec) -> Tier:
     """The tier at an address.
 
-    Raises:
-        ImportError: if it needs a package that is not installed.
-        ValueError: for memory, which the store keeps itself, or an address that its tier does not take.
+    ImportError: it needs a package that is not installed. ValueError: memory, which the store keeps itself, or an
+    address that its tier does not take.
     """
     if spec.kind in ("disk", HANDOVER):
         from kvboost_hf.cache.tiers.disk import DiskTier

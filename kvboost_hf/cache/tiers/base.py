@@ -159,11 +159,8 @@ class NoticeBoard(Protocol):
 class Failures:
     """Counts and logs the failures of a tier, or of what goes on without what has failed.
 
-    Args:
-        log: Where to.
-        place: What fails, for people.
-        kinds: The exceptions to be expected. Where these are all, the log has where each was raised.
-        effect: What comes of a failure, for people.
+    Where all exceptions are to be expected, the log has where each was raised. `effect` tells people what comes of
+    one.
     """
 
     def __init__(
@@ -207,15 +204,9 @@ class Failures:
 class Guard:
     """Calls that may fail, and what they count for while they do.
 
-    One failure is enough to leave the other side alone. Then one call finds out whether it is back, while all others
-    go on without it.
-
-    Args:
-        failures: What counts as a failure. All there is, where a foreign client does not tell what it raises.
-        cooldown_s: Seconds to leave it alone for after a failure, twice as many after each further one, up to 30.
-
-    Raises:
-        ValueError: for a cool-down that is not positive.
+    One failure is enough to leave the other side alone, for `cooldown_s` seconds, and twice as many after each further
+    one, up to 30. Then one call finds out whether it is back, while all others go on without it. Where a foreign
+    client does not tell what it raises, all exceptions are failures.
     """
 
     def __init__(
@@ -289,16 +280,9 @@ def secrets_in(url: str) -> set[str]:
 
 
 class RemoteTier(ABC):
-    """A `Tier` of methods that may fail, each behind a `Guard`.
+    """A `Tier` of methods that may fail, each behind a `Guard`, with a budget of `max_bytes`, or None.
 
-    Args:
-        name: The name of the tier in reports and errors.
-        url: Where it is.
-        max_bytes: Budget, or None.
-        cooldown_s: Seconds that it is left alone for after a failure, twice as many after each further one, up to 30.
-
-    Raises:
-        ValueError: for a budget or a cool-down that is not positive.
+    ValueError: a budget or a cool-down that is not positive.
     """
 
     def __init__(self, name: str, url: str, max_bytes: int | None, cooldown_s: float) -> None:

@@ -194,12 +194,8 @@ class LowerTiers:
     """All tiers below host memory, the nearest first.
 
     What is written to them is written by a thread of its own. What waits to be written is bounded; what does not fit
-    is not written (yet), and whoever offered it is told.
-
-    Args:
-        tiers: The nearest first.
-        opened: Those that are to be closed, too, by `close()`.
-        at_close: Names of those that `write` leaves out: they are written when the store is closed.
+    is not written (yet), and whoever offered it is told. `close()` closes those that were `opened` for it, too.
+    `write` leaves out those that are written when the store is closed, whose names are in `at_close`.
     """
 
     def __init__(

@@ -217,13 +217,9 @@ _MAX_FILE_BYTES = 8 * 2**20
 
 
 class NoticeFile:
-    """Notices in a file, a line each, which processes of one machine share.
+    """Notices in a file for its owner only, a line each, which processes of one machine share.
 
-    A line has a checksum. When the file is too long, its last half takes its place.
-
-    Args:
-        path: The file; it is made when it is needed, for its owner only.
-        max_bytes: More are not kept.
+    A line has a checksum. When the file is longer than `max_bytes`, its last half takes its place.
     """
 
     def __init__(self, path: Path, max_bytes: int = _MAX_FILE_BYTES) -> None:
@@ -309,8 +305,7 @@ def _header(lineage: bytes, base: int) -> bytes:
 def is_writable(folder: Path) -> bool:
     """Make the folder if it is missing; tells whether it can be written to.
 
-    Raises:
-        ValueError: if it cannot be made, can neither be written to nor be read, or is open to others.
+    ValueError: it cannot be made, can neither be written to nor be read, or is open to others.
     """
     try:
         if not folder.is_dir():

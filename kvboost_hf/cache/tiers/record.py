@@ -314,6 +314,8 @@ class SealedTier:
         require_key(key)
         self.name, self.location = tier.name, tier.location
         self._tier, self._key = tier, key
+        self.touch, self.delete, self.clear = tier.touch, tier.delete, tier.clear
+        self.hits, self.close = tier.hits, tier.close
         self._forged = Failures(_log, f"Tier {tier.name} at {tier.location}", (DamagedBlobError,))
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
@@ -343,12 +345,6 @@ class SealedTier:
         seal = self._seal(entry.key, blob)
         return self._tier.write(replace(entry, nbytes=entry.nbytes + _SEAL_BYTES), [*blob, seal])
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._tier.touch(keys)
-
-    def delete(self, keys: Iterable[bytes]) -> bool:
-        return self._tier.delete(keys)
-
     def announce(self, notice: bytes) -> bool:
         if not isinstance(self._tier, NoticeBoard):
             return True
@@ -365,19 +361,10 @@ class SealedTier:
         ]
         return replace(heard, notices=sealed)
 
-    def clear(self, model: bytes) -> None:
-        self._tier.clear(model)
-
     def stats(self) -> Mapping[str, int | float | str]:
         """`forged` counts blobs without their seal, and so does `errors`."""
         stats = self._tier.stats()
         return {**stats, "errors": int(stats["errors"]) + self._forged.count, "forged": self._forged.count}
-
-    def hits(self) -> Mapping[bytes, int]:
-        return self._tier.hits()
-
-    def close(self) -> None:
-        self._tier.close()
 
     def _seal(self, key: bytes, blob: Iterable[bytes | memoryview]) -> bytes:
         made = hmac.new(self._key, _PURPOSE, "sha256")

@@ -85,10 +85,10 @@ class ModelRunner:
         require_one_process(model, "A server")
         self._caches: WeakSet[ChunkReuseCache] = WeakSet()  # those of tasks
         cache = ChunkReuseCache(model, store, live_quant=live_quant)
-        self.lending_reason = cache.lending_reason
+        self.lending_reason = cache.loans.lending_reason
         ModelState.of(model).fingerprint.look(model)
         self.in_pieces = (
-            cache.reading_reason is None
+            cache.loans.reading_reason is None
             and rope_regime(model, context) == b""  # a long row would change the frequencies of others and of itself
             and probe_reason(model) is None
         )

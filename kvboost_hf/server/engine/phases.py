@@ -244,7 +244,7 @@ class Decoding:
             return
         states.cache = task.cache
         if states.stop < task.joined and task.cache is not None:
-            before = task.cache.read_hidden(states.layers, states.stop) or {}
+            before = task.cache.loans.read_hidden(states.layers, states.stop) or {}
             states.append({layer: found[:, : task.joined - states.stop] for layer, found in before.items()})
         if states.stop >= task.joined:
             states.append(batch.read_hidden(place, length - states.stop))
@@ -260,7 +260,7 @@ class Decoding:
             ids = torch.tensor([task.ids[said : said + new]], device=self._runner.device)
             positions = torch.arange(task.joined, task.joined + new, device=self._runner.device)[None]
             states, hidden = self._batch.read_states(place), self._batch.read_hidden(place, new)
-            task.cache.extend(ids, positions, self._batch.read(place, new), states, hidden=hidden)
+            task.cache.loans.extend(ids, positions, self._batch.read(place, new), states, hidden=hidden)
         self._take_repaired(task, place)
 
     def _take_repaired(self, task: Task, place: int) -> None:
@@ -272,7 +272,7 @@ class Decoding:
         columns = repair.exact(length) - repair.start
         found = self._batch.read(place, length - repair.start)
         kv = [pair and (pair[0][:, :, :columns], pair[1][:, :, :columns]) for pair in found]
-        task.cache.take_repaired(repair.start, kv, repair.count)
+        task.cache.loans.take_repaired(repair.start, kv, repair.count)
 
     def remove(self, task: Task) -> None:
         """Remove a task; in the batch the last row takes the place of its row."""
@@ -293,8 +293,8 @@ class Decoding:
         task.joined = task.length  # the last token is computed next
         # Moved chunks are computed for the one text that they are in.
         owner = task.job.salt if task.cache.policy.mode == "exact" else task
-        cache, tokens = task.cache, [*task.job.ids, *task.ids[:-1]]
-        rides, read = cache.rides_from, (cache.read(), tokens, owner, cache.read_states(), cache.kept_layers)
+        loans, tokens = task.cache.loans, [*task.job.ids, *task.ids[:-1]]
+        rides, read = loans.rides_from, (loans.read(), tokens, owner, loans.read_states(), loans.kept_layers)
         self._batch.join(*read, self._last, rides=rides is not None)
         task.repair = RowRepair(*rides) if rides is not None else None
 

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvboost_hf.cache.kv import Beginnings, Belongings
 from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.server.engine.belongings import Beginnings, Belongings
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.task import SessionRecord, Task, session_id
 from kvboost_hf.server.fair_share import FairCache

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost_hf.cache.kv import Beginnings, Belongings
 from kvboost_hf.cache.live.ledger import KnownRow
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens, digest
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.server.engine.belongings import Beginnings, Belongings
 from kvboost_hf.server.generation.row_repair import RowRepair
 from kvboost_hf.server.generation.sampling import Sampler, score
 from kvboost_hf.server.generation.speculation import DraftedText, PredictedText

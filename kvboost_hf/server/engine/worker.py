@@ -21,7 +21,6 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.rounds import Taken
-from kvboost_hf.cache.kv import Beginnings, Belongings, count_bytes
 from kvboost_hf.cache.planning.plan import Border
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.store.lower import RowToServe
@@ -30,6 +29,7 @@ from kvboost_hf.compat import require_cache
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.offload.build import streaming_stats
+from kvboost_hf.server.engine.belongings import Beginnings, Belongings, count_bytes
 from kvboost_hf.server.engine.embedding import EmbeddingJob
 from kvboost_hf.server.engine.holdings import Holdings
 from kvboost_hf.server.engine.intake import Intake

@@ -216,7 +216,7 @@ class DraftedText:
         room = self._job.options.max_tokens - len(ids)
         states = self._states
         if states is not None and states.whole and states.stop < text.shape[1] - 1:  # of the prompt, or of a batch
-            states.append(cache.read_hidden(states.layers, states.stop) or {})
+            states.append(cache.loans.read_hidden(states.layers, states.stop) or {})
             states.cache = cache
         branches = branches_of(self._drafts.model, cache, text.shape[1], text.device, states)
         try:
