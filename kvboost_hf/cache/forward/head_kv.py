@@ -115,7 +115,7 @@ class HeadKV:
                     self.reason = LEFT
                 elif any(
                     (form.heads, form.dim, form.dtype) != (tensor.shape[1], tensor.shape[3], tensor.dtype)
-                    for form, tensor in zip(self._columns, read(at, at + 1), strict=True)
+                    for form, tensor in zip(self._columns, read(at, at + 1), strict=False)
                 ):
                     self.reason = CHANGED
                 elif self._put_all(ids[:known], read, tail=tail) is Put.NO_PARENT:  # an ancestor was evicted
