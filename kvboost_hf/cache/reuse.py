@@ -12,11 +12,13 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -322,31 +324,25 @@ class ChunkReuseCache(DynamicCache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
-        self._settle()
-        self.catch_up()
-        with self._live.changing() as ledger:
-            super().reorder_cache(beam_idx)
-            if ledger is not None:
-                self._live.selected(ledger, beam_idx.cpu().numpy())
+        self._select(partial(super().reorder_cache, beam_idx), lambda _: beam_idx.cpu().numpy())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`."""
-        self._settle()
-        self.catch_up()
-        with self._live.changing() as ledger:
-            super().batch_select_indices(indices)
-            rows = indices.cpu().numpy()
-            if ledger is not None:
-                self._live.selected(ledger, np.flatnonzero(rows) if rows.dtype == np.bool_ else rows)
+        """Keep the rows `indices`, numbers or a mask."""
+        numbers = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._select(partial(super().batch_select_indices, indices), lambda _: numbers.cpu().numpy())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
+        self._select(partial(super().batch_repeat_interleave, repeats), lambda rows: np.arange(rows).repeat(repeats))
+
+    def _select(self, change: Callable[[], None], rows_of: Callable[[int], NDArray[np.int64]]) -> None:
+        """Change the rows of the layers, of which there are so many: row i becomes what row `rows[i]` was."""
         self._settle()
         self.catch_up()
         with self._live.changing() as ledger:
-            super().batch_repeat_interleave(repeats)
+            change()
             if ledger is not None:
-                self._live.selected(ledger, np.arange(ledger.log.batch_size).repeat(repeats))
+                self._live.selected(ledger, rows_of(ledger.log.batch_size))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
