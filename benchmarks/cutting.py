@@ -19,9 +19,9 @@ from reuse import Result, measured_on, provenance
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.texts import encode
+from kvboost_hf.bench.prompts import shuffled_documents
 from kvboost_hf.bench.workloads import WORKLOADS
 from kvboost_hf.config import ReuseMode
-from kvboost_hf.demo.workloads import shuffled_documents
 from kvboost_hf.engine import EngineSettings
 
 PROMPTS, ANSWER_TOKENS, DOCUMENT_TOKENS, SHUFFLED = 8, 16, 1000, 6

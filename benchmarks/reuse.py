@@ -34,10 +34,10 @@ from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.assets.texts import encode
 from kvboost_hf.bench import run as bench
+from kvboost_hf.bench.prompts import CHAT_SHAPE, chat_turn
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import prefix_key
-from kvboost_hf.demo.workloads import CHAT_SHAPE, chat_turn
 from kvboost_hf.verify.measure import timed_generate
 
 PROMPT, SHARED = 2000, 1800  # of the peer

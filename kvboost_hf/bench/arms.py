@@ -13,17 +13,19 @@ from kvboost_hf.assisted.load import load_assistant
 from kvboost_hf.assisted.lookup import lookup_assistant
 from kvboost_hf.bench.models import Models
 from kvboost_hf.bench.served import Served, served
+from kvboost_hf.cache.live.decoding_form import MaxCacheLen
 from kvboost_hf.cache.planning.chunks import ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.choices import BENCH_ARMS
 from kvboost_hf.compat import cache_argument
 from kvboost_hf.config import Repair, ReusePolicy
-from kvboost_hf.demo.measure import FIRST_K
 
 _MEMORY, _DISK = "ram:1GB", "4GB"
 
 _EXACT = ReusePolicy()
+# For the embedded model: the default repair may compute two layers in full, which are half of those that it has.
+FIRST_K = ReusePolicy(mode="blend", repair="first_k", recompute_ratio=0.2, progressive=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,8 @@ class Arm:
         streamed: Whether layers are streamed.
         drafts: What proposes tokens.
         kept: Whether one cache serves all prompts; if not, each gets a new one on the same store, as in a server.
+        max_cache_len: As `ChunkReuseCache` takes it. None, so that all arms decode eagerly.
+        keep_logits: Whether answers have their logits, to be compared with plain ones.
     """
 
     name: str
@@ -47,6 +51,8 @@ class Arm:
     streamed: bool = False
     drafts: Literal["model", "lookup"] | None = None
     kept: bool = False
+    max_cache_len: MaxCacheLen = None
+    keep_logits: bool = False
 
     @property
     def lossless(self) -> bool:
@@ -112,7 +118,7 @@ class OurServer:
 
     def __init__(self, arm: Arm, models: Models, tokenizer: Any, folder: Path | None) -> None:
         self._model, self._count = models.get(arm.attention, streamed=arm.streamed)
-        self._policy, self._kept = arm.policy, arm.kept
+        self._arm = arm
         self._cache: ChunkReuseCache | None = None
         self._kwargs: dict[str, Any] = {}
         self.store: ChunkStore | None = None
@@ -132,12 +138,21 @@ class OurServer:
             self._kwargs["assistant_model"] = lookup_assistant(self._model, self.store)
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
-        found = served(self._model, self._count, ids, max_new_tokens, self._arguments)
+        found = served(
+            self._model, self._count, ids, max_new_tokens, self._arguments, keep_logits=self._arm.keep_logits
+        )
         if self.store is None or self._cache is None:
             return replace(found, reused=0, store_bytes=0)
         kept = sum(tier["bytes"] for tier in self.store.stats()["tiers"].values())
         report = self._cache.report
-        return replace(found, reused=report.reused_tokens, store_bytes=kept, bypassed=report.bypass_reason)
+        return replace(
+            found,
+            reused=report.reused_tokens,
+            moved=report.moved_tokens,
+            recomputed=report.recomputed_tokens,
+            store_bytes=kept,
+            bypassed=report.bypass_reason,
+        )
 
     def close(self) -> None:
         if self.store is not None:
@@ -146,6 +161,7 @@ class OurServer:
     def _arguments(self) -> dict[str, Any]:
         if self.store is None:
             return self._kwargs
-        if self._cache is None or not self._kept:
-            self._cache = ChunkReuseCache(self._model, self.store, self._policy, max_cache_len=None)
+        arm = self._arm
+        if self._cache is None or not arm.kept:
+            self._cache = ChunkReuseCache(self._model, self.store, arm.policy, max_cache_len=arm.max_cache_len)
         return {cache_argument(self._model): self._cache, **self._kwargs}

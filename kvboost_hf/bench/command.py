@@ -16,11 +16,11 @@ from kvboost_hf.bench.arms import ARMS, Arm
 from kvboost_hf.bench.environments import peers_at_hand
 from kvboost_hf.bench.models import ModelOrigin
 from kvboost_hf.bench.peers import PEERS
-from kvboost_hf.bench.run import MeasuredRow, Settings, provenance, run
+from kvboost_hf.bench.prompts import Workload
+from kvboost_hf.bench.run import MeasuredRow, Series, Settings, provenance, run
 from kvboost_hf.bench.show import as_json, note, page, remarks, summaries, table
 from kvboost_hf.bench.workloads import workloads_of
 from kvboost_hf.choices import CHOSEN_BENCH_ARMS, CHOSEN_PEERS
-from kvboost_hf.demo.workloads import Workload
 from kvboost_hf.offload.checkpoint import without_bars
 from kvboost_hf.outputs import STANDARD_OUTPUT, Progress, duration, say, write, written
 
@@ -91,7 +91,8 @@ def bench(options: argparse.Namespace, last: str) -> int:
                     console.print(table(workload, summaries(rows)))
 
         peers = stack.enter_context(peers_at_hand(plan.peers, source, install=options.install_peers))
-        result = run(source, plan.arms, peers, plan.workloads, plan.settings, shown.show, show)
+        series = [Series(workload, plan.arms) for workload in plan.workloads]
+        result = run(source, series, peers, plan.settings, shown.show, show)
     found = summaries(result.rows)
     for remark in remarks(result):
         say(console, remark)

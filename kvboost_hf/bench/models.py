@@ -75,6 +75,7 @@ class ModelOrigin:
         draft: A hub name or a folder of a draft model; None for the embedded draft, if its tokenizer fits.
         device: Where the model runs.
         dtype: `"auto"`, `"float32"`, `"bfloat16"` or `"float16"`.
+        loaded: A model and its tokenizer that are there already, in place of all else; without a draft.
 
     Raises:
         ValueError: for a random model with a name, or a width that is not a multiple of 64.
@@ -89,6 +90,7 @@ class ModelOrigin:
     draft: str | None = None
     device: str = "cpu"
     dtype: str = "auto"
+    loaded: tuple[PreTrainedModel, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.random is None:
@@ -111,10 +113,12 @@ class ModelOrigin:
     @property
     def draft_name(self) -> str | None:
         """The draft model to load; None for none."""
-        return self.draft or (str(EMBEDDED_DRAFT_DIR) if self.name is None else None)
+        return self.draft or (str(EMBEDDED_DRAFT_DIR) if self.name is None and self.loaded is None else None)
 
     def tokenizer(self) -> Any:
         """The tokenizer."""
+        if self.loaded is not None:
+            return self.loaded[1]
         with naming(self.name or EMBEDDED_MODEL_DIR):
             return AutoTokenizer.from_pretrained(self.name or EMBEDDED_MODEL_DIR)
 
@@ -124,6 +128,8 @@ class ModelOrigin:
         Args:
             attention: The model's attention implementation; None for the default one.
         """
+        if self.loaded is not None:
+            return self.loaded[0]
         if self.random is not None:
             return self._random(attention, self.device)
         name = self.name or EMBEDDED_MODEL_DIR

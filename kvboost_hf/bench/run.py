@@ -9,10 +9,11 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import active_children, get_context
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,8 +23,9 @@ from transformers.utils.logging import disable_progress_bar
 from kvboost_hf import __version__
 from kvboost_hf.bench.arms import PLAIN, Arm
 from kvboost_hf.bench.models import ModelOrigin, Models
+from kvboost_hf.bench.prompts import AskedPrompt, Workload
 from kvboost_hf.bench.served import Served, Server, ServerTurns, reason
-from kvboost_hf.demo.workloads import AskedPrompt, Workload
+from kvboost_hf.verify.measure import divergences, first_difference
 
 AnswersDone = Callable[[str, int, int], None]  # what is done, answers so far, and all
 _WARM_UP_TOKENS = 300  # at the end of a prompt
@@ -59,10 +61,14 @@ class MeasuredRow:
         round: Which repetition of the workload, counted from 0.
         prompt: Which prompt of the workload, counted from 0.
         prompt_tokens: The number of tokens of the prompt.
+        question: What the prompt asks, as a person reads it.
+        answer: The text of the answer.
         same: Whether the answer's tokens are those of plain generate().
         right: Whether the answer holds the value that was asked for; None where that is not known, and for random
             weights.
-        served: What was measured.
+        kl: Mean KL divergence, in nats, from the distributions of plain generate(), up to the first other token; None
+            for an arm that keeps no logits.
+        served: What was measured, without logits.
     """
 
     workload: str
@@ -70,8 +76,11 @@ class MeasuredRow:
     round: int
     prompt: int
     prompt_tokens: int
+    question: str
+    answer: str
     same: bool
     right: bool | None
+    kl: float | None
     served: Served
 
 
@@ -101,6 +110,21 @@ class Settings:
                 raise ValueError(f"`{name}` must be from {low} to {high}, got {value}.")
 
 
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One workload, and who serves it.
+
+    Args:
+        workload: Makes the prompts.
+        arms: Ways of this package; plain generate() is always run, first.
+        prompts: The number of its prompts; None for that of the settings.
+    """
+
+    workload: Workload
+    arms: Sequence[Arm]
+    prompts: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """The results of a run.
@@ -120,9 +144,8 @@ class Result:
 
 def run(
     source: ModelOrigin,
-    arms: Sequence[Arm],
+    series: Sequence[Series],
     peers: Sequence[Contender],
-    workloads: Sequence[Workload],
     settings: Settings,
     progress: AnswersDone = lambda what, done, total: None,
     show: Callable[[Workload, list[MeasuredRow]], None] = lambda workload, rows: None,
@@ -131,35 +154,33 @@ def run(
 
     Args:
         source: The model.
-        arms: Ways of this package; plain generate() is always run, first.
+        series: What is asked, and of whom.
         peers: Ways of others. They keep nothing for other processes, and are left out where one is started.
-        workloads: What is asked.
         settings: How much.
         progress: Called when a step begins, and after each prompt.
         show: Called after each workload with its rows.
     """
     with tempfile.TemporaryDirectory() as folder:
         bench = _Bench(source, Path(folder), settings, progress)
-        ours: list[Arm] = [PLAIN, *(arm for arm in arms if arm.name != PLAIN.name)]
-        idle = all(workload.restarts for workload in workloads)
-        tried: list[Contender] = [*ours, *(() if idle else peers)]
+        ours = {PLAIN.name: PLAIN} | {arm.name: arm for one in series for arm in one.arms}
+        idle = all(one.workload.restarts for one in series)
+        tried: list[Contender] = [*ours.values(), *(() if idle else peers)]
         refused: dict[str, str] = {}
-        for one in tried:
-            bench.begin(f"trying {one.name}")
-            if (why := one.refusal(bench.models, bench.tokenizer)) is not None:
-                refused[one.name] = why
+        for contender in tried:
+            bench.begin(f"trying {contender.name}")
+            if (why := contender.refusal(bench.models, bench.tokenizer)) is not None:
+                refused[contender.name] = why
         if idle:
             refused |= {peer.name: "it keeps nothing for another process" for peer in peers}
-        ours = [arm for arm in ours if arm.name not in refused]
         others = [peer for peer in peers if peer.name not in refused]
-        for workload in workloads:
-            bench.expect(len(ours) * settings.repeats)
-            if not workload.restarts:
-                bench.expect(len(others) * settings.repeats)
+        named = [list(dict.fromkeys((PLAIN.name, *(arm.name for arm in one.arms)))) for one in series]
+        chosen = [[ours[name] for name in names if name not in refused] for names in named]
+        for one, arms in zip(series, chosen, strict=True):
+            bench.expect(one, len(arms) + (0 if one.workload.restarts else len(others)))
         rows: list[MeasuredRow] = []
-        for workload in workloads:
-            found = bench.restarted(workload, ours) if workload.restarts else bench.served(workload, [*ours, *others])
-            show(workload, found)
+        for one, arms in zip(series, chosen, strict=True):
+            found = bench.restarted(one, arms) if one.workload.restarts else bench.served(one, [*arms, *others])
+            show(one.workload, found)
             rows += found
         return Result(rows=rows, refused=refused, failed=bench.failed, dtype=bench.models.get().model.dtype)
 
@@ -172,18 +193,21 @@ class _Bench:
         self._what = ""
         self.failed: dict[str, str] = {}
 
-    def expect(self, series: int) -> None:
-        """Add so many series of prompts to those that `progress` counts."""
-        self._total += series * self._settings.prompts
+    def expect(self, series: Series, servers: int) -> None:
+        """Add the answers of so many servers to those that `progress` counts."""
+        self._total += servers * self._prompts(series) * self._settings.repeats
 
     def begin(self, what: str) -> None:
         """Tell `progress` what is done from now on."""
         self._what = what
         self._advance(0)
 
-    def served(self, workload: Workload, contenders: Sequence[Contender]) -> list[MeasuredRow]:
+    def _prompts(self, series: Series) -> int:
+        return self._settings.prompts if series.prompts is None else series.prompts
+
+    def served(self, series: Series, contenders: Sequence[Contender]) -> list[MeasuredRow]:
         """A workload in this process."""
-        rows: list[MeasuredRow] = []
+        workload, rows = series.workload, list[MeasuredRow]()
         for number in range(-1, self._settings.repeats):
             self.begin(f"{workload.name}, warming up" if number < 0 else self._round_name(workload, number))
             with ServerTurns(PLAIN.name) as turns:
@@ -192,7 +216,7 @@ class _Bench:
                 if number < 0:
                     warm_up(turns, next(workload.ask(self.tokenizer, 1, self._settings.seed)).ids)
                 else:
-                    rows += self._round(workload, number, turns)
+                    rows += self._round(series, number, turns)
             self._note(workload, turns.failed)
         return [row for row in rows if row.arm not in self.failed]
 
@@ -206,8 +230,8 @@ class _Bench:
     def _note(self, workload: Workload, failed: dict[str, str]) -> None:
         self.failed |= {name: f"in {workload.name}, {why}" for name, why in failed.items()}
 
-    def _round(self, workload: Workload, number: int, turns: ServerTurns) -> list[MeasuredRow]:
-        rows: list[MeasuredRow] = []
+    def _round(self, series: Series, number: int, turns: ServerTurns) -> list[MeasuredRow]:
+        workload, rows = series.workload, list[MeasuredRow]()
 
         def answer(index: int, prompt: AskedPrompt) -> str:
             answers = turns.answer(prompt.ids, self._settings.max_new_tokens, index)
@@ -215,14 +239,14 @@ class _Bench:
             self._advance(len(turns))
             return self._text(answers[PLAIN.name])
 
-        workload.play(self.tokenizer, self._settings.prompts, self._settings.seed, answer)
+        workload.play(self.tokenizer, self._prompts(series), self._settings.seed, answer)
         return rows
 
-    def restarted(self, workload: Workload, arms: Sequence[Arm]) -> list[MeasuredRow]:
+    def restarted(self, series: Series, arms: Sequence[Arm]) -> list[MeasuredRow]:
         """A workload whose later half a new process serves, from what the first half has left on disk."""
-        settings = self._settings
-        prompts = list(workload.ask(self.tokenizer, settings.prompts, settings.seed))
-        half = settings.prompts // 2
+        workload, settings, count = series.workload, self._settings, self._prompts(series)
+        prompts = list(workload.ask(self.tokenizer, count, settings.seed))
+        half = count // 2
         rows: list[MeasuredRow] = []
         for number in range(settings.repeats):
             self.begin(self._round_name(workload, number))
@@ -251,13 +275,13 @@ class _Bench:
             self._note(workload, failed)
             for index, answers in enumerate(found, start=half):
                 rows += self._rows(workload, number, index, prompts[index], answers)
-            self._advance(len(task.arms) * (settings.prompts - half))
+            self._advance(len(task.arms) * (count - half))
         return [row for row in rows if row.arm not in self.failed]
 
     def _rows(
         self, workload: Workload, number: int, index: int, prompt: AskedPrompt, answers: dict[str, Served]
     ) -> list[MeasuredRow]:
-        plain = answers[PLAIN.name].ids
+        plain = answers[PLAIN.name]
         answers_matter = self.models.source.random is None  # random weights give no right ones
         return [
             MeasuredRow(
@@ -266,9 +290,12 @@ class _Bench:
                 round=number,
                 prompt=index,
                 prompt_tokens=len(prompt.ids),
-                same=found.ids == plain,
+                question=prompt.question,
+                answer=self._text(found),
+                same=found.ids == plain.ids,
                 right=prompt.value in self._text(found) if prompt.value is not None and answers_matter else None,
-                served=found,
+                kl=_divergence(plain, found),
+                served=replace(found, logits=None),
             )
             for name, found in answers.items()
         ]
@@ -279,6 +306,15 @@ class _Bench:
     def _advance(self, answers: int) -> None:
         self._done += answers
         self._progress(self._what, self._done, self._total)
+
+
+def _divergence(plain: Served, found: Served) -> float | None:
+    """The `kl` of a row."""
+    if plain.logits is None or found.logits is None:
+        return None
+    steps = first_difference(plain.ids, found.ids)
+    stop = min(len(plain.ids), len(found.ids)) if steps is None else steps + 1
+    return fmean(divergences(plain.logits[:stop], found.logits[:stop]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
+import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.bench.models import ForwardCount
@@ -24,8 +25,12 @@ class Served:
         prefilled: Tokens that went through the model before the first one was there.
         forwarded: Tokens that went through the model, all in all.
         reused: Tokens of the prompt that were not computed, by its own report; None without one.
+        moved: Those of them that were used at another position, or behind another text, likewise.
+        recomputed: Moved tokens of which a part was computed again, likewise.
         store_bytes: Bytes that are kept for later prompts; None if unknown.
         bypassed: Why nothing of the prompt could be reused, by its own report.
+        logits: The logits from which tokens were chosen, [new tokens, vocab], float32, on the CPU; None if they were
+            not kept.
     """
 
     ids: list[int]
@@ -34,8 +39,11 @@ class Served:
     prefilled: int
     forwarded: int
     reused: int | None = None
+    moved: int | None = None
+    recomputed: int | None = None
     store_bytes: int | None = None
     bypassed: str | None = None
+    logits: torch.Tensor | None = None
 
 
 class Server(Protocol):
@@ -61,6 +69,8 @@ def served(
     ids: Sequence[int],
     max_new_tokens: int,
     make: Callable[[], dict[str, Any]] = dict,
+    *,
+    keep_logits: bool = False,
 ) -> Served:
     """Greedy generate(), timed, its forwards counted; what is reused and kept is left out.
 
@@ -70,6 +80,7 @@ def served(
         ids: The prompt.
         max_new_tokens: Length of the answer.
         make: Makes arguments for generate(), which is part of the time to the first token.
+        keep_logits: Whether to return logits, too.
     """
     start, first = count.tokens, count.tokens
 
@@ -80,13 +91,14 @@ def served(
     begin = time.perf_counter()
     kwargs = make()
     made_ms = 1000 * (time.perf_counter() - begin)
-    call = timed_generate(model, ids, max_new_tokens, at_first, **kwargs)
+    call = timed_generate(model, ids, max_new_tokens, at_first, keep_logits=keep_logits, **kwargs)
     return Served(
         ids=call.ids,
         ttft_ms=made_ms + call.ttft_ms,
         total_ms=made_ms + call.total_ms,
         prefilled=first - start,
         forwarded=count.tokens - start,
+        logits=call.kept,
     )
 
 

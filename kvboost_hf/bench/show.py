@@ -12,8 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvboost_hf.bench.arms import ARMS, PLAIN
+from kvboost_hf.bench.prompts import Workload
 from kvboost_hf.bench.run import MeasuredRow, Provenance, Result, Settings
-from kvboost_hf.demo.workloads import Workload
 
 _INK = "#123456"  # becomes the colour of the page's text
 _PLAIN, _OURS, _PEERS = "#9a9a9a", "#3f8fd2", "#d9822b"

@@ -10,7 +10,7 @@ from kvboost_hf import choices
 from kvboost_hf.assets.texts import ChatMessage, encode
 from kvboost_hf.assets.world import SYSTEM_PROMPT, ChatTurn, Document, chat_messages, make_chat, make_documents
 from kvboost_hf.bench.models import ModelOrigin
-from kvboost_hf.demo.workloads import (
+from kvboost_hf.bench.prompts import (
     CHAT,
     LONG_DOCUMENT_TOKENS,
     NUM_DOCUMENTS,

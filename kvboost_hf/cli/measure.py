@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from kvboost_hf.assets.texts import encode
+from kvboost_hf.bench.demo import demo
+from kvboost_hf.bench.prompts import LONG_DOCUMENT_TOKENS, linked_documents
 from kvboost_hf.cache.planning.chunks import ContentChunker
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cli.arguments import needs_extra, next_steps, read_text, require_figures, typed
 from kvboost_hf.cli.loading import load_shown
-from kvboost_hf.demo.measure import Demo
-from kvboost_hf.demo.workloads import LONG_DOCUMENT_TOKENS, linked_documents
 from kvboost_hf.outputs import STANDARD_OUTPUT, Progress, duration, say, write, written
 from kvboost_hf.verify import CorrectnessReport, verify_correctness
 from kvboost_hf.verify import figure as draw_report
@@ -28,7 +28,7 @@ def run_demo(options: argparse.Namespace) -> int:
     with needs_extra("demo", "demo"):
         from rich.console import Console, RenderableType
 
-        from kvboost_hf.demo import show
+        from kvboost_hf.bench import demo_show as show
 
         require_figures(options.figure)
 
@@ -45,8 +45,7 @@ def run_demo(options: argparse.Namespace) -> int:
         parameters = sum(p.numel() for p in model.parameters())
         told = f"{name}, {parameters / 1e6:.1f} M parameters, {str(model.dtype).removeprefix('torch.')}"
         tell(f"[bold]{told}[/bold], on {show.hardware()}")
-        shown.show("warming up")
-        demo = Demo(
+        measured = demo(
             model,
             tokenizer,
             embedded=options.model is None,
@@ -54,9 +53,9 @@ def run_demo(options: argparse.Namespace) -> int:
             max_new_tokens=options.max_new_tokens,
             repeats=repeats,
             seed=options.seed,
-            progress=partial(shown.show, "answering"),
+            progress=shown.show,
+            show=lambda one: tell(show.table(one)),
         )
-        measured = demo.run(lambda one: tell(show.table(one)))
     console.print(show.summary(measured))
     for remark in show.remarks(measured, repeats, model.dtype):
         console.print(remark, highlight=False, markup=False)
@@ -70,7 +69,7 @@ def run_demo(options: argparse.Namespace) -> int:
     _last_lines(options, console)
     # In float32 the tokens must be the same; in half precision they may part where two logits all but tie. Blended
     # answers may differ: they are shown, not judged.
-    same = all(figures.same_tokens for one in measured for figures in one.arms["exact"])
+    same = all(row.same for one in measured for row in one.arms["exact"])
     return 0 if same or model.dtype != torch.float32 else 1
 
 

@@ -126,6 +126,18 @@ def report_of(cache: ChunkReuseCache | None, ids: Sequence[int]) -> ReuseReport:
     return ReuseReport(prompt_tokens=len(ids), forwarded_tokens=len(ids)) if cache is None else cache.report
 
 
+def first_difference(ids: Sequence[int], others: Sequence[int]) -> int | None:
+    """The index of the first token that two answers do not share; None if one of them begins with the other."""
+    return next((at for at, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other), None)
+
+
+def divergences(theirs: torch.Tensor, ours: torch.Tensor) -> tuple[float, ...]:
+    """KL divergence, in nats, of each step's distribution from the plain one; both are logits [steps, vocab]."""
+    p, q = theirs.double().log_softmax(-1), ours.double().log_softmax(-1)
+    kl = torch.where(p.exp() > 0, p.exp() * (p - q), 0).sum(-1)
+    return tuple(0.0 if value < 0 else value for value in kl.tolist())  # below 0 by rounding only; NaN stays
+
+
 def compare(prompt: int, full: Call, found: Call, report: ReuseReport, coded_tokens: int = 0) -> PromptResult:
     """Measure an answer against the plain one, up to and including the first token that differs.
 
@@ -138,20 +150,16 @@ def compare(prompt: int, full: Call, found: Call, report: ReuseReport, coded_tok
         report: What the arm reused for it.
         coded_tokens: Tokens of the prompt that were read as codes.
     """
-    shared = min(len(full.ids), len(found.ids))
-    parted = next((at for at in range(shared) if full.ids[at] != found.ids[at]), None)
+    shared, parted = min(len(full.ids), len(found.ids)), first_difference(full.ids, found.ids)
     steps = shared if parted is None else parted + 1
     theirs, ours = full.logits[:steps], found.logits[:steps]
-    p, q = theirs.double().log_softmax(-1), ours.double().log_softmax(-1)
-    kl = torch.where(p.exp() > 0, p.exp() * (p - q), 0).sum(-1)
     gap = None
     if parted is not None:
         best, second = theirs[parted].topk(2).values.tolist()
         gap = (best - second) / (float(theirs[parted].std()) or 1.0)
     return PromptResult(
         prompt=prompt,
-        # Never below 0 but for rounding. NaN stays.
-        kl=tuple(0.0 if value < 0 else value for value in kl.tolist()),
+        kl=divergences(theirs, ours),
         agreeing_steps=int((theirs.argmax(-1) == ours.argmax(-1)).sum()),
         first_divergence=parted,
         divergence_gap=gap,

@@ -34,6 +34,7 @@ from tests.internals.bench import (
     PeerError,
     PeerProcess,
     Result,
+    Series,
     Settings,
     make_environment,
     peers_at_hand,
@@ -41,7 +42,7 @@ from tests.internals.bench import (
     summaries,
 )
 from tests.internals.cli import main
-from tests.internals.demo import AskedPrompt
+from tests.internals.prompts import AskedPrompt
 
 EMBEDDED = ModelOrigin()
 
@@ -59,7 +60,7 @@ class Broken(Arm):
 
 def small(arms: Sequence[Arm], workloads: Sequence[str], peers: Sequence[Contender] = (), prompts: int = 3) -> Result:
     settings = Settings(prompts=prompts, repeats=1)
-    return run(EMBEDDED, arms, peers, [WORKLOADS[name] for name in workloads], settings)
+    return run(EMBEDDED, [Series(WORKLOADS[name], arms) for name in workloads], peers, settings)
 
 
 def counts(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
@@ -119,9 +120,8 @@ def test_a_new_process_finds_what_is_on_disk() -> None:
     shown: list[tuple[str, int]] = []
     result = run(
         EMBEDDED,
-        [ARMS["exact-store"]],
+        [Series(WORKLOADS["restart"], [ARMS["exact-store"]])],
         [],
-        [WORKLOADS["restart"]],
         Settings(prompts=2, repeats=1),
         lambda *step: steps.append(step),
         lambda workload, rows: shown.append((workload.name, len(rows))),

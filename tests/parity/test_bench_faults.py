@@ -34,6 +34,7 @@ from tests.internals.bench import (
     PeerElsewhere,
     PeerProcess,
     Result,
+    Series,
     Served,
     ServerTurns,
     Settings,
@@ -53,7 +54,8 @@ def small(
     source: ModelOrigin = EMBEDDED,
     prompts: int = 2,
 ) -> Result:
-    return run(source, arms, peers, [WORKLOADS[name] for name in workloads], Settings(prompts=prompts, repeats=1))
+    series = [Series(WORKLOADS[name], arms) for name in workloads]
+    return run(source, series, peers, Settings(prompts=prompts, repeats=1))
 
 
 class Plain:

@@ -15,7 +15,7 @@ from tests.architectures.models import make_architecture
 from tests.conftest import counted, make_model, random_ids
 from tests.internals.assets import encode
 from tests.internals.cache import ContentChunker
-from tests.internals.demo import linked_documents, shuffled_documents
+from tests.internals.prompts import linked_documents, shuffled_documents
 from tests.internals.verify import CorrectnessReport
 
 

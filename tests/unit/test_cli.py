@@ -14,7 +14,7 @@ from transformers import AutoConfig, BertConfig, BertGenerationConfig, BertGener
 from kvboost_hf import StreamingConfig, load_streamed, streaming_plan, what_fits
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
 from tests.internals.cli import main
-from tests.internals.demo import CHAT_SHAPE
+from tests.internals.prompts import CHAT_SHAPE
 
 SMOLLM2 = Path(__file__).parents[2] / ".models" / "smollm2" / "float32"
 

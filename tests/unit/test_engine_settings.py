@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkStore, ContentChunker, GenerationMode, KVBoost, KVQuantConfig, ReusePolicy
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from tests.internals.cache import FixedChunker
-from tests.internals.demo import shuffled_documents
 from tests.internals.engine import EngineSettings, PromptEncoder
+from tests.internals.prompts import shuffled_documents
 
 NEW = 6
 DOCUMENT = "Maria lives in Rome. She owns the lamp. It is red and costs ten coins. " * 12

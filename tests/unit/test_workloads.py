@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from kvboost_hf.assets import load_embedded
 from recipes.evaluate import answer
 from tests.internals.assets import encode
-from tests.internals.demo import linked_documents, shuffled_documents, workloads_for
+from tests.internals.prompts import linked_documents, shuffled_documents, workloads_for
 
 
 @pytest.mark.parametrize("make", [shuffled_documents, linked_documents])

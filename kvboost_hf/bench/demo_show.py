@@ -13,7 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvboost_hf.demo.measure import Figures, Measured
+from kvboost_hf.bench.demo import Measured
+from kvboost_hf.bench.run import MeasuredRow
 
 _COLOURS = {"plain": "#9a9a9a", "exact": "#1f6fb2", "blend": "#d9822b"}
 _KL = ("KL from", "plain")
@@ -33,13 +34,13 @@ def table(measured: Measured) -> RenderableType:
 def _columns(measured: Measured) -> Iterator[tuple[tuple[str, str], list[str]]]:
     """Head and cells of each column; what does not apply to the workload is left out."""
     yield ("no.", ""), [str(at + 1) for at in range(len(measured.prompts))]
-    yield ("prompt", "tokens"), [str(len(prompt.ids)) for prompt in measured.prompts]
-    for name, figures in measured.arms.items():
-        yield (name, "TTFT"), [_time(found.ttft_ms) for found in figures]
+    yield ("prompt", "tokens"), [str(prompt.prompt_tokens) for prompt in measured.prompts]
+    for name, rows in measured.arms.items():
+        yield (name, "TTFT"), [_time(found.served.ttft_ms) for found in rows]
     yield ("speed", "up"), [f"{measured.speed_up(at):.1f}x" for at in range(len(measured.prompts))]
     best = measured.arms[measured.best]
-    yield ("tokens", "computed"), [str(found.forwarded_tokens) for found in best]
-    yield ("same", "answer"), ["yes" if found.same_tokens else "no" for found in best]
+    yield ("tokens", "computed"), [str(found.served.prefilled) for found in best]
+    yield ("same", "answer"), ["yes" if found.same else "no" for found in best]
     if measured.best != "blend":
         return
     if all(found.right is None for found in best):
@@ -64,11 +65,11 @@ def summary(measured: Sequence[Measured]) -> RenderableType:
         plain, best = one.arms["plain"], one.arms[one.best]
         shown.add_row(
             one.workload.name,
-            str(len(one.prompts[-1].ids)),
-            *(_time(figures[-1].ttft_ms) for figures in (plain, best)),
+            str(one.prompts[-1].prompt_tokens),
+            *(_time(rows[-1].served.ttft_ms) for rows in (plain, best)),
             f"{one.speed_up(-1):.1f}x",
-            *(_time(figures[-1].total_ms) for figures in (plain, best)),
-            f"{sum(found.same_tokens for found in best)} of {len(best)}",
+            *(_time(rows[-1].served.total_ms) for rows in (plain, best)),
+            f"{sum(found.same for found in best)} of {len(best)}",
         )
     return Group(Text("The last prompt of each: plain, and with reuse", style="bold"), shown)
 
@@ -85,7 +86,7 @@ def remarks(measured: Sequence[Measured], repeats: int, dtype: torch.dtype) -> I
         told += " KL: how far next-token probabilities are from plain ones up to the first other token, in nats."
     yield told
     exact = [found for one in measured for found in one.arms["exact"]]
-    same = sum(found.same_tokens for found in exact)
+    same = sum(found.same for found in exact)
     told = f"Exact reuse: {same} of {len(exact)} answers have the tokens of plain generate()."
     if same < len(exact) and dtype != torch.float32:
         told += f" In {_name(dtype)} two tokens may be so close that rounding decides."
@@ -93,15 +94,15 @@ def remarks(measured: Sequence[Measured], repeats: int, dtype: torch.dtype) -> I
     last = measured[-1]
     plain, blend = last.arms["plain"], last.arms[last.best]
     if all(found.right is not None for found in plain):
-        counts = (f"{name} {sum(bool(f.right) for f in figures)}" for name, figures in last.arms.items())
+        counts = (f"{name} {sum(bool(row.right) for row in rows)}" for name, rows in last.arms.items())
         yield f"Right answers about shuffled documents, of {len(plain)}: {', '.join(counts)}."
     yield f"The last question: {last.prompts[-1].question}"
     yield f"  plain: {_line(plain[-1])}"
     yield f"  blend: {_line(blend[-1])}"
 
 
-def _line(figures: Figures) -> str:
-    return " ".join(figures.answer.split())
+def _line(row: MeasuredRow) -> str:
+    return " ".join(row.answer.split())
 
 
 def _empty_table(*columns: tuple[str, str]) -> Table:
@@ -128,22 +129,22 @@ def figure(path: Path, name: str, measured: Sequence[Measured]) -> None:
     axes = list(grid.flatten())
     for axis in axes[len(measured) :]:
         axis.remove()
-    slowest = max(found.ttft_ms for one in measured for figures in one.arms.values() for found in figures)
+    slowest = max(found.served.ttft_ms for one in measured for rows in one.arms.values() for found in rows)
     unit, scale = ("s", 1000.0) if slowest >= 1000 else ("ms", 1.0)
     for axis, one in zip(axes, measured, strict=False):
-        lengths = [len(prompt.ids) for prompt in one.prompts]
+        lengths = [prompt.prompt_tokens for prompt in one.prompts]
         axis.set_xticks(range(len(lengths)), [str(tokens) for tokens in lengths], fontsize=8)
         axis.set_xlabel("prompt tokens")
         axis.set_title(one.workload.name, loc="left", weight="bold")
         axis.grid(axis="y", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_ylim(0, 1.15 * slowest / scale)  # shared by all
-        for arm, figures in one.arms.items():
-            times = [found.ttft_ms / scale for found in figures]
+        for arm, rows in one.arms.items():
+            times = [found.served.ttft_ms / scale for found in rows]
             axis.plot(range(len(times)), times, "o-", color=_COLOURS[arm], label=_LEGEND[arm])
         axis.annotate(
             f"{one.speed_up(-1):.1f}x",
-            (len(lengths) - 1, one.arms[one.best][-1].ttft_ms / scale),
+            (len(lengths) - 1, one.arms[one.best][-1].served.ttft_ms / scale),
             xytext=(0, 8),
             textcoords="offset points",
             ha="center",

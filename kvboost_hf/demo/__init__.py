@@ -1,1 +1,0 @@
-"""Measures plain generate() beside generate() with a ChunkReuseCache: `kvboost-hf demo`."""
