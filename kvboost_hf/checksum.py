@@ -20,17 +20,11 @@ _DIGEST_BYTES = 20
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What `checksum` needs of a tensor that it does not read, such as one in a file.
+    """What `checksum` needs of a tensor that it does not read, such as one in a file."""
 
-    Args:
-        shape: The shape of the tensor.
-        dtype: The dtype of the tensor.
-        digest: A hash of the sums over its values, see `contents`.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    digest: bytes
+    shape: tuple[int, ...]  # the shape of the tensor
+    dtype: torch.dtype  # the dtype of the tensor
+    digest: bytes  # a hash of the sums over its values, see `contents`
 
 
 def checksum(tensors: Iterable[torch.Tensor | Content], used_on: Mapping[int, torch.device] | None = None) -> bytes:

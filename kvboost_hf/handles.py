@@ -24,87 +24,56 @@ class CodePlanes:
     Codes share bytes as `cache/codecs/base.py` says: with `bits` 1, 2, 4 and `width = head_dim * bits / 8`, code j
     is in byte `j % width`, `bits * (j // width)` bits up. With 3 bits, the lower two are so in the first
     `head_dim / 4` bytes, and the third one in the `head_dim / 8` bytes behind them.
-
-    Args:
-        bits: 1, 2, 3, 4 or 8.
-        codes: [batch, blocks, heads, tokens, bytes], uint8. Only the first two strides are free.
-        least: The least value of each group. For keys, [batch, blocks, heads, groups of tokens, head_dim]; for values,
-            [batch, blocks, heads, tokens, groups of dimensions].
-        step: Like `least`.
-        group_size: Tokens, or dimensions, in a group; the last one may be shorter.
-        scale: [batch, blocks, heads, tokens].
-        codebook: [2 ** bits], float32, ascending; each number's opposite is in it, too.
-        rotation: [head_dim, head_dim], float32.
-        mean: [batch, blocks, heads, head_dim], or None.
-        cos: [tokens, head_dim], float32, or None where the mean is the same at each position.
-        sin: Like `cos`, signed: the mean at token t is `mean * cos[t] + mean[partner] * sin[t]`.
-        partner: [head_dim], int32: the dimension that each one turns with.
     """
 
-    bits: int
-    codes: torch.Tensor
+    bits: int  # 1, 2, 3, 4 or 8
+    codes: torch.Tensor  # [batch, blocks, heads, tokens, bytes], uint8. Only the first two strides are free.
+    # The least value of each group. For keys, [batch, blocks, heads, groups of tokens, head_dim]; for values,
+    # [batch, blocks, heads, tokens, groups of dimensions].
     least: torch.Tensor | None = None
-    step: torch.Tensor | None = None
-    group_size: int = 0
-    scale: torch.Tensor | None = None
-    codebook: torch.Tensor | None = None
-    rotation: torch.Tensor | None = None
-    mean: torch.Tensor | None = None
-    cos: torch.Tensor | None = None
+    step: torch.Tensor | None = None  # like `least`
+    group_size: int = 0  # tokens, or dimensions, in a group; the last one may be shorter
+    scale: torch.Tensor | None = None  # [batch, blocks, heads, tokens]
+    codebook: torch.Tensor | None = None  # [2 ** bits], float32, ascending; each number's opposite is in it, too
+    rotation: torch.Tensor | None = None  # [head_dim, head_dim], float32
+    mean: torch.Tensor | None = None  # [batch, blocks, heads, head_dim], or None
+    cos: torch.Tensor | None = None  # [tokens, head_dim], float32, or None where the mean is the same at each position
+    # Like `cos`, signed: the mean at token t is `mean * cos[t] + mean[partner] * sin[t]`.
     sin: torch.Tensor | None = None
-    partner: torch.Tensor | None = None
+    partner: torch.Tensor | None = None  # [head_dim], int32: the dimension that each one turns with
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedKV:
-    """K/V of a layer of which some columns in the middle are codes.
+    """K/V of a layer of which some columns in the middle are codes."""
 
-    Args:
-        keys: Codes of the keys from column `first` on.
-        values: Codes of the values of the same columns.
-        lengths: [blocks], int32: how many of the first tokens of each block are columns.
-        coded: The number of columns that are codes: the sum of `lengths`.
-        first: The first of them.
-        exact_keys: [batch, num_kv_heads, columns, head_dim]: the keys before and behind the codes.
-        exact_values: The values of the same columns.
-    """
-
-    keys: CodePlanes
-    values: CodePlanes
-    lengths: torch.Tensor
-    coded: int
-    first: int
-    exact_keys: torch.Tensor
-    exact_values: torch.Tensor
+    keys: CodePlanes  # codes of the keys from column `first` on
+    values: CodePlanes  # codes of the values of the same columns
+    lengths: torch.Tensor  # [blocks], int32: how many of the first tokens of each block are columns
+    coded: int  # the number of columns that are codes: the sum of `lengths`
+    first: int  # the first of them
+    exact_keys: torch.Tensor  # [batch, num_kv_heads, columns, head_dim]: the keys before and behind the codes
+    exact_values: torch.Tensor  # the values of the same columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceTable:
-    """K/V of the first columns of a layer, in pieces that lie anywhere on the device.
+    """K/V of the first columns of a layer, in pieces that lie anywhere on the device."""
 
-    Args:
-        keys: The keys of each piece, [num_kv_heads, tokens, head_dim]; the last stride is 1.
-        values: The values of each piece, like `keys`.
-        rows: [batch, pieces, 3], int64, in host memory: for each row its pieces in order, as the number of the piece,
-            the column of its first token, and the row of `cos` and `sin` that moves its keys, or -1. Rows with fewer
-            pieces end in -1, -1, -1.
-        columns: The number of these columns, the same for all rows.
-        cos: [shifts, head_dim], float32, or None where nothing moves.
-        sin: Like `cos`, signed: a query is turned back by `query * cos + query[partner] * sin`.
-        partner: [head_dim], int32.
-        places: [batch, pieces, 9], int64, on the device: for a kernel, of each piece of a row the addresses of its
-            keys and of its values, the strides of the heads and tokens of both, its tokens, the column of the first
-            one, and the row of `cos` and `sin`. Made of the other ones, where all are of one dtype and aligned to 16
-            bytes.
-    """
-
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
+    keys: tuple[torch.Tensor, ...]  # the keys of each piece, [num_kv_heads, tokens, head_dim]; the last stride is 1
+    values: tuple[torch.Tensor, ...]  # the values of each piece, like `keys`
+    # [batch, pieces, 3], int64, in host memory: for each row its pieces in order, as the number of the piece,
+    # the column of its first token, and the row of `cos` and `sin` that moves its keys, or -1. Rows with fewer
+    # pieces end in -1, -1, -1.
     rows: torch.Tensor
-    columns: int
-    cos: torch.Tensor | None = None
+    columns: int  # the number of these columns, the same for all rows
+    cos: torch.Tensor | None = None  # [shifts, head_dim], float32, or None where nothing moves
+    # Like `cos`, signed: a query is turned back by `query * cos + query[partner] * sin`.
     sin: torch.Tensor | None = None
-    partner: torch.Tensor | None = None
+    partner: torch.Tensor | None = None  # [head_dim], int32
+    # [batch, pieces, 9], int64, on the device: for a kernel, of each piece of a row the addresses of its keys
+    # and of its values, the strides of the heads and tokens of both, its tokens, the column of the first one,
+    # and the row of `cos` and `sin`. Made of the other ones, where all are of one dtype and aligned to 16 bytes.
     places: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -128,19 +97,13 @@ def _places(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], rows: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PiecedKV:
-    """K/V of a layer of which the first columns are in pieces. All queries are behind these.
+    """K/V of a layer of which the first columns are in pieces. All queries are behind these."""
 
-    Args:
-        table: The columns [0, table.columns).
-        keys: [batch, num_kv_heads, columns, head_dim]: the keys of the columns behind the pieces.
-        values: The values of the same columns.
-        keep: [batch, columns], bool: False for padding among the columns behind the pieces, where no column of a
-            piece is padding; None where the mask tells it.
-    """
-
-    table: PieceTable
-    keys: torch.Tensor
-    values: torch.Tensor
+    table: PieceTable  # the columns [0, table.columns)
+    keys: torch.Tensor  # [batch, num_kv_heads, columns, head_dim]: the keys of the columns behind the pieces
+    values: torch.Tensor  # the values of the same columns
+    # [batch, columns], bool: False for padding among the columns behind the pieces, where no column of a piece
+    # is padding; None where the mask tells it.
     keep: torch.Tensor | None = None
 
 

@@ -29,15 +29,10 @@ _lock = forks.lock()
 
 
 class Missing(NamedTuple):
-    """The requirement of Triton that a machine lacks.
+    """The requirement of Triton that a machine lacks."""
 
-    Args:
-        what: The requirement, as a noun phrase.
-        remedy: What to do about it.
-    """
-
-    what: str
-    remedy: str
+    what: str  # the requirement, as a noun phrase
+    remedy: str  # what to do about it
 
 
 def triton_runs(device: torch.device) -> bool:

@@ -20,17 +20,12 @@ _MOST_COMPARED = 16_384  # sorted places with the same pair, the latest ones: so
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """How a text may go on, by what followed the n-gram that ends it elsewhere.
+    """How a text may go on, by what followed the n-gram that ends it elsewhere."""
 
-    Args:
-        tokens: Token ids.
-        shares: For each, the share of the places, among those where all tokens before it followed, where it does.
-        agreeing: The length of the n-gram; 0 if there is none.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # token ids
+    # For each, the share of the places, among those where all tokens before it followed, where it does.
     shares: list[float]
-    agreeing: int
+    agreeing: int  # the length of the n-gram; 0 if there is none
 
     @classmethod
     def nothing(cls) -> "Continued":

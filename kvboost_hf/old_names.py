@@ -14,19 +14,12 @@ __all__ = ["ADAPTED", "TABLE", "OldModules", "Replacement", "missing", "old_name
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A name of the kvboost package, and its replacement in this one.
+    """A name of the kvboost package, and its replacement in this one."""
 
-    Args:
-        theirs: The name in kvboost; several are separated by commas.
-        note: What to know: how it differs, what to do in its place, or why there is nothing in its place.
-        ours: Importable names that do its work; none where there is nothing.
-        refused: Whether it raises, as an argument.
-    """
-
-    theirs: str
-    note: str
-    ours: tuple[str, ...] = ()
-    refused: bool = False
+    theirs: str  # the name in kvboost; several are separated by commas
+    note: str  # what to know: how it differs, what to do in its place, or why there is nothing in its place
+    ours: tuple[str, ...] = ()  # importable names that do its work; none where there is nothing
+    refused: bool = False  # whether it raises, as an argument
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -55,17 +55,11 @@ class Score:
 
 @dataclass(slots=True)
 class Row:
-    """Tokens that go through the model in one row.
+    """Tokens that go through the model in one row."""
 
-    Args:
-        ids: A text without its last token.
-        first: The first token whose logits are wanted.
-        texts: Those that it answers, by number.
-    """
-
-    ids: Tokens
-    first: int
-    texts: list[int]
+    ids: Tokens  # a text without its last token
+    first: int  # the first token whose logits are wanted
+    texts: list[int]  # those that it answers, by number
 
     @property
     def logits(self) -> int:

@@ -16,24 +16,17 @@ class Visibility:
     """The conditions under which a query sees a column; all of them have to hold.
 
     Columns are counted from the first one of K/V. Queries are the last columns, unless `columns` says where they are.
-
-    Args:
-        causal: Queries see no column behind their own.
-        window: Queries see this many columns up to their own, which counts; 0 for all.
-        keep: [batch, columns], bool: False for padding, which no query sees.
-        columns: [batch, queries], int32: the column of each query, in any order.
-        tree: [batch, queries], int64, of 64 queries at most, which are the last columns: bit t says whether the query
-            sees the t-th of them. `causal` and `window` then only concern the columns before these; a query's own
-            column is that of `columns`, if given.
-        mask: [batch or 1, heads or 1, queries, columns], bool: any further condition.
     """
 
-    causal: bool = True
-    window: int = 0
-    keep: torch.Tensor | None = None
-    columns: torch.Tensor | None = None
+    causal: bool = True  # queries see no column behind their own
+    window: int = 0  # queries see this many columns up to their own, which counts; 0 for all
+    keep: torch.Tensor | None = None  # [batch, columns], bool: False for padding, which no query sees
+    columns: torch.Tensor | None = None  # [batch, queries], int32: the column of each query, in any order
+    # [batch, queries], int64, of 64 queries at most, which are the last columns: bit t says whether the query
+    # sees the t-th of them. `causal` and `window` then only concern the columns before these; a query's own
+    # column is that of `columns`, if given.
     tree: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
+    mask: torch.Tensor | None = None  # [batch or 1, heads or 1, queries, columns], bool: any further condition
 
     def columns_of(self, queries: int, total: int, device: torch.device) -> torch.Tensor:
         """Return the columns [batch or 1, queries] of the queries."""

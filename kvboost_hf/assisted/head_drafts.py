@@ -154,15 +154,10 @@ class ShownSource(DraftSource, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """How long the chains are that a source drafts for `generate(assistant_model=...)`.
+    """How long the chains are that a source drafts for `generate(assistant_model=...)`."""
 
-    Args:
-        lengths: How many tokens to draft.
-        threshold: Chains end at a token with less probability than that.
-    """
-
-    lengths: DraftLength
-    threshold: float
+    lengths: DraftLength  # how many tokens to draft
+    threshold: float  # chains end at a token with less probability than that
 
     def candidates(self, source: ShownSource, config: Any, processors: Any) -> "SourceCandidates":
         """The candidates of one call: see `SourceCandidates`."""

@@ -33,21 +33,13 @@ _BLOCKS = ("block_size", "mask_token_id", "target_layer_ids")  # in the configur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftedAnswer:
-    """One answer that heads draft for.
+    """One answer that heads draft for."""
 
-    Args:
-        states: Takes the hidden states of its text, of the layers that the heads read.
-        growth: Knows how often tokens were accepted.
-        config: The largest tree.
-        processors: Logits processors of the target, without state.
-        ends: Tokens that end a text.
-    """
-
-    states: TextStates
-    growth: Growth
-    config: DraftTreeConfig
-    processors: LogitsProcessorList
-    ends: Collection[int]
+    states: TextStates  # takes the hidden states of its text, of the layers that the heads read
+    growth: Growth  # knows how often tokens were accepted
+    config: DraftTreeConfig  # the largest tree
+    processors: LogitsProcessorList  # logits processors of the target, without state
+    ends: Collection[int]  # tokens that end a text
 
     def trees(self, source: DraftSource) -> TreeDraft:
         """Trees of what a source drafts."""

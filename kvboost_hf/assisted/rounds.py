@@ -20,15 +20,10 @@ from kvboost_hf.config import DraftTreeConfig
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The outcome of a target's pass over a tree.
+    """The outcome of a target's pass over a tree."""
 
-    Args:
-        path: Indices of the accepted tokens of the tree.
-        committed: Tokens by which the text has grown.
-    """
-
-    path: list[int]
-    committed: int
+    path: list[int]  # indices of the accepted tokens of the tree
+    committed: int  # tokens by which the text has grown
 
     @property
     def kept(self) -> list[int]:

@@ -18,18 +18,13 @@ FIRST_LEVELS = 5  # levels, before anything is known
 
 @dataclass(slots=True)
 class Tree:
-    """Tokens that may continue a text. Each follows its parent in the lists; siblings differ.
+    """Tokens that may continue a text. Each follows its parent in the lists; siblings differ."""
 
-    Args:
-        tokens: Token ids.
-        parents: The index of each token's parent, or `ROOT`.
-        chances: The chance of each token that it and all before it are accepted, at most that of its parent.
-        probabilities: The probability that the draft gave each token, given its parent.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # token ids
+    parents: list[int] = field(default_factory=list)  # the index of each token's parent, or `ROOT`
+    # The chance of each token that it and all before it are accepted, at most that of its parent.
     chances: list[float] = field(default_factory=list)
+    # The probability that the draft gave each token, given its parent.
     probabilities: list[float] = field(default_factory=list)
 
     def __len__(self) -> int:

@@ -21,21 +21,15 @@ class AttentionCall(NamedTuple):  # made once for each layer: a frozen dataclass
 
     Keys and values are given beside it: as tensors, in pieces (`PieceTable`) or as codes (`CodePlanes`). A call over
     pieces or codes is always `partial`, and leaves `sinks` to the merge.
-
-    Args:
-        query: [batch, heads, queries, head_dim]; the heads are a multiple of those of the keys.
-        scale: Factor of the logits; above 0 for Triton kernels.
-        visibility: Which columns each query may attend to.
-        softcap: Bounds the logits by `softcap * tanh(logits / softcap)`; 0 for no bound.
-        sinks: [heads], or None: logits of one more column, which all queries see and which has no value.
-        partial: The columns are only some of all: the result stays in float32 and has a log-sum-exp, for `merge`.
     """
 
-    query: torch.Tensor
-    scale: float
-    visibility: Visibility
-    softcap: float = 0.0
+    query: torch.Tensor  # [batch, heads, queries, head_dim]; the heads are a multiple of those of the keys
+    scale: float  # factor of the logits; above 0 for Triton kernels
+    visibility: Visibility  # which columns each query may attend to
+    softcap: float = 0.0  # bounds the logits by `softcap * tanh(logits / softcap)`; 0 for no bound
+    # [heads], or None: logits of one more column, which all queries see and which has no value.
     sinks: torch.Tensor | None = None
+    # The columns are only some of all: the result stays in float32 and has a log-sum-exp, for `merge`.
     partial: bool = False
 
 

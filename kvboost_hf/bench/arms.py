@@ -30,29 +30,18 @@ FIRST_K = ReusePolicy(mode="blend", repair="first_k", recompute_ratio=0.2, progr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One way of serving prompts.
+    """One way of serving prompts."""
 
-    Args:
-        name: The arm's name in `--arms`.
-        policy: How stored K/V may be used; None for plain generate().
-        codec: How K/V is stored.
-        attention: Attention implementation; None for the default one.
-        streamed: Whether layers are streamed.
-        drafts: What proposes tokens.
-        kept: Whether one cache serves all prompts; if not, each gets a new one on the same store, as in a server.
-        max_cache_len: As `ChunkReuseCache` takes it. None, so that all arms decode eagerly.
-        keep_logits: Whether answers have their logits, to be compared with plain ones.
-    """
-
-    name: str
-    policy: ReusePolicy | None = _EXACT
-    codec: str = "raw"
-    attention: str | None = None
-    streamed: bool = False
-    drafts: Literal["model", "lookup"] | None = None
+    name: str  # the arm's name in `--arms`
+    policy: ReusePolicy | None = _EXACT  # how stored K/V may be used; None for plain generate()
+    codec: str = "raw"  # how K/V is stored
+    attention: str | None = None  # attention implementation; None for the default one
+    streamed: bool = False  # whether layers are streamed
+    drafts: Literal["model", "lookup"] | None = None  # what proposes tokens
+    # Whether one cache serves all prompts; if not, each gets a new one on the same store, as in a server.
     kept: bool = False
-    max_cache_len: MaxCacheLen = None
-    keep_logits: bool = False
+    max_cache_len: MaxCacheLen = None  # As `ChunkReuseCache` takes it. None, so that all arms decode eagerly.
+    keep_logits: bool = False  # whether answers have their logits, to be compared with plain ones
 
     @property
     def lossless(self) -> bool:

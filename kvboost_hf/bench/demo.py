@@ -17,15 +17,11 @@ from kvboost_hf.config import ReusePolicy
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One workload, by all its arms.
+    """One workload, by all its arms."""
 
-    Args:
-        workload: Which one.
-        arms: A row for each prompt, by arm: `"plain"`, `"exact"` and, where texts move, `"blend"`. Times are medians
-            over rounds, answers are the same if they always were, and counts are those of the first round.
-    """
-
-    workload: Workload
+    workload: Workload  # which one
+    # A row for each prompt, by arm: `"plain"`, `"exact"` and, where texts move, `"blend"`. Times are medians
+    # over rounds, answers are the same if they always were, and counts are those of the first round.
     arms: dict[str, list[MeasuredRow]]
 
     @classmethod

@@ -69,14 +69,6 @@ class Counted(NamedTuple):
 class ModelOrigin:
     """Loads a model and its tokenizer, here and in other processes.
 
-    Args:
-        name: A hub name or a folder; None for the embedded model, or a random one.
-        random: Layers and width of a Llama with random weights, whose tokenizer is that of the embedded model.
-        draft: A hub name or a folder of a draft model; None for the embedded draft, if its tokenizer fits.
-        device: Where the model runs.
-        dtype: `"auto"`, `"float32"`, `"bfloat16"` or `"float16"`.
-        loaded: A model and its tokenizer that are there already, in place of all else; without a draft.
-
     Raises:
         ValueError: for a random model with a name, or a width that is not a multiple of 64.
 
@@ -85,11 +77,14 @@ class ModelOrigin:
         'random Llama, 2 layers of 128'
     """
 
-    name: str | None = None
+    name: str | None = None  # a hub name or a folder; None for the embedded model, or a random one
+    # Layers and width of a Llama with random weights, whose tokenizer is that of the embedded model.
     random: tuple[int, int] | None = None
+    # A hub name or a folder of a draft model; None for the embedded draft, if its tokenizer fits.
     draft: str | None = None
-    device: str = "cpu"
-    dtype: str = "auto"
+    device: str = "cpu"  # where the model runs
+    dtype: str = "auto"  # `"auto"`, `"float32"`, `"bfloat16"` or `"float16"`
+    # A model and its tokenizer that are there already, in place of all else; without a draft.
     loaded: tuple[PreTrainedModel, Any] | None = None
 
     def __post_init__(self) -> None:

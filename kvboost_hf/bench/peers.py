@@ -29,19 +29,13 @@ _ENGINE = {"chunk_size": 128, "max_cache_bytes": 2_000_000_000}
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One way of serving prompts.
+    """One way of serving prompts."""
 
-    Args:
-        name: The peer's name in `--peers`.
-        make: Makes a server that has seen nothing yet, for a model.
-        attention: Asks for a model with this attention, which no arm shares; None for the one that all share.
-        needs: A package that it needs in an environment of its own; None where it runs in this one.
-    """
-
-    name: str
-    make: Callable[[Counted], Server]
+    name: str  # the peer's name in `--peers`
+    make: Callable[[Counted], Server]  # makes a server that has seen nothing yet, for a model
+    # Asks for a model with this attention, which no arm shares; None for the one that all share.
     attention: str | None = None
-    needs: str | None = None
+    needs: str | None = None  # a package that it needs in an environment of its own; None where it runs in this one
 
     def refusal(self, models: Models, tokenizer: Any) -> str | None:
         """Why it cannot serve this model here, or None: it answers a short prompt to find out."""

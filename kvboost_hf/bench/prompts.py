@@ -215,19 +215,12 @@ def _closest(size: Callable[[int], int], target: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AskedPrompt:
-    """One prompt of a series.
+    """One prompt of a series."""
 
-    Args:
-        ids: The token ids of the prompt.
-        question: What it asks, as a person reads it.
-        value: What a right answer contains; None where that is unknown.
-        answer: The whole right answer; None where that is unknown.
-    """
-
-    ids: list[int]
-    question: str
-    value: str | None = None
-    answer: str | None = None
+    ids: list[int]  # the token ids of the prompt
+    question: str  # what it asks, as a person reads it
+    value: str | None = None  # what a right answer contains; None where that is unknown
+    answer: str | None = None  # the whole right answer; None where that is unknown
 
 
 Prompts = Generator[AskedPrompt, str, None]  # is sent the text of plain generate()'s answer
@@ -235,19 +228,12 @@ Prompts = Generator[AskedPrompt, str, None]  # is sent the text of plain generat
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A series of prompts.
+    """A series of prompts."""
 
-    Args:
-        name: The workload's name on the command line.
-        about: A description.
-        ask: Makes the prompts: takes a tokenizer, their number and a seed.
-        restarts: Whether a new process serves the later half.
-    """
-
-    name: str
-    about: str
-    ask: Callable[[Any, int, int], Prompts]
-    restarts: bool = False
+    name: str  # the workload's name on the command line
+    about: str  # a description
+    ask: Callable[[Any, int, int], Prompts]  # makes the prompts: takes a tokenizer, their number and a seed
+    restarts: bool = False  # whether a new process serves the later half
 
     def play(self, tokenizer: Any, count: int, seed: int, answer: Callable[[int, AskedPrompt], str]) -> None:
         """Ask all prompts, in their order: a chat goes on from the answers.

@@ -53,55 +53,37 @@ T = TypeVar("T", bound=Contender)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRow:
-    """One prompt of one round, served by one arm.
+    """One prompt of one round, served by one arm."""
 
-    Args:
-        workload: Whose prompt it is.
-        arm: Who served it.
-        round: Which repetition of the workload, counted from 0.
-        prompt: Which prompt of the workload, counted from 0.
-        prompt_tokens: The number of tokens of the prompt.
-        question: What the prompt asks, as a person reads it.
-        answer: The text of the answer.
-        same: Whether the answer's tokens are those of plain generate().
-        right: Whether the answer holds the value that was asked for; None where that is not known, and for random
-            weights.
-        kl: Mean KL divergence, in nats, from the distributions of plain generate(), up to the first other token; None
-            for an arm that keeps no logits.
-        served: What was measured, without logits.
-    """
-
-    workload: str
-    arm: str
-    round: int
-    prompt: int
-    prompt_tokens: int
-    question: str
-    answer: str
-    same: bool
+    workload: str  # whose prompt it is
+    arm: str  # who served it
+    round: int  # which repetition of the workload, counted from 0
+    prompt: int  # which prompt of the workload, counted from 0
+    prompt_tokens: int  # the number of tokens of the prompt
+    question: str  # what the prompt asks, as a person reads it
+    answer: str  # the text of the answer
+    same: bool  # whether the answer's tokens are those of plain generate()
+    # Whether the answer holds the value that was asked for; None where that is not known, and for random
+    # weights.
     right: bool | None
+    # Mean KL divergence, in nats, from the distributions of plain generate(), up to the first other token; None
+    # for an arm that keeps no logits.
     kl: float | None
-    served: Served
+    served: Served  # what was measured, without logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The size of a run.
 
-    Args:
-        prompts: The number of prompts of each workload; 2 or more, and at most 8.
-        repeats: Counted rounds of each workload.
-        max_new_tokens: Length of an answer.
-        seed: The seed of documents and questions.
-
     Raises:
         ValueError: for a number out of range.
     """
 
-    prompts: int = 6
-    repeats: int = 2
-    max_new_tokens: int = 16
-    seed: int = 0
+    prompts: int = 6  # the number of prompts of each workload; 2 or more, and at most 8
+    repeats: int = 2  # counted rounds of each workload
+    max_new_tokens: int = 16  # length of an answer
+    seed: int = 0  # the seed of documents and questions
 
     def __post_init__(self) -> None:
         for name, low, high in (("prompts", 2, 8), ("repeats", 1, 1000), ("max_new_tokens", 1, 1000)):
@@ -112,34 +94,21 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One workload, and who serves it.
+    """One workload, and who serves it."""
 
-    Args:
-        workload: Makes the prompts.
-        arms: Ways of this package; plain generate() is always run, first.
-        prompts: The number of its prompts; None for that of the settings.
-    """
-
-    workload: Workload
-    arms: Sequence[Arm]
-    prompts: int | None = None
+    workload: Workload  # makes the prompts
+    arms: Sequence[Arm]  # ways of this package; plain generate() is always run, first
+    prompts: int | None = None  # the number of its prompts; None for that of the settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The results of a run.
+    """The results of a run."""
 
-    Args:
-        rows: All that was measured.
-        refused: Arms and peers that did not run, and why.
-        failed: Arms, peers and workloads that did not get to their end, in which workload, and why.
-        dtype: The dtype of the model.
-    """
-
-    rows: list[MeasuredRow]
-    refused: dict[str, str]
-    failed: dict[str, str]
-    dtype: torch.dtype
+    rows: list[MeasuredRow]  # all that was measured
+    refused: dict[str, str]  # arms and peers that did not run, and why
+    failed: dict[str, str]  # arms, peers and workloads that did not get to their end, in which workload, and why
+    dtype: torch.dtype  # the dtype of the model
 
 
 def run(
@@ -361,21 +330,13 @@ def _in_new_process(task: _Later) -> tuple[list[dict[str, Served]], dict[str, st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """The conditions of a run.
+    """The conditions of a run."""
 
-    Args:
-        command: That repeats it.
-        commit: The commit of the checkout, with a plus where files differ from it; None outside of one.
-        hardware: The GPU, or the processor.
-        threads: The number of PyTorch's threads.
-        versions: The versions of this package, PyTorch, transformers and Python.
-    """
-
-    command: str
-    commit: str | None
-    hardware: str
-    threads: int
-    versions: dict[str, str]
+    command: str  # that repeats it
+    commit: str | None  # the commit of the checkout, with a plus where files differ from it; None outside of one
+    hardware: str  # the GPU, or the processor
+    threads: int  # the number of PyTorch's threads
+    versions: dict[str, str]  # the versions of this package, PyTorch, transformers and Python
 
     def __str__(self) -> str:
         told = ", ".join(f"{name} {version}" for name, version in self.versions.items())

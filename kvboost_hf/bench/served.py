@@ -16,33 +16,20 @@ from kvboost_hf.verify.measure import timed_generate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """The measurements of one answer.
+    """The measurements of one answer."""
 
-    Args:
-        ids: Tokens of the answer.
-        ttft_ms: From the call to the first token on the host.
-        total_ms: From the call to its return.
-        prefilled: Tokens that went through the model before the first one was there.
-        forwarded: Tokens that went through the model, all in all.
-        reused: Tokens of the prompt that were not computed, by its own report; None without one.
-        moved: Those of them that were used at another position, or behind another text, likewise.
-        recomputed: Moved tokens of which a part was computed again, likewise.
-        store_bytes: Bytes that are kept for later prompts; None if unknown.
-        bypassed: Why nothing of the prompt could be reused, by its own report.
-        logits: The logits from which tokens were chosen, [new tokens, vocab], float32, on the CPU; None if they were
-            not kept.
-    """
-
-    ids: list[int]
-    ttft_ms: float
-    total_ms: float
-    prefilled: int
-    forwarded: int
-    reused: int | None = None
-    moved: int | None = None
-    recomputed: int | None = None
-    store_bytes: int | None = None
-    bypassed: str | None = None
+    ids: list[int]  # tokens of the answer
+    ttft_ms: float  # from the call to the first token on the host
+    total_ms: float  # from the call to its return
+    prefilled: int  # tokens that went through the model before the first one was there
+    forwarded: int  # tokens that went through the model, all in all
+    reused: int | None = None  # tokens of the prompt that were not computed, by its own report; None without one
+    moved: int | None = None  # those of them that were used at another position, or behind another text, likewise
+    recomputed: int | None = None  # moved tokens of which a part was computed again, likewise
+    store_bytes: int | None = None  # bytes that are kept for later prompts; None if unknown
+    bypassed: str | None = None  # why nothing of the prompt could be reused, by its own report
+    # The logits from which tokens were chosen, [new tokens, vocab], float32, on the CPU; None if they were not
+    # kept.
     logits: torch.Tensor | None = None
 
 

@@ -31,38 +31,23 @@ svg { max-width: 100%; height: auto; }
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One arm in one workload, over all counted rounds.
+    """One arm in one workload, over all counted rounds."""
 
-    Args:
-        workload: The name of the workload.
-        arm: The name of the arm.
-        ttft_ms: Time to the first token: lower quartile, median, upper quartile.
-        total_ms: Median time of an answer.
-        speed_up: Median, over prompts and rounds, of plain time to the first token over the arm's, of the same prompt
-            in the same round.
-        prompt_tokens: Tokens of all prompts of a round together, as are the next three.
-        prefilled: Tokens that went through the model before the first ones of the answers were there.
-        forwarded: Tokens that went through the model.
-        reused: Tokens of prompts that were not computed; None where the arm does not tell.
-        prompts: How many there are in a round.
-        same: Prompts with the tokens of plain generate(), in every round.
-        right: Prompts with a right answer, in every round; None where right answers are not known.
-        store_bytes: Bytes that are kept at the end of a round; None where the arm does not tell.
-    """
-
-    workload: str
-    arm: str
-    ttft_ms: tuple[float, float, float]
-    total_ms: float
+    workload: str  # the name of the workload
+    arm: str  # the name of the arm
+    ttft_ms: tuple[float, float, float]  # time to the first token: lower quartile, median, upper quartile
+    total_ms: float  # median time of an answer
+    # Median, over prompts and rounds, of plain time to the first token over the arm's, of the same prompt in the
+    # same round.
     speed_up: float
-    prompt_tokens: int
-    prefilled: int
-    forwarded: int
-    reused: int | None
-    prompts: int
-    same: int
-    right: int | None
-    store_bytes: int | None
+    prompt_tokens: int  # tokens of all prompts of a round together, as are the next three
+    prefilled: int  # tokens that went through the model before the first ones of the answers were there
+    forwarded: int  # tokens that went through the model
+    reused: int | None  # tokens of prompts that were not computed; None where the arm does not tell
+    prompts: int  # how many there are in a round
+    same: int  # prompts with the tokens of plain generate(), in every round
+    right: int | None  # prompts with a right answer, in every round; None where right answers are not known
+    store_bytes: int | None  # bytes that are kept at the end of a round; None where the arm does not tell
 
 
 def note(rows: Sequence[Summary]) -> str:
@@ -72,17 +57,11 @@ def note(rows: Sequence[Summary]) -> str:
 
 
 class Column(NamedTuple):
-    """One figure of each arm.
+    """One figure of each arm."""
 
-    Args:
-        head: What is above it, in two lines.
-        cell: The figure of an arm; None where it is not known.
-        note: Explains it; empty where the head is enough.
-    """
-
-    head: tuple[str, str]
-    cell: Callable[[Summary], str | None]
-    note: str = ""
+    head: tuple[str, str]  # what is above it, in two lines
+    cell: Callable[[Summary], str | None]  # the figure of an arm; None where it is not known
+    note: str = ""  # explains it; empty where the head is enough
 
 
 def _short(value: float) -> str:

@@ -44,14 +44,10 @@ _ASKED = "output_hidden_states"
 
 
 class Shown(NamedTuple):
-    """What a forward shows of hidden states, or what is to be shown in their place.
+    """What a forward shows of hidden states, or what is to be shown in their place."""
 
-    Args:
-        last: The last ones, which go to the head of the model, [batch, m, hidden_size].
-        layers: Those that transformers returns as `hidden_states`, by their numbers there; None for others.
-    """
-
-    last: torch.Tensor
+    last: torch.Tensor  # the last ones, which go to the head of the model, [batch, m, hidden_size]
+    # Those that transformers returns as `hidden_states`, by their numbers there; None for others.
     layers: tuple[torch.Tensor | None, ...] = ()
 
     def of(self, layer: int) -> torch.Tensor | None:

@@ -136,19 +136,12 @@ def hidden_states_reason(model: PreTrainedModel) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class HiddenForm:
-    """The hidden states that a model returns with `output_hidden_states`.
+    """The hidden states that a model returns with `output_hidden_states`."""
 
-    Args:
-        count: How many there are: as a rule one for each layer, and the embeddings in front.
-        tied: The last of them are those that the head takes.
-        selects: Numbers choose among them; else any number gives all.
-        lists: A list numbers them as they are returned without one.
-    """
-
-    count: int
-    tied: bool
-    selects: bool
-    lists: bool
+    count: int  # how many there are: as a rule one for each layer, and the embeddings in front
+    tied: bool  # the last of them are those that the head takes
+    selects: bool  # numbers choose among them; else any number gives all
+    lists: bool  # a list numbers them as they are returned without one
 
     def layers(self, asked: Any) -> tuple[int, ...]:
         """The layers, by their numbers or `LAST`, that a value of `output_hidden_states` gives."""

@@ -22,19 +22,12 @@ _FAILED = -(2**62)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of a model, seen from one of them. All must call the same methods in the same order.
+    """The ranks of a model, seen from one of them. All must call the same methods in the same order."""
 
-    Args:
-        rank: The number of this one, from 0.
-        size: How many there are.
-        group: Their process group.
-        device: Where their messages are, which the backend of the group decides.
-    """
-
-    rank: int
-    size: int
-    group: Any
-    device: torch.device
+    rank: int  # the number of this one, from 0
+    size: int  # how many there are
+    group: Any  # their process group
+    device: torch.device  # where their messages are, which the backend of the group decides
 
     def least(self, values: Sequence[int]) -> list[int]:
         """The least of each value over all ranks, which must give equally many.

@@ -22,19 +22,15 @@ _CPU_BLOCK = 1 << 18
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRotation:
-    """How the keys of a layer rotate with their positions.
+    """How the keys of a layer rotate with their positions."""
 
-    Args:
-        inv_freq: Radians per position, [pairs], float32, in host memory; negative where a model turns the other way.
-        style: Which rotated dimensions are a pair: `"half"` for i and i + pairs, `"interleaved"` for 2i and 2i + 1.
-        offset: The first rotated one of a head's dimensions; they are [offset, stop).
-        tensor: The cache tensor that is rotated: 0 for keys; 1 for values, in which models with latent attention keep
-            the rotated part of their keys, while the compressed rest is in keys.
-    """
-
+    # Radians per position, [pairs], float32, in host memory; negative where a model turns the other way.
     inv_freq: torch.Tensor
+    # Which rotated dimensions are a pair: `"half"` for i and i + pairs, `"interleaved"` for 2i and 2i + 1.
     style: Style
-    offset: int
+    offset: int  # the first rotated one of a head's dimensions; they are [offset, stop)
+    # The cache tensor that is rotated: 0 for keys; 1 for values, in which models with latent attention keep the
+    # rotated part of their keys, while the compressed rest is in keys.
     tensor: int = 0
 
     @property
@@ -79,13 +75,10 @@ class LayerRotation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyRotation:
-    """How the keys of a model rotate with their positions.
+    """How the keys of a model rotate with their positions."""
 
-    Args:
-        layers: One for each layer of the model's cache; None for a layer without keys, or whose keys do not depend on
-            positions. Layers that rotate alike share one object.
-    """
-
+    # One for each layer of the model's cache; None for a layer without keys, or whose keys do not depend on
+    # positions. Layers that rotate alike share one object.
     layers: tuple[LayerRotation | None, ...]
 
     def rotated(self, layer_idx: int) -> int:

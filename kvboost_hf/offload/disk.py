@@ -45,17 +45,11 @@ _PIECES = 32
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The checkpoint that layers are loaded from.
+    """The checkpoint that layers are loaded from."""
 
-    Args:
-        model: The name of the model, for people.
-        paths: Real paths of its files.
-        settings: What the bytes of a layer depend on besides: the dtype, and the order of 4-bit codes.
-    """
-
-    model: str
-    paths: tuple[str, ...]
-    settings: str
+    model: str  # the name of the model, for people
+    paths: tuple[str, ...]  # real paths of its files
+    settings: str  # what the bytes of a layer depend on besides: the dtype, and the order of 4-bit codes
 
     def marks(self) -> dict[str, Mark]:
         """The marks of its files."""
@@ -102,17 +96,11 @@ class FileSource:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where a layer of a checkpoint is.
+    """Where a layer of a checkpoint is."""
 
-    Args:
-        file: Name of its file.
-        mark: The mark of the file.
-        digests: The digests of the layer's tensors, by name.
-    """
-
-    file: str
-    mark: Mark
-    digests: dict[str, str]
+    file: str  # name of its file
+    mark: Mark  # the mark of the file
+    digests: dict[str, str]  # the digests of the layer's tensors, by name
 
     def contents(self, layout: FlatLayout) -> dict[str, Content]:
         """The contents of the layer's tensors."""

@@ -22,15 +22,11 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 @dataclass(frozen=True, slots=True)
 class Pinning:
-    """Functions that pin and unpin host memory.
+    """Functions that pin and unpin host memory."""
 
-    Args:
-        register: Pins memory, given its address and size in bytes; raises RuntimeError if that is refused.
-        unregister: Unpins memory, given its address.
-    """
-
+    # Pins memory, given its address and size in bytes; raises RuntimeError if that is refused.
     register: Callable[[int, int], None]
-    unregister: Callable[[int], None]
+    unregister: Callable[[int], None]  # unpins memory, given its address
 
 
 def cuda_pinning(device: torch.device) -> Pinning:

@@ -17,24 +17,16 @@ SHOWN_RATE = 25e9  # bytes per second, about what PCIe 4.0 with 16 lanes copies;
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """Sizes of a model in bytes.
+    """Sizes of a model in bytes."""
 
-    Args:
-        layer_bytes: Bytes of each decoder layer that can be streamed: all of it, or its feed-forward part.
-        other_bytes: Weights that always stay on the device: embeddings, norms, the head, and the rest of the layers.
-        kv_bytes: K/V of `max_tokens` tokens.
-        activation_bytes: Activations of a forward at its peak.
-        embedding_bytes: Those of `other_bytes` that are input embeddings, if they may stay in host memory.
-        workspace_bytes: Workspaces of matrix products on a GPU.
-        counted_for: The device and the dtypes that these sizes hold for, in words.
-    """
-
+    # Bytes of each decoder layer that can be streamed: all of it, or its feed-forward part.
     layer_bytes: tuple[int, ...]
-    other_bytes: int
-    kv_bytes: int
-    activation_bytes: int
-    embedding_bytes: int = 0
-    workspace_bytes: int = 0
+    other_bytes: int  # weights that always stay on the device: embeddings, norms, the head, and the rest of the layers
+    kv_bytes: int  # K/V of `max_tokens` tokens
+    activation_bytes: int  # activations of a forward at its peak
+    embedding_bytes: int = 0  # those of `other_bytes` that are input embeddings, if they may stay in host memory
+    workspace_bytes: int = 0  # workspaces of matrix products on a GPU
+    # The device and the dtypes that these sizes hold for, in words.
     counted_for: str = field(default="", compare=False)
 
 

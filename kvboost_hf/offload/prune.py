@@ -18,19 +18,12 @@ _FORMER = re.compile(r"layer-[0-9]{5}\.bin")  # of releases whose processes hold
 
 @dataclass(frozen=True, slots=True)
 class LayerFile:
-    """The file of a layer.
+    """The file of a layer."""
 
-    Args:
-        path: The path of the file.
-        nbytes: The size of the file in bytes.
-        models: Names of the models that were loaded through it, as far as that is known.
-        in_use: Whether a process streams it, or may do so.
-    """
-
-    path: Path
-    nbytes: int
-    models: tuple[str, ...]
-    in_use: bool
+    path: Path  # the path of the file
+    nbytes: int  # the size of the file in bytes
+    models: tuple[str, ...]  # names of the models that were loaded through it, as far as that is known
+    in_use: bool  # whether a process streams it, or may do so
 
 
 def prune_layers(folder: str | Path, *, dry_run: bool = False) -> list[LayerFile]:

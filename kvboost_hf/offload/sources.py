@@ -54,17 +54,11 @@ def in_memory(source: Source) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """The location of one tensor.
+    """The location of one tensor."""
 
-    Args:
-        offset: Bytes from the start.
-        shape: The shape of the tensor, which is contiguous.
-        dtype: The dtype of the tensor.
-    """
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    offset: int  # bytes from the start
+    shape: tuple[int, ...]  # the shape of the tensor, which is contiguous
+    dtype: torch.dtype  # the dtype of the tensor
 
     @property
     def nbytes(self) -> int:

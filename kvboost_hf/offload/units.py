@@ -16,15 +16,10 @@ _ATTENTION = ("attn", "attention")
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A parameter or buffer of a module, by name.
+    """A parameter or buffer of a module, by name."""
 
-    Args:
-        module: The module.
-        attribute: The name in the module.
-    """
-
-    module: nn.Module
-    attribute: str
+    module: nn.Module  # the module
+    attribute: str  # the name in the module
 
     @property
     def _tensors(self) -> dict[str, torch.Tensor | None]:
@@ -46,19 +41,12 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The part of a decoder layer that is streamed at once.
+    """The part of a decoder layer that is streamed at once."""
 
-    Args:
-        module: The module whose forward needs it.
-        holders: The tensors of the unit, by their names in `layer`.
-        layer: The decoder layer.
-        prefixes: The prefixes of the names of the unit's tensors in `layer`.
-    """
-
-    module: nn.Module
-    holders: dict[str, Holder]
-    layer: nn.Module
-    prefixes: tuple[str, ...]
+    module: nn.Module  # the module whose forward needs it
+    holders: dict[str, Holder]  # the tensors of the unit, by their names in `layer`
+    layer: nn.Module  # the decoder layer
+    prefixes: tuple[str, ...]  # the prefixes of the names of the unit's tensors in `layer`
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The current tensors by name; of a tensor that is made of others, these."""

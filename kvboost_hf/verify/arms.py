@@ -18,32 +18,20 @@ ArmKind = Literal["full", "exact", "naive", "repaired", "coded"]
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """K/V in fewer bits, at one place at least.
+    """K/V in fewer bits, at one place at least."""
 
-    Args:
-        name: Such as `"int8"`, `"live turboquant:4"` or both.
-        codec: The codec of the store; None for K/V as it is.
-        live_quant: The quantization of K/V in the caches; None for K/V as it is.
-    """
-
-    name: str
-    codec: Codec | None
-    live_quant: KVQuantConfig | None
+    name: str  # such as `"int8"`, `"live turboquant:4"` or both
+    codec: Codec | None  # the codec of the store; None for K/V as it is
+    live_quant: KVQuantConfig | None  # the quantization of K/V in the caches; None for K/V as it is
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedArm:
-    """One way of serving the prompts.
+    """One way of serving the prompts."""
 
-    Args:
-        policy: How stored K/V may be used; None for plain generate().
-        warmed: Whether documents were stored first, each computed alone.
-        coding: How K/V is kept, of an arm that measures just that; None for the codec of the store.
-    """
-
-    policy: ReusePolicy | None
-    warmed: bool = False
-    coding: Coding | None = None
+    policy: ReusePolicy | None  # how stored K/V may be used; None for plain generate()
+    warmed: bool = False  # whether documents were stored first, each computed alone
+    coding: Coding | None = None  # how K/V is kept, of an arm that measures just that; None for the codec of the store
 
     @property
     def kind(self) -> ArmKind:

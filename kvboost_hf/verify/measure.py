@@ -25,19 +25,13 @@ DecodePlanes = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One generate() call, under a clock.
+    """One generate() call, under a clock."""
 
-    Args:
-        ids: New tokens.
-        times: Seconds from the call to each new token, on the host.
-        total_s: Seconds from the call to its return.
-        kept: The logits from which tokens were chosen, [new tokens, vocab], float32, on the CPU; None for a call that
-            did not keep them.
-    """
-
-    ids: list[int]
-    times: tuple[float, ...]
-    total_s: float
+    ids: list[int]  # new tokens
+    times: tuple[float, ...]  # seconds from the call to each new token, on the host
+    total_s: float  # seconds from the call to its return
+    # The logits from which tokens were chosen, [new tokens, vocab], float32, on the CPU; None for a call that
+    # did not keep them.
     kept: torch.Tensor | None = None
 
     @property

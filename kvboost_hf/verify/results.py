@@ -13,44 +13,28 @@ _CONFIDENCE = 0.95  # one-sided
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptResult:
-    """One prompt by one arm, compared with plain `generate()` up to and including the first token that differs.
+    """One prompt by one arm, compared with plain `generate()` up to and including the first token that differs."""
 
-    Args:
-        prompt: Which one, counted from 0.
-        kl: KL divergence, in nats, of the arm's next-token distribution from the plain one, for each step.
-        agreeing_steps: Steps whose most likely token is the same.
-        first_divergence: Index of the first new token that differs, or None.
-        divergence_gap: There, how far the two best plain logits are apart, in standard deviations of the logits.
-        max_difference: Largest difference of a logit, in standard deviations of the logits.
-        prompt_tokens: Tokens of the prompt; this and what follows as in `ReuseReport`.
-        reused_tokens: Tokens of the prompt that were not computed.
-        forwarded_tokens: Tokens of the prompt that were computed.
-        moved_tokens: Reused tokens whose K/V was computed at another place.
-        recomputed_tokens: Moved tokens that were computed again.
-        bypass_reason: Why nothing, or no more, was reused, or None.
-        moved_reason: Why nothing was moved, or None.
-        coded_tokens: In an arm that keeps K/V in fewer bits, tokens of the prompt that were read as codes: decoded
-            from the store, or held by live quantization; with both, the fewer.
-        first_token: Time to the first new token, over that of plain `generate()`.
-        answer: Time to the last new token that both have, over that of plain `generate()`.
-    """
-
-    prompt: int
+    prompt: int  # which one, counted from 0
+    # KL divergence, in nats, of the arm's next-token distribution from the plain one, for each step.
     kl: tuple[float, ...]
-    agreeing_steps: int
-    first_divergence: int | None
+    agreeing_steps: int  # steps whose most likely token is the same
+    first_divergence: int | None  # index of the first new token that differs, or None
+    # There, how far the two best plain logits are apart, in standard deviations of the logits.
     divergence_gap: float | None
-    max_difference: float
-    prompt_tokens: int
-    reused_tokens: int
-    forwarded_tokens: int
-    moved_tokens: int
-    recomputed_tokens: int
-    bypass_reason: str | None
-    moved_reason: str | None
+    max_difference: float  # largest difference of a logit, in standard deviations of the logits
+    prompt_tokens: int  # tokens of the prompt; this and what follows as in `ReuseReport`
+    reused_tokens: int  # tokens of the prompt that were not computed
+    forwarded_tokens: int  # tokens of the prompt that were computed
+    moved_tokens: int  # reused tokens whose K/V was computed at another place
+    recomputed_tokens: int  # moved tokens that were computed again
+    bypass_reason: str | None  # why nothing, or no more, was reused, or None
+    moved_reason: str | None  # why nothing was moved, or None
+    # In an arm that keeps K/V in fewer bits, tokens of the prompt that were read as codes: decoded from the
+    # store, or held by live quantization; with both, the fewer.
     coded_tokens: int = 0
-    first_token: float = 1.0
-    answer: float = 1.0
+    first_token: float = 1.0  # time to the first new token, over that of plain `generate()`
+    answer: float = 1.0  # time to the last new token that both have, over that of plain `generate()`
 
     @property
     def mean_kl(self) -> float:
