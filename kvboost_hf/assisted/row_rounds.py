@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import logits_process
@@ -13,8 +12,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvboost_hf.assisted.columns import Account, PassTimes
 from kvboost_hf.assisted.hidden import TextStates, asking_for
-from kvboost_hf.assisted.rounds import Drafter, Rounds, Taken, follow
+from kvboost_hf.assisted.rounds import Drafter, Rounds, Taken
 from kvboost_hf.assisted.row_branches import RowBranches
+from kvboost_hf.assisted.text import DraftedText
 from kvboost_hf.assisted.tree import ROOT, Tree
 from kvboost_hf.compat import CACHE, running_streamer
 from kvboost_hf.config import DraftTreeConfig
@@ -79,6 +79,12 @@ def require_rows(processors: LogitsProcessorList, criteria: StoppingCriteriaList
         raise ValueError(f"`streamer` must be None for several rows, which get different numbers of tokens. {_ALONE}")
 
 
+def columns_kept(model_kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The columns of a call that are no padding, [rows, columns], bool; None for all."""
+    mask = model_kwargs.get("attention_mask")
+    return mask.bool() if mask is not None and not mask.all() else None
+
+
 def padding_of(ids: torch.Tensor, keep: torch.Tensor | None) -> list[int]:
     """How many ids of each row are padding.
 
@@ -113,103 +119,6 @@ def _pad_token(config: Any) -> int:
 def _may_wait(criterion: Any) -> bool:
     """Whether a criterion of this package need not be asked at each token, and so not about all rows at once."""
     return bool(getattr(criterion, "once_a_round", False))
-
-
-class _Row:
-    """The text of a row, and what ends it.
-
-    Args:
-        ids: The prompt, [tokens], padding included.
-        pads: How many of them are padding.
-        room: Tokens that it may grow by.
-        ends: Tokens that end it.
-        criteria: What else ends it.
-        processors: Logits processors.
-        seed: Seeds the random numbers that sample its tokens; None for the likeliest tokens.
-        wants: What is to be returned of each token: `"scores"`, `"logits"`, both or nothing.
-    """
-
-    def __init__(
-        self,
-        ids: torch.Tensor,
-        pads: int,
-        room: int,
-        ends: frozenset[int],
-        criteria: Sequence[Any],
-        processors: Any,
-        *,
-        seed: int | None,
-        wants: Sequence[str],
-    ) -> None:
-        self._device = ids.device
-        self._text = np.empty(len(ids) + max(room, 0), dtype=np.int64)
-        self._text[: len(ids)] = ids.cpu().numpy()
-        self._prompt, self._stop, self._pads, self._ends = len(ids), len(ids), pads, ends
-        self._criteria, self._processors = criteria, processors
-        # Of its own: how many tokens other rows accept must not change what this one says.
-        self._draws = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
-        self.returned: dict[str, list[torch.Tensor]] = {name: [] for name in wants}  # [1, vocab_size] of each token
-        self.done = False
-
-    @property
-    def length(self) -> int:
-        """Tokens of the answer."""
-        return self._stop - self._prompt
-
-    @property
-    def room(self) -> int:
-        """Tokens that the answer may still grow by."""
-        return len(self._text) - self._stop
-
-    @property
-    def last(self) -> int:
-        """The last token, whose K/V is not computed yet."""
-        return int(self._text[self._stop - 1])
-
-    @property
-    def ids(self) -> torch.Tensor:
-        """The text without padding, [1, tokens], on the host."""
-        return torch.from_numpy(self._text[self._pads : self._stop])[None]
-
-    def answer(self, start: int, stop: int, pad: int) -> list[int]:
-        """Tokens [start, stop) of the answer, with padding behind its end."""
-        said: list[int] = self._text[self._prompt + start : min(self._prompt + stop, self._stop)].tolist()
-        return said + [pad] * (stop - start - len(said))
-
-    def take(self, tree: Tree, logits: torch.Tensor, greedy: Sequence[int] | None) -> Taken:
-        """Accept tokens of a tree.
-
-        Args:
-            tree: The drafts.
-            logits: [1 + tokens of the tree, vocab_size], behind the text and each token.
-            greedy: The likeliest token of each, if these are the answer.
-        """
-
-        def choose(at: int) -> tuple[int, bool]:
-            token = greedy[at + 1] if greedy is not None else self._chosen(logits[at + 1])
-            self._text[self._stop] = token
-            self._stop += 1
-            self.done = token in self._ends or not self.room or any(map(self._is_met, self._criteria))
-            return token, self.done
-
-        return follow(tree, choose)
-
-    def _chosen(self, logits: torch.Tensor) -> int:
-        row = logits[None].to(copy=True, dtype=torch.float32, device=self._device)
-        scores = self._processors(self._whole, row)
-        for name, found in self.returned.items():
-            found.append(scores if name == "scores" else row)
-        if self._draws is None:
-            return int(scores.argmax(-1))
-        return int(scores.softmax(-1).multinomial(1, generator=self._draws))
-
-    def _is_met(self, criterion: Any) -> bool:
-        return bool(criterion(self._whole, None).all())
-
-    @property
-    def _whole(self) -> torch.Tensor:
-        """The text as generate() has it, [1, tokens]: processors see padding, too."""
-        return torch.from_numpy(self._text[: self._stop]).to(self._device)[None]
 
 
 class RowRounds:
@@ -249,27 +158,17 @@ class RowRounds:
         """
         drafts = drafter is not None
         asked: Any = config
-        mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
-        keep = mask.bool() if mask is not None and not mask.all() else None
+        keep, positions = columns_kept(model_kwargs), model_kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         pads = padding_of(input_ids, keep)
-        ends = frozenset(
-            int(token)
-            for each in criteria
-            if isinstance(each, EosTokenCriteria)
-            for token in each.eos_token_id.tolist()
-        )
-        most = min(each.max_length for each in criteria if isinstance(each, MaxLengthCriteria))
-        others = [each for each in criteria if isinstance(each, StopStringCriteria) or _may_wait(each)]
         seeds = torch.randint(2**62, (len(input_ids),)).tolist() if asked.do_sample else [None] * len(input_ids)
-        named = [name for name in ("scores", "logits") if getattr(asked, f"output_{name}")]
-        wants = named if asked.return_dict_in_generate else []
         own = [_for_row(processors, row) for row in range(len(input_ids))]
         texts = [
-            _Row(ids, pad, most - len(ids), ends, others, own[row], seed=seeds[row], wants=wants)
-            for row, (ids, pad) in enumerate(zip(input_ids, pads, strict=True))
+            DraftedText(ids, pad, criteria, each, asked, seed=seed)
+            for ids, pad, each, seed in zip(input_ids, pads, own, seeds, strict=True)
         ]
+        plain, ends = texts[0].is_plain, texts[0].ends
         generator: Any = model
         began = self._rounds.clock()
         whole = [each for each in states if each.whole]
@@ -281,7 +180,7 @@ class RowRounds:
             each.append({layer: output.hidden_states[layer][row : row + 1, pad:] for layer in each.layers})
             each.cache, each.row = cache, row
         logits = output.logits[:, -1:]
-        greedy = None if asked.do_sample or wants or len(processors) else logits.argmax(-1).tolist()
+        greedy = logits.argmax(-1).tolist() if plain else None
         for row, text in enumerate(texts):
             text.take(Tree(), logits[row], greedy[row] if greedy is not None else None)
         self._rounds.stats.plain += len(texts)
@@ -294,13 +193,13 @@ class RowRounds:
         batch = _Batch(branches, texts, drafters, _pad_token(asked))
         account = Account(self._times, len(texts), min(text.room for text in texts))
         while batch.active:
-            self._run(batch, account, plain=greedy is not None, drafts=drafts)
+            self._run(batch, account, plain=plain, drafts=drafts)
         if asked.return_dict_in_generate or getattr(cache, "_is_user_defined", True) or hasattr(cache, "loans"):
             batch.settle()
         found = torch.cat([input_ids, input_ids.new_tensor(batch.answers())], dim=1)
         if not asked.return_dict_in_generate:
             return found
-        told: Any = {"sequences": found, CACHE: cache} | {name: batch.returned(name) for name in wants}
+        told: Any = {"sequences": found, CACHE: cache} | {name: batch.returned(name) for name in texts[0].returned}
         return GenerateDecoderOnlyOutput(**told)
 
     def _run(self, batch: "_Batch", account: Account, *, plain: bool, drafts: bool) -> None:
@@ -359,7 +258,7 @@ class _Batch:
         pad: What follows a row that has ended.
     """
 
-    def __init__(self, branches: RowBranches, texts: list[_Row], drafters: list[Drafter], pad: int) -> None:
+    def __init__(self, branches: RowBranches, texts: list[DraftedText], drafters: list[Drafter], pad: int) -> None:
         self.branches, self.texts, self.drafters, self._pad = branches, texts, drafters, pad
 
     @property

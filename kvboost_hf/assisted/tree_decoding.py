@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvboost_hf.assisted.branches import lender_of, recording
@@ -19,8 +17,9 @@ from kvboost_hf.assisted.heads import DraftedAnswer, Heads, share_of
 from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.limits import fitted, may_keep_state, vocab_size
 from kvboost_hf.assisted.lookup import LookupAssistant, LookupDraft
-from kvboost_hf.assisted.rounds import Drafter, ModelSource, Rounds, SpeculationStats, Taken, TreeDraft, follow
-from kvboost_hf.assisted.row_rounds import RowRounds, padding_of, require_rows
+from kvboost_hf.assisted.rounds import Drafter, ModelSource, Rounds, SpeculationStats, TreeDraft
+from kvboost_hf.assisted.row_rounds import RowRounds, columns_kept, padding_of, require_rows
+from kvboost_hf.assisted.text import DraftedText
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.compat import (
     CACHE,
@@ -121,11 +120,24 @@ class TreeDecoding:
             return self._answer_rows(
                 model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
             )
-        answer = _Answer(input_ids, logits_processor, stopping_criteria, generation_config)
-        states = self._states(model, generation_config, model_kwargs)
-        drafting = self._drafting(model, logits_processor, answer.ends, states)
+        config: Any = generation_config
+        keep = columns_kept(model_kwargs)
+        (pads,) = padding_of(input_ids, keep)
+        # transformers keeps the streamer from functions of a user's own.
+        streamer = running_streamer()
+        text = DraftedText(input_ids[0], pads, stopping_criteria, logits_processor, config, streamer=streamer)
+        states = self._states(model, config, model_kwargs)
+        drafting = self._drafting(model, logits_processor, text.ends, states)
         with recording(model_kwargs[CACHE]):
-            return answer.result(self._answer(model, answer, drafting, states, model_kwargs))
+            cache, position = self._begin(model, text, keep, config, drafting, states, model_kwargs)
+            branches = continuing(model, cache, position, keep, states)
+            while not text.done:
+                self._rounds.run(branches, drafting, text.ids, text.room, text.take)
+            branches.end()
+        if not config.return_dict_in_generate:
+            return text.whole
+        told: Any = {"sequences": text.whole, CACHE: cache}
+        return GenerateDecoderOnlyOutput(**told, **{name: tuple(each) for name, each in text.returned.items()})
 
     def _answer_rows(
         self,
@@ -199,63 +211,43 @@ class TreeDecoding:
             chains=keeps_states(model),
         )
 
-    def _answer(
-        self,
-        model: PreTrainedModel,
-        answer: "_Answer",
-        drafting: Drafter,
-        states: TextStates | None,
-        model_kwargs: dict[str, Any],
-    ) -> Any:
-        """Run the prompt, and rounds until the answer is done; returns the cache."""
-        cache, position, keep = self._begin(model, answer, drafting, states, model_kwargs)
-        (pads,) = padding_of(answer.ids, keep)
-        branches = continuing(model, cache, position, keep, states)
-        while not answer.done:
-            self._rounds.run(branches, drafting, answer.ids[:, pads:], answer.room, answer.take)
-        branches.end()
-        return cache
-
     def _begin(
         self,
         model: PreTrainedModel,
-        answer: "_Answer",
+        text: DraftedText,
+        keep: torch.Tensor | None,
+        config: Any,
         drafting: Drafter,
         states: TextStates | None,
         model_kwargs: dict[str, Any],
-    ) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Any, torch.Tensor]:
         """Run the prompt, with a chain of drafts behind it if the cache is empty and there is no padding.
 
-        Heads draft nothing behind it, since they read its hidden states first.
-
-        Returns:
-            The cache, the position of the next token to compute, and which columns of the cache are no padding; None
-            for all.
+        Heads draft nothing behind it, since they read its hidden states first. Returns the cache, and the position of
+        the next token to compute.
         """
         began = self._rounds.clock()
         generator: Any = model
         cache: Any = model_kwargs.get(CACHE)
-        positions, mask = (model_kwargs.get(name) for name in ("position_ids", "attention_mask"))
-        keep = mask.bool() if mask is not None and not mask.all() else None
+        ids, positions = text.whole, model_kwargs.get("position_ids")
         if positions is None:
-            positions = torch.arange(answer.ids.shape[1], device=answer.ids.device)[None]
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
         chain = Tree()
         alone = not keeps_states(model) and keep is None and positions.ndim == 2  # there are no states to go back to
         alone = alone and cache is not None and cache.get_seq_length() == 0
-        if alone and answer.room > 1 and answer.config.prefill_chunk_size is None:
-            chain = drafting.grow(answer.ids, answer.room - 1, chain=True)
+        if alone and text.room > 1 and config.prefill_chunk_size is None:
+            chain = drafting.grow(text.ids, text.room - 1, chain=True)
             _extend(model_kwargs, positions, len(chain))
             cache.activate_past_recording()
         drafted = self._rounds.clock()
-        ids = torch.cat([answer.ids, answer.ids.new_tensor([chain.tokens])], dim=1) if len(chain) else answer.ids
+        ids = torch.cat([ids, ids.new_tensor([chain.tokens])], dim=1) if len(chain) else ids
         if states is not None and states.whole:
             model_kwargs["output_hidden_states"] = asking_for(model, states.layers)
-        output = generator._prefill(ids, answer.config, model_kwargs)
+        output = generator._prefill(ids, config, model_kwargs)
         if states is not None and states.whole:
-            found, (pads,) = output.hidden_states, padding_of(answer.ids, keep)
-            states.append({layer: found[layer][:, pads:] for layer in states.layers})
+            states.append({layer: output.hidden_states[layer][:, text.pads :] for layer in states.layers})
             states.cache = getattr(output, CACHE)
-        taken = answer.take(chain, output.logits[0, -1 - len(chain) :])
+        taken = text.take(chain, output.logits[0, -1 - len(chain) :])
         verified, cache = self._rounds.clock(), getattr(output, CACHE)
         if len(chain):
             cache.crop(len(taken.kept) - len(chain))
@@ -263,7 +255,7 @@ class TreeDecoding:
         else:
             cache.activate_past_recording()
         self._rounds.note(chain, taken, drafting.passes, (began, drafted, verified, self._rounds.clock()), first=True)
-        return cache, positions[..., -1:] + 1 + len(taken.kept), keep
+        return cache, positions[..., -1:] + 1 + len(taken.kept)
 
     def _draft_for(self, model: PreTrainedModel) -> PreTrainedModel:
         """The draft with the vocabulary of a target."""
@@ -306,85 +298,6 @@ class TreeDecoding:
                 f"The draft is on {here} and its target on {there}. Move it with draft.to({str(there)!r}).",
                 stacklevel=4,
             )
-
-
-class _Answer:
-    """The text so far, and the criteria that end it."""
-
-    def __init__(
-        self,
-        ids: torch.Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-    ) -> None:
-        self.ids, self.done = ids, False
-        self.config: Any = config
-        self._processors: Any = processors
-        self._most = min(
-            [each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)], default=sys.maxsize
-        )
-        found: Any = [each for each in criteria if isinstance(each, EosTokenCriteria)]
-        self.ends = frozenset(int(token) for each in found for token in each.eos_token_id.tolist())
-        others = [each for each in criteria if not isinstance(each, EosTokenCriteria | MaxLengthCriteria)]
-        self._criteria = StoppingCriteriaList(others)
-        wanted = self.config.return_dict_in_generate
-        self._scores: list[torch.Tensor] | None = [] if wanted and self.config.output_scores else None
-        self._logits: list[torch.Tensor] | None = [] if wanted and self.config.output_logits else None
-        self._streamer = running_streamer()  # transformers keeps it from functions of a user's own
-
-    @property
-    def room(self) -> int:
-        """Tokens that the text may still grow by."""
-        return self._most - self.ids.shape[1]
-
-    def take(self, tree: Tree, logits: torch.Tensor) -> Taken:
-        """Accept tokens of a tree by `logits` [1 + tokens of the tree, vocab_size] behind the text and each token."""
-        new: list[int] = []
-        greedy = None
-        if not len(self._processors) and not self.config.do_sample:
-            greedy = logits.argmax(-1).tolist()  # the device is waited for once
-
-        def choose(at: int) -> tuple[int, bool]:
-            new.append(self._choose(logits[at + 1], greedy[at + 1] if greedy is not None else None))
-            self.done = self._ends(new[-1])
-            return new[-1], self.done
-
-        taken = follow(tree, choose)
-        if self._streamer is not None:
-            self._streamer.put(torch.tensor([new]))
-            if self.done:
-                self._streamer.end()
-        return taken
-
-    def _choose(self, logits: torch.Tensor, token: int | None) -> int:
-        """Append the next token, by its logits [vocab_size] unless `token` is known already; returns it."""
-        if token is None or self._scores is not None or self._logits is not None:
-            row = logits[None].to(copy=True, dtype=torch.float32, device=self.ids.device)
-            scores = self._processors(self.ids, row)
-            if self._scores is not None:
-                self._scores.append(scores)
-            if self._logits is not None:
-                self._logits.append(row)
-            if token is None:
-                chosen = scores.softmax(-1).multinomial(1) if self.config.do_sample else scores.argmax(-1)
-                token = int(chosen)
-        self.ids = torch.cat([self.ids, self.ids.new_tensor([[token]])], dim=1)
-        return token
-
-    def _ends(self, token: int) -> bool:
-        if token in self.ends or self.room <= 0:
-            return True
-        scores = None if self._scores is None else tuple(self._scores)
-        return any(bool(each(self.ids, scores).all()) for each in self._criteria)
-
-    def result(self, cache: Any) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """The return value of generate()."""
-        if not self.config.return_dict_in_generate:
-            return self.ids
-        scores, logits = (None if each is None else tuple(each) for each in (self._scores, self._logits))
-        found: Any = {"sequences": self.ids, "scores": scores, "logits": logits, CACHE: cache}
-        return GenerateDecoderOnlyOutput(**found)
 
 
 def _extend(model_kwargs: dict[str, Any], positions: torch.Tensor, count: int) -> None:
