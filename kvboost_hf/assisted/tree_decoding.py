@@ -136,8 +136,8 @@ class TreeDecoding:
             branches.end()
         if not config.return_dict_in_generate:
             return text.whole
-        told: Any = {"sequences": text.whole, CACHE: cache}
-        return GenerateDecoderOnlyOutput(**told, **{name: tuple(each) for name, each in text.returned.items()})
+        told: Any = {name: tuple(each) for name, each in text.returned.items()}
+        return GenerateDecoderOnlyOutput(**(told | {"sequences": text.whole, CACHE: cache}))
 
     def _answer_rows(
         self,
