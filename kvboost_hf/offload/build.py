@@ -14,6 +14,7 @@ from kvboost_hf.compat import decoder_layers, weights_come_and_go
 from kvboost_hf.config import StreamingConfig, require_streaming
 from kvboost_hf.errors import StreamingError
 from kvboost_hf.offload.awq.experts import AwqExperts
+from kvboost_hf.offload.awq.head import round_head
 from kvboost_hf.offload.awq.linear import AwqLinear
 from kvboost_hf.offload.awq.matmul import runs_triton
 from kvboost_hf.offload.awq.swap import lay_out
@@ -217,6 +218,8 @@ def stream_layers(
             if builder.waiting_embeddings is not None:
                 streamed.add(id(builder.waiting_embeddings.get()))
             _move(model, where, streamed)
+            if config.head_bits is not None:
+                round_head(model, where)
             builder.finish()
         except BaseException:
             builder.give_back()

@@ -22,6 +22,7 @@ from kvboost_hf.compat import available_device, loader_of
 from kvboost_hf.config import StreamingConfig, require_streaming
 from kvboost_hf.offload.awq.experts import AwqExperts
 from kvboost_hf.offload.awq.formats import PackedFormat
+from kvboost_hf.offload.awq.head import round_head
 from kvboost_hf.offload.awq.int4pack import order_name
 from kvboost_hf.offload.awq.swap import awq_config, expect_stored, lay_out, save_converted, swap_linears, to_gemm
 from kvboost_hf.offload.build import StreamBuilder, default_device
@@ -233,6 +234,9 @@ class LayerStreamingQuantizer(HfQuantizer):
         else:
             saved, self._unsaved = awq_config(model, self._packed)
             model.config.quantization_config = saved
+        if self._streaming.head_bits is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                round_head(model, self._device)
         return model
 
     def _leave(self, model: PreTrainedModel) -> None:

@@ -4,10 +4,11 @@ from kvboost_hf.device_link import Event, Stream
 from kvboost_hf.offload import build, checkpoint, disk
 from kvboost_hf.offload import cuda as mapped
 from kvboost_hf.offload import load as quantizer
-from kvboost_hf.offload.awq import int4pack
+from kvboost_hf.offload.awq import built, int4pack
 from kvboost_hf.offload.awq import matmul as dispatch
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts
 from kvboost_hf.offload.awq.formats import PackedFormat
+from kvboost_hf.offload.awq.head import Int8Head
 from kvboost_hf.offload.awq.int4pack import (
     MOST_TOKENS,
     TILE,

@@ -4,8 +4,10 @@ The layout `int4pack` keeps the zero points and scales of `gemm`, so that it can
     qweight uint8 [out, in / 2]: the same 4-bit codes, in an order that depends on the processor's vector instructions,
     scales_and_zeros bfloat16 [groups, out, 2]: the scale, and (8 - zero) * scale, as the operator reads them.
 
-Inputs, scales and outputs are rounded to bfloat16; sums are float32. For many tokens the weights are dequantized, one
-tile after the other, for PyTorch's dense product, which is faster from some 48 tokens on.
+Where `built.py` has built an operator for it, that multiplies: inputs have 16 bits in each group, and any number of
+tokens gets the same bits. Elsewhere, and where columns do not fill blocks, PyTorch's does: inputs, scales and outputs
+are rounded to bfloat16, and sums are float32. For many tokens the weights are then dequantized, one tile after the
+other, for PyTorch's dense product, which is faster than its 4-bit one from some 48 tokens on.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvboost_hf.offload.awq import built
 from kvboost_hf.offload.awq.layout import Packed, pack, unpack
 
 MOST_TOKENS = 47  # that the 4-bit product multiplies; for more, dequantized weights are faster
@@ -80,7 +83,7 @@ def gemm_qweight(qweight: torch.Tensor, order: str | None = None) -> torch.Tenso
         qweight: As `Int4Packed` has it.
         order: The `order_name()` of the machine that packed it; None for this machine's.
     """
-    return pack(_levels(qweight, _BLOCKS[order] if order is not None else _own_block()))
+    return pack(_levels(qweight, _BLOCKS[order] if order is not None else own_block()))
 
 
 def int4pack_matmul(
@@ -93,10 +96,15 @@ def int4pack_matmul(
         qweight: As `Int4Packed` has it, and so the other tensors.
 
     Returns:
-        [tokens, out_features], in the dtype of `x`; rounded to bfloat16, except for many tokens where `dense_dtype()`
-        is float32.
+        [tokens, out_features], in the dtype of `x`; rounded to bfloat16 by PyTorch's products, except for many tokens
+        where `dense_dtype()` is float32.
     """
     rows, in_features = x.shape
+    block = built.block_of_codes()
+    if block and len(qweight) % block == 0 and x.dtype in built.DTYPES:
+        product = torch.ops.kvboost_hf.int4pack_mm.default
+        exact: torch.Tensor = product(x.contiguous(), qweight, qzeros, scales, block)
+        return exact
     if rows > MOST_TOKENS:
         return _dense(x, qweight, qzeros, scales)
     if not rows:
@@ -116,7 +124,7 @@ def _dense(x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales:
     out = given.new_empty(len(x), len(qweight))
     zeros, steps = unpack(qzeros), scales.to(dtype)
     with torch.autocast("cpu", enabled=False):
-        for columns, octets, split in _tiles(qweight, _own_block()):
+        for columns, octets, split in _tiles(qweight, own_block()):
             codes = torch.empty_like(octets)
             weights = torch.empty(octets.shape, dtype=dtype)
             for half in (0, 1):
@@ -191,7 +199,8 @@ def _pack(levels: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _own_block() -> int:
+def own_block() -> int:
+    """Columns of a block of codes on this machine, where weights can be packed."""
     name = order_name()
     assert name is not None, "no weight is packed without one"
     return _BLOCKS[name]

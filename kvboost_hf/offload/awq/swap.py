@@ -31,7 +31,7 @@ def swap_linears(model: nn.Module, packed: PackedFormat, quantized: Mapping[str,
             f"config.json says that the weights of the checkpoint are packed by {packed.method}, but "
             f"none of its tensors ends in {packed.words!r}. Its files are those of another checkpoint."
         )
-    _untie(model, quantized)
+    untie(model, quantized)
     modules = dict(model.named_modules())
     experts: dict[str, dict[str, list[Shapes]]] = {}
     for name in sorted(quantized):
@@ -56,7 +56,7 @@ def swap_linears(model: nn.Module, packed: PackedFormat, quantized: Mapping[str,
         setattr(modules[parent], attribute, AwqExperts(modules[name], alike, quant_kernel=kernel).eval())
 
 
-def _untie(model: nn.Module, quantized: Iterable[str]) -> None:
+def untie(model: nn.Module, quantized: Iterable[str]) -> None:
     """Give packed linear layers weights of their own, such as a head, where the configuration ties them to others."""
     for prefix, owner in model.named_modules():
         ties: dict[str, str] = vars(owner).get("all_tied_weights_keys", {})
