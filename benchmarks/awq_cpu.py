@@ -20,6 +20,7 @@ fixed size: compiling takes a minute or more.
 
 import argparse
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -197,7 +198,7 @@ def parts(model: Any, columns: int, rounds: int) -> Result:
 
     ways: dict[str, Callable[[], object]] = {
         "products": lambda: products(weights),
-        "products, q|k|v and gate|up as one": lambda: products([each for layer in joined for each in layer]),
+        "products, those of the same inputs as one": lambda: products([each for layer in joined for each in layer]),
         "products, by PyTorch": by_pytorch,
         "products, as modules": lambda: [linear(x[linear.in_features]) for linear in linears],
         "head": lambda: model.lm_head(hidden),
@@ -340,7 +341,8 @@ def markdown(result: Result) -> str:
                 f"| {further / base[1]:.2f}x | {beside} |"
             )
     if result["steps"]:
-        lines += ["", *step_lines(result["steps"])]
+        load = f"Load of the machine in the last 15 minutes, on {psutil.cpu_count()} cores: {result['load']:.0f}."
+        lines += ["", load, "", *step_lines(result["steps"])]
     return "\n".join(lines) + "\n"
 
 
@@ -403,6 +405,7 @@ def main() -> None:
         with TemporaryDirectory() as folder:
             given = Path(folder), options.llama_python, options.rounds, options.compiled
             for found in steps(*given):
+                result["load"] = os.getloadavg()[2]
                 record.measure(found["way"], lambda found=found: result["steps"].append(found))
     record.show()
 

@@ -172,6 +172,7 @@ PRIVATE = (
         "_is_amx_tile_supported _is_avx512_bf16_supported",
         "whether the processor multiplies bfloat16",
     ),
+    _names("torch.cpu", "_is_avx2_supported _is_vnni_supported", "the instructions of 4-bit products"),
     _names("torch.ops:mkldnn", "_is_mkldnn_bf16_supported", "whether oneDNN multiplies bfloat16"),
     _names("torch._C", "_get_float32_matmul_precision", "the precision of matrix products, read in C"),
     _names("torch.amp.autocast_mode", "_enabled", "whether autocast is on", in_source=True),

@@ -25,7 +25,7 @@ from tests.parity.test_streaming_awq import IDS, dense
 BUDGET = 4 * 2**-16
 
 pytestmark = pytest.mark.skipif(
-    int4pack.order_name() is None or not built.load(int4pack.own_block()),
+    not int4pack.load_operator(),
     reason="no compiler, or no AVX2: PyTorch's product runs",
 )
 

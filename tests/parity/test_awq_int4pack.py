@@ -63,6 +63,16 @@ def packed_linear(in_features: int = 128, out_features: int = 48, group_size: in
     return linear
 
 
+@pytest.fixture(params=["built", "of PyTorch"])
+def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either operator, where both can be had."""
+    if request.param == "of PyTorch":
+        monkeypatch.setattr(built._Library, "loaded", False)
+    elif not int4pack.load_operator():
+        pytest.skip("there is no compiler here, or no AVX2")
+
+
+@pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -75,6 +85,7 @@ def test_products(dtype: torch.dtype, group_size: int, tokens: int, out_features
     assert off(found, x, weight.dense) <= BUDGET
 
 
+@pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("tokens", [1, 130])
 def test_mistakes_are_found_out(tokens: int) -> None:
     """A zero point off by one, two columns exchanged, and nibbles exchanged are far beyond the budget."""
@@ -92,6 +103,7 @@ def test_mistakes_are_found_out(tokens: int) -> None:
         assert off(int4pack_matmul(x, *each), x, weight.dense) > 10 * BUDGET
 
 
+@pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("tokens", [1, 130])
 @pytest.mark.parametrize("level", [0, 15])
 @pytest.mark.parametrize("zero", [0, 15])
@@ -108,6 +120,7 @@ def test_extreme_values(level: int, zero: int, tokens: int) -> None:
     ).any()
 
 
+@pytest.mark.usefixtures("product")
 def test_no_tokens() -> None:
     assert int4pack_matmul(draw(0, 128), *int4pack_from_gemm(in_gemm(random_weight(128, 16, 64)))).shape == (0, 16)
 
@@ -152,7 +165,8 @@ def test_other_processors(instructions: str, found: str) -> None:
     assert (done.stdout + done.stderr).strip().endswith(found)
 
 
-def test_never_more_than_a_tile_is_dequantized() -> None:
+def test_never_more_than_a_tile_is_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(built._Library, "loaded", False)
     weight = int4pack_from_gemm(in_gemm(random_weight(4096, 2048, 128)))
     assert weight.qweight.numel() * 2 == 2 * TILE
     x = draw(MOST_TOKENS + 1, 4096)
@@ -269,6 +283,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("kind", ["whole", "in memory", "in files"])
 def test_models(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     """Near the float32 model, all products by the 4-bit one; what is saved is the checkpoint, bit by bit."""
@@ -293,6 +308,7 @@ def test_models(kind: str, checkpoint: Path, tmp_path: Path) -> None:
         assert torch.equal(model(input_ids=IDS).logits, found)
 
 
+@pytest.mark.usefixtures("product")
 def test_decoding_is_compiled(checkpoint: Path) -> None:
     """One graph with an operator for each product; a model whose layers are streamed is left alone."""
     model: Any = load_streamed(str(checkpoint), device="cpu", dtype=torch.bfloat16)

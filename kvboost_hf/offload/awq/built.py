@@ -37,6 +37,7 @@ class _Library:
     asked = False
     loaded = False
     block = 0  # as `load` takes it
+    folder: "tempfile.TemporaryDirectory[str] | None" = None  # of the process, where the user's cannot be taken
 
 
 def is_loaded() -> bool:
@@ -95,7 +96,7 @@ def _load() -> str | None:
         path = _folder() / f"products-{name}.so"
         if not path.exists():
             _build(compiler, flags, path)
-        torch.ops.load_library(path)
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except subprocess.CalledProcessError as error:
         return f"others did not compile with {compiler}: {error.stderr.strip()[-2000:]}"
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
@@ -115,7 +116,9 @@ def _folder() -> Path:
             return folder
     except (OSError, RuntimeError):  # no home, or none that can be written to
         pass
-    return Path(tempfile.mkdtemp(prefix="kvboost_hf-"))
+    if _Library.folder is None:
+        _Library.folder = tempfile.TemporaryDirectory(prefix="kvboost_hf-")
+    return Path(_Library.folder.name)
 
 
 def _build(compiler: str, flags: list[str], path: Path) -> None:

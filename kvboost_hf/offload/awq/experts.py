@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kvboost_hf.config import QuantKernel
-from kvboost_hf.offload.awq.int4pack import order_name
+from kvboost_hf.offload.awq.int4pack import load_operator, order_name
 from kvboost_hf.offload.awq.layout import StoredWeight
 from kvboost_hf.offload.awq.linear import WEIGHT, AwqLinear, keeping_dtypes
 from kvboost_hf.offload.awq.matmul import awq_matmul, wants_int4pack
@@ -174,6 +174,8 @@ class AwqExperts(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.code_order is not None:
+            load_operator()
         if self.code_order not in (None, order_name()):  # pickled on another kind of processor
             for part in self.parts:
                 linears = [self._expert(number, part) for number in range(self.count)]

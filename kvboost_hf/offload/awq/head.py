@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost_hf.offload.awq import built
-from kvboost_hf.offload.awq.int4pack import order_name, own_block
+from kvboost_hf.offload.awq.int4pack import load_operator
 from kvboost_hf.offload.awq.linear import keeping_dtypes
 from kvboost_hf.offload.awq.swap import untie
 
@@ -101,7 +101,7 @@ def round_head(model: PreTrainedModel, device: torch.device) -> None:
         ValueError: the device is no CPU, the operators cannot be built, or the head is no linear layer.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if device.type != "cpu" or order_name() is None or not built.load(own_block()):
+    if device.type != "cpu" or not load_operator():
         raise ValueError(
             f"`head_bits` 8 needs a CPU with AVX2 and a C++ compiler, got device {str(device)!r}; the log says what "
             "is missing. Pass None."

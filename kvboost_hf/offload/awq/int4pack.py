@@ -4,10 +4,11 @@ The layout `int4pack` keeps the zero points and scales of `gemm`, so that it can
     qweight uint8 [out, in / 2]: the same 4-bit codes, in an order that depends on the processor's vector instructions,
     scales_and_zeros bfloat16 [groups, out, 2]: the scale, and (8 - zero) * scale, as the operator reads them.
 
-Where `built.py` has built an operator for it, that multiplies: inputs have 16 bits in each group, and any number of
-tokens gets the same bits. Elsewhere, and where columns do not fill blocks, PyTorch's does: inputs, scales and outputs
-are rounded to bfloat16, and sums are float32. For many tokens the weights are then dequantized, one tile after the
-other, for PyTorch's dense product, which is faster than its 4-bit one from some 48 tokens on.
+Where `built.py` has built an operator for it, that multiplies, except many tokens on processors with AMX: inputs have
+16 bits in each group, and a token has the same bits beside any others. Elsewhere, and where columns fill no blocks,
+PyTorch's product does: inputs, scales and outputs are rounded to bfloat16, and sums are float32. For many tokens the
+weights are then dequantized, one tile after the other, for PyTorch's dense product, which is faster than its 4-bit one
+from some 48 tokens on.
 """
 
 from collections.abc import Callable, Iterator
@@ -73,7 +74,7 @@ def int4pack_from_gemm(packed: Packed) -> Int4Packed:
     scales = packed.scales.float()
     offsets = (8 - unpack(packed.qzeros).float()) * scales
     pairs = torch.stack((scales.to(torch.bfloat16), offsets.to(torch.bfloat16)), dim=-1)
-    return Int4Packed(qweight, packed.qzeros, packed.scales, pairs)
+    return Int4Packed(qweight, packed.qzeros.contiguous(), packed.scales.contiguous(), pairs)
 
 
 def gemm_qweight(qweight: torch.Tensor, order: str | None = None) -> torch.Tensor:
@@ -100,15 +101,16 @@ def int4pack_matmul(
         where `dense_dtype()` is float32.
     """
     rows, in_features = x.shape
+    if not rows:
+        return x.new_empty(0, len(qweight))
     block = built.block_of_codes()
-    if block and len(qweight) % block == 0 and x.dtype in built.DTYPES:
+    fits = block and len(qweight) % block == 0 and x.dtype in built.DTYPES
+    if fits and (rows <= MOST_TOKENS or not _has_tiles()):
         product = torch.ops.kvboost_hf.int4pack_mm.default
         exact: torch.Tensor = product(x.contiguous(), qweight, qzeros, scales, block)
         return exact
     if rows > MOST_TOKENS:
         return _dense(x, qweight, qzeros, scales)
-    if not rows:
-        return x.new_empty(0, len(qweight))
     given = x if x.dtype is torch.bfloat16 else x.to(torch.bfloat16)
     # By PyTorch's own binding: `torch.ops` takes a fifth longer for a narrow weight.
     found: torch.Tensor = torch._weight_int4pack_mm_for_cpu(
@@ -135,6 +137,12 @@ def _dense(x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales:
                 target = split(out[:, columns], half)
                 target.copy_((given @ weights).view(target.shape))
     return out.to(x.dtype)
+
+
+@cache
+def _has_tiles() -> bool:
+    """Whether dense products in bfloat16 are much faster than any other, by AMX."""
+    return torch.cpu._is_amx_tile_supported() and dense_dtype() is torch.bfloat16
 
 
 @cache
@@ -197,6 +205,11 @@ def _pairs(columns: torch.Tensor, half: int) -> torch.Tensor:
 def _pack(levels: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int().contiguous(), 1)
     return found
+
+
+def load_operator() -> bool:
+    """Have weights multiplied by the operator of `built.py`, where it can be built; whether it can."""
+    return order_name() is not None and built.load(own_block())
 
 
 def own_block() -> int:

@@ -8,8 +8,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from kvboost_hf.config import QuantKernel
-from kvboost_hf.offload.awq import built
-from kvboost_hf.offload.awq.int4pack import gemm_qweight, int4pack_from_gemm, order_name, own_block
+from kvboost_hf.offload.awq.int4pack import gemm_qweight, int4pack_from_gemm, load_operator, order_name
 from kvboost_hf.offload.awq.layout import Buffers, Packed, StoredWeight, layout_of, to_gemm
 from kvboost_hf.offload.awq.matmul import awq_matmul, wants_int4pack
 from kvboost_hf.offload.awq.tiling import awq_matmul_transposed_torch
@@ -120,7 +119,7 @@ class AwqLinear(nn.Module):
         """
         wanted = wants_int4pack(self.quant_kernel, device, self.out_features)
         if wanted:
-            built.load(own_block())
+            load_operator()
         if self.version == "gemm" and wanted:
             if self.qweight.is_meta:
                 sizes = self.in_features, self.out_features, self.group_size
@@ -201,8 +200,8 @@ class AwqLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self.version == "int4pack" and order_name() is not None:
-            built.load(own_block())
+        if self.version == "int4pack":
+            load_operator()
         if self.version == "int4pack" and self.code_order != order_name():  # pickled on another kind of processor
             self.to_gemm_()
             self.lay_out_(self.qweight.device)

@@ -58,8 +58,8 @@ def awq_matmul(
     """Multiply by 4-bit weights. Not differentiable.
 
     torch.compile, autograd, dispatch modes and tensor subclasses see one operator. Without them the kernel is called
-    directly, since the operator takes the host longer than the launch of a kernel. PyTorch's own 4-bit product is an
-    operator already: torch.compile sees that one.
+    directly, since the operator takes the host longer than the launch of a kernel. Products of the layout `int4pack`
+    are operators already: torch.compile sees these.
 
     Args:
         x: float16, bfloat16 or float32 [tokens, in_features].
@@ -67,7 +67,7 @@ def awq_matmul(
         qzeros: int32 [groups, out_features / 8].
         scales: float16 [groups, out_features].
         kernel: `"triton"`, `"torch"`, or `"auto"`: Triton where `x` is on a GPU that it can be compiled for.
-            Weights in the layout `int4pack` are multiplied by PyTorch's 4-bit product, whatever it is.
+            Weights in the layout `int4pack` are multiplied by `int4pack_matmul`, whatever it is.
         scales_and_zeros: bfloat16 [groups, out_features, 2] in the layout `int4pack`, else None.
 
     Returns:
@@ -87,7 +87,7 @@ def awq_matmul(
 
 
 def _is_compiled_whole(x: torch.Tensor) -> bool:
-    """Whether torch.compile traces a product that is one operator of PyTorch's own."""
+    """Whether torch.compile traces a product that is one operator of its own."""
     return torch.compiler.is_compiling() and 0 < x.shape[0] <= MOST_TOKENS and not x.requires_grad
 
 

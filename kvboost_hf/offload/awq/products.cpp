@@ -232,6 +232,7 @@ at::Tensor int4pack_mm(
                   scales.size(1) == qweight.size(0) && x.size(1) % scales.size(0) == 0 &&
                   x.size(1) / scales.size(0) <= kMostGroup, "int4pack_mm: sizes do not fit");
   at::Tensor out = at::empty({x.size(0), qweight.size(0)}, x.options());
+  if (out.numel() == 0) return out;
   switch (x.scalar_type()) {
     case at::kFloat: multiply_all<float>(x, qweight, qzeros, scales, block, out); break;
     case at::kBFloat16: multiply_all<at::BFloat16>(x, qweight, qzeros, scales, block, out); break;
@@ -299,6 +300,7 @@ at::Tensor int8_mm(const at::Tensor& x, const at::Tensor& codes, const at::Tenso
   TORCH_CHECK(codes.size(1) == x.size(1) && x.size(1) % kHeadGroup == 0 && codes.size(0) >= kRows &&
                   scales.size(0) == codes.size(0), "int8_mm: sizes do not fit");
   at::Tensor out = at::empty({x.size(0), codes.size(0)}, x.options());
+  if (out.numel() == 0) return out;
   switch (x.scalar_type()) {
     case at::kFloat: multiply_head<float>(x, codes, scales, out); break;
     case at::kBFloat16: multiply_head<at::BFloat16>(x, codes, scales, out); break;
