@@ -422,6 +422,63 @@ def keeps_what_it_needs(form: Form) -> None:
         assert run.layer.first > 0
 
 
+def answers_as_transformers(form: Form) -> None:
+    """What the model gets of an update, and what generate() asks for."""
+    if form.stock is None or form.fresh is not None or not form.columns:
+        return
+    ours, stock = form.make(), form.stock()
+    random = torch.Generator().manual_seed(4)
+    for tokens in (1, 3, 1, 1, WINDOW - 1, 1, WINDOW, 1, WINDOW + 1, 20, 1, 1):
+        assert ours.get_seq_length() == stock.get_seq_length()
+        for queries in (1, 5):
+            assert ours.get_mask_sizes(queries) == stock.get_mask_sizes(queries)
+        new = [torch.randn(2, HEADS, tokens, DIM, generator=random) for _ in range(2)]
+        for one, other in zip(ours.update(*new), stock.update(*new), strict=True):
+            require_alike(one, other, form.exact)
+        require_alike(ours.keys, stock.keys, form.exact)
+        require_alike(ours.values, stock.values, form.exact)
+
+
+def is_cropped(form: Form) -> None:
+    """By how many columns to remove, or by how many to keep."""
+    if form.stock is None or form.columns != 2 or form.conv:
+        return
+    changes: list[tuple[Any, int]] = [(-1, 4), (torch.tensor(-2), 3), (0, 5), (2, 2), (-5, 0), (-9, 0), (9, 5)]
+    for change, length in changes:
+        run = Run(form).forward(5)  # within a window
+        run.layer.crop(change) if form.window == 0 or change <= 0 else run.layer.truncate(int(change))
+        run.cut(length)
+        run.require_held()
+        run.forward(3)
+        run.require_held()
+        assert run.layer.intact
+
+
+def goes_back_as_far_as_its_window(form: Form) -> None:
+    """Not one column further than where all columns of the window before it are held."""
+    if not form.window:
+        return
+    run = Run(form)
+    run.forward(40)
+    for _ in range(9):
+        run.forward(60)
+        run.layer.release(run.length)
+    first = run.layer.first
+    assert (first > 0) == (form.fresh is None)
+    for length in range(run.length + 1):
+        reaches = first <= max(0, length - WINDOW + 1)
+        assert run.layer.can_rewind(length) == reaches or form.conv
+        assert run.layer.needed_from(length) == max(0, length - WINDOW + 1)
+    if not form.conv:
+        assert form.fresh is not None or not run.layer.can_rewind(run.length + 1)
+        back = first + WINDOW - 1 if first else 0
+        run.layer.truncate(back)
+        run.cut(back)
+        run.require_held()
+        run.forward(1)
+        run.require_held()
+
+
 PROMISES = [
     starts_empty,
     holds_what_it_was_given,
@@ -434,4 +491,7 @@ PROMISES = [
     notices_what_others_write,
     becomes_that_of_transformers,
     keeps_what_it_needs,
+    answers_as_transformers,
+    is_cropped,
+    goes_back_as_far_as_its_window,
 ]

@@ -50,7 +50,7 @@ from kvboost_hf.cache.layers import EmptyLayer, IndexedLayer, OpaqueLayer, Spars
 from kvboost_hf.cache.layers import base as layers
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.layers.growing import ColumnLayer, ColumnsInTensors, GrowingLayer, SlidingLayer
-from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
+from kvboost_hf.cache.layers.growing_tensor import GrowingTensor, buffers_for, capacity
 from kvboost_hf.cache.layers.hidden_states import HiddenStates
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import CodedTensor, QuantizedLayer, exact_layers, live_bytes
@@ -62,7 +62,7 @@ from kvboost_hf.cache.layers.stateful import (
 )
 from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
 from kvboost_hf.cache.live import binding, decoding_form
-from kvboost_hf.cache.live.compiled import StepLog, Windows, seen_columns
+from kvboost_hf.cache.live.compiled import StaticDecoding, StepLog, Windows, seen_columns
 from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager
 from kvboost_hf.cache.live.ledger import copier, offer_content
 from kvboost_hf.cache.planning import content_index

@@ -510,6 +510,25 @@ def test_prune_removes_what_nobody_uses(tmp_path: Path, origin: Origin) -> None:
     assert _names(tmp_path) == {"layer-00000.bin"}
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there an open file is what cannot be removed, not a lock")
+def test_prune_says_what_it_may_not_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only Windows refuses to remove a file because it is open: there it is one in use."""
+    LayerFolder(tmp_path).write(0, content(), LAYOUT).close()
+    (path,) = tmp_path.glob("layer-*.bin")
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(PermissionError, match=path.name):
+        prune_layers(tmp_path)
+    monkeypatch.setattr("kvboost_hf.offload.prune.sys", SimpleNamespace(platform="win32"))
+    assert [each.in_use for each in prune_layers(tmp_path)] == [True]
+    monkeypatch.undo()
+    assert [each.in_use for each in prune_layers(tmp_path)] == [False]
+    assert not path.exists()
+
+
 def test_prune_refuses_other_folders(tmp_path: Path) -> None:
     assert prune_layers(tmp_path) == []
     (tmp_path / "layer-of-somebody.bin").touch()

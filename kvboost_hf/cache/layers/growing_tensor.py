@@ -134,7 +134,7 @@ class GrowingTensor:
         """Append out of place, as stock layers do: autograd must keep every earlier version."""
         self.follow()
         self.note_changes()
-        if self.buffer is not None and self.stop > self.first:
+        if self.stop > self.first:
             new = torch.cat([self.view(), new], dim=2)
         self.stop = self.first + new.shape[2]
         self._replace(new, shared=True)  # an in-place append would corrupt the graph
@@ -207,7 +207,8 @@ class GrowingTensor:
         self.note_changes()
         twin.buffer, twin.first, twin.stop = self.buffer, self.first, self.stop
         twin._version, twin.tampered, twin._taken = self._version, self.tampered, self._taken
-        if self._seen is not None and self.buffer is not None:  # somebody has a view, and what they do is not for both
+        if self._seen is not None:  # somebody has a view, and what they do is not for both
+            assert self.buffer is not None
             twin._reallocate(self.buffer, self.stop, self.first)
         else:
             self.shared = twin.shared = True
@@ -320,12 +321,13 @@ class GrowingTensor:
         """A buffer for columns [first, stop), with a copy of those before `held`."""
         batch, heads, _, dim = like.shape
         columns = _aligned(self.room(self.stop - first), dim * like.element_size())
-        dtype = like.dtype
-        if self.buffer is not None and held > first:  # see `cast`
-            dtype = torch.promote_types(dtype, self.buffer.dtype)
-        grown = torch.empty((batch, heads, columns, dim), dtype=dtype, device=like.device)
+        kept = None
         if self.buffer is not None and held > first:
-            grown[:, :, : held - first].copy_(self.buffer[:, :, first - self.first : held - self.first])
+            kept = self.buffer[:, :, first - self.first : held - self.first]
+        dtype = like.dtype if kept is None else torch.promote_types(like.dtype, kept.dtype)  # see `cast`
+        grown = torch.empty((batch, heads, columns, dim), dtype=dtype, device=like.device)
+        if kept is not None:
+            grown[:, :, : held - first].copy_(kept)
         return grown
 
 
