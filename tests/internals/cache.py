@@ -66,7 +66,7 @@ from kvboost_hf.cache.live.compiled import StaticDecoding, StepLog, Windows, see
 from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager
 from kvboost_hf.cache.live.ledger import copier, offer_content
 from kvboost_hf.cache.planning import content_index
-from kvboost_hf.cache.planning.beginnings import best_order, find_stems, paths_of
+from kvboost_hf.cache.planning.beginnings import Stem, best_order, find_stems, in_groups, paths_of
 from kvboost_hf.cache.planning.chunks import (
     HEAD_TOKENS,
     PIECE,
@@ -88,19 +88,23 @@ from kvboost_hf.cache.planning.chunks import (
     whole_pieces,
 )
 from kvboost_hf.cache.planning.content_index import ContentIndex, SortedTexts, WindowTable
+from kvboost_hf.cache.planning.edits import edited
 from kvboost_hf.cache.planning.eviction import EvictionOrder
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, find_moved, window_hashes
 from kvboost_hf.cache.planning.moved import REPAIRS, Measure, MovedColumns, RepairRow, Scores, choose_columns
 from kvboost_hf.cache.planning.plan import (
     Border,
+    Miss,
     ReusePlan,
     RowPlan,
     Segment,
+    cut_off,
     plan_batch,
     plan_row,
     plan_shared,
     trim_row,
 )
+from kvboost_hf.cache.planning.report import Missed, MissReport, Tally
 from kvboost_hf.cache.prompt import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, media, read_inputs
 from kvboost_hf.cache.prompt.chats import ChatTemplate
 from kvboost_hf.cache.prompt.media import _hash, _split_items, read_prompt

@@ -9,6 +9,8 @@ from transformers.cache_utils import DynamicLayer
 
 from tests.internals.cache import GrowingLayer, MaskShape, TokenLog
 
+pytestmark = pytest.mark.daily
+
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("update"), st.integers(1, 150)),
@@ -140,3 +142,97 @@ class TestTokenLog:
         log.append(torch.tensor([[0, 2, 3]]))
         log.append(torch.tensor([[4]]), None, MaskShape.of(torch.tensor(mask)))
         assert log.trusted is trusted
+
+
+class Told:
+    """What a `TokenLog` promises, column by column: ids, and whether each had its position and its history."""
+
+    def __init__(self, pads: list[int]) -> None:
+        self.pads, self.ids, self.trusted = pads, [list[int]() for _ in pads], True
+
+    @property
+    def length(self) -> int:
+        return len(self.ids[0])
+
+
+PLANES = st.sampled_from([0, 2, 3, 4])  # 0 for none, 2 for [batch, m]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_token_log_tells_what_it_was_told(data: st.DataObject) -> None:
+    draw, random = data.draw, np.random.default_rng(data.draw(st.integers(0, 999)))
+    told = Told(draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))
+    log = TokenLog(np.array(told.pads))
+    for _ in range(draw(st.integers(1, 8))):
+        batch, start = len(told.pads), told.length
+        do = draw(st.sampled_from(["append"] * 4 + ["extend", "crop", "select", "copy", "read"]))
+        if do in ("append", "extend"):
+            m = draw(st.integers(1, 70))
+            ids = random.integers(2, 90, (batch, m))
+            if do == "extend":
+                log.extend(ids)
+            else:
+                places = np.arange(start, start + m)[None] - np.array(told.pads)[:, None]
+                kind, shift, wrong = draw(PLANES), 0, draw(st.sampled_from([False, False, False, True]))
+                positions = places if kind == 2 else None
+                at = draw(st.integers(0, batch - 1)), draw(st.integers(0, m - 1))
+                if kind > 2:
+                    shift = draw(st.integers(-2, 5))
+                    planes = [places] * (kind == 4) + [places + shift] * 3
+                    positions = np.stack(planes)
+                if positions is not None and wrong:
+                    positions = positions.copy()
+                    which = draw(st.integers(0, kind - 1)) if kind > 2 else 0
+                    positions[(which, *at) if kind > 2 else at] += 1
+                    told.trusted &= bool(kind > 2 and places[at] < 0)
+                mask = None
+                if draw(st.booleans()):
+                    seen = np.arange(start + m)[None] >= np.array(told.pads)[:, None]
+                    if odd := draw(st.sampled_from([False, False, False, True])):
+                        column = draw(st.integers(0, start + m - 1))
+                        seen[at[0], column] ^= True
+                        told.trusted &= not odd
+                    if not seen.any(1).all():
+                        seen = seen | True
+                        told.trusted &= not any(told.pads)
+                    mask = MaskShape.of(torch.from_numpy(seen.astype(np.int64)))
+                given_ids = torch.from_numpy(ids.copy())
+                given_positions = None if positions is None else torch.from_numpy(np.ascontiguousarray(positions))
+                log.append(given_ids, given_positions, mask)
+                given_ids.zero_()  # the caller writes the next step there
+                if given_positions is not None:
+                    given_positions.zero_()
+                if kind > 2:
+                    shifts = np.where(places >= 0, shift + (wrong and _by(kind, which, places.shape, at)), 0)
+                    ids = ids + (shifts << 32)
+            for row, new in zip(told.ids, ids.tolist(), strict=True):
+                row += new
+        elif do == "crop":
+            length = draw(st.integers(0, start + 3))
+            log.crop(length)
+            told.ids = [row[:length] for row in told.ids]
+        elif do == "select":
+            rows = draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=3))
+            log.select(np.array(rows))
+            told.ids, told.pads = [list(told.ids[row]) for row in rows], [told.pads[row] for row in rows]
+        elif do == "copy":
+            twin = log.copy()
+            log.extend(np.full((batch, 1), 7))  # the other one goes its own way
+            log.crop(0)
+            log = twin
+        if do != "append":
+            assert log.columns().tolist() == told.ids
+    assert (log.length, log.batch_size, log.pads.tolist()) == (told.length, len(told.pads), told.pads)
+    assert log.columns().tolist() == told.ids
+    assert [log.row(row).tolist() for row in range(len(told.pads))] == [
+        ids[pad:] for ids, pad in zip(told.ids, told.pads, strict=True)
+    ]
+    assert log.trusted == told.trusted
+
+
+def _by(kind: int, which: int, shape: tuple[int, ...], at: tuple[int, int]) -> np.ndarray:
+    """How much the plane that a shift is read from has been made wrong by."""
+    found = np.zeros(shape, dtype=np.int64)
+    found[at] = which == (1 if kind == 4 else 0)
+    return found

@@ -101,9 +101,9 @@ def _span(name: str, given: Sequence[Any], columns: int) -> tuple[int, int]:
         complete = False
     least = 0 if name == "replace" else 1
     if not complete or not 0 <= start <= stop <= columns or stop - start < least:
-        empty = " and start < stop" if least else ""
+        empty = ", and start < stop" if least else ""
         raise ValueError(
-            f"`{name}` must be a list of {wanted} with 0 <= start and stop <= {columns}, the tokens held,{empty}, got "
+            f"`{name}` must be a list of {wanted} with 0 <= start and stop <= {columns}, the tokens held{empty}, got "
             f"{_shown(given)}."
         )
     return start, stop

@@ -1,0 +1,446 @@
+"""What is decided without tensors, beside a reading of each promise that tries everything."""
+
+import re
+from collections import Counter
+from itertools import pairwise, permutations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost_hf import ReusePolicy, ReuseReport
+from tests.internals.cache import (
+    HEAD_TOKENS,
+    REPAIRS,
+    Border,
+    Miss,
+    Missed,
+    MissReport,
+    MovedColumns,
+    RepairRow,
+    ReusePlan,
+    RowPlan,
+    Segment,
+    Stem,
+    Tally,
+    best_order,
+    cut_off,
+    edited,
+    in_groups,
+    trim_row,
+)
+
+pytestmark = pytest.mark.daily
+
+# Edits
+
+
+def _edited(ids: Any, drop: Any, replace: Any, move: Any) -> tuple[list[list[int]], list[int]]:
+    """As `edited`, column by column."""
+    columns, put = ids.shape[1], dict[int, list[tuple[int, Any]]]()
+    gone = {at for start, stop, *_ in (*drop, *replace, *move) for at in range(start, stop)}
+    for start, stop, to in move:
+        put.setdefault(to, []).extend((at, ids[:, at]) for at in range(start, stop))
+    for start, _, new in replace:
+        put.setdefault(start, []).extend((-1, np.full(len(ids), token)) for token in new)
+    found = list[tuple[int, Any]]()
+    for at in range(columns + 1):
+        found += put.get(at, [])
+        if at < columns and at not in gone:
+            found.append((at, ids[:, at]))
+    source, still = [at for at, _ in found], True
+    for at, (_, tokens) in enumerate(found):
+        still = still and at < columns and bool((ids[:, at] == tokens).all())
+        source[at] = at if still else source[at]
+    return [[int(tokens[row]) for _, tokens in found] for row in range(len(ids))], source
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_a_text_is_edited(data: st.DataObject) -> None:
+    columns = data.draw(st.integers(0, 12))
+    ids = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, 3, (data.draw(st.integers(1, 2)), columns))
+    cuts = sorted({0, columns, *data.draw(st.lists(st.integers(0, columns), max_size=6))})
+    spans = list(pairwise(cuts))
+    what = [data.draw(st.sampled_from(["keep", "drop", "move", "replace"])) for _ in spans]
+    taken = [span for span, kind in zip(spans, what, strict=True) if kind != "keep"]
+    places = [at for at in range(columns + 1) if not any(start < at < stop for start, stop in taken)]
+    drop = [span for span, kind in zip(spans, what, strict=True) if kind == "drop"]
+    move = [
+        (*span, data.draw(st.sampled_from(places))) for span, kind in zip(spans, what, strict=True) if kind == "move"
+    ]
+    tokens = st.lists(st.integers(0, 2), max_size=3)
+    replace = [(*span, data.draw(tokens)) for span, kind in zip(spans, what, strict=True) if kind == "replace"]
+    if data.draw(st.booleans()):
+        at = data.draw(st.sampled_from(places))
+        replace.append((at, at, data.draw(tokens)))
+    found = edited(ids, drop, replace, move)
+    wanted, source = _edited(ids, drop, replace, move)
+    assert found.ids.tolist() == wanted
+    assert found.source.tolist() == source
+    assert found.first == next((at for at, was in enumerate(source) if at != was), len(source))
+
+
+_SIX = np.array([[1, 2, 3, 4, 5, 6]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ({"drop": [(2, 5), (4, 6)]}, r"must not overlap, got \(2, 5\) and \(4, 6\)"),
+        ({"drop": [(2, 5)], "move": [(4, 6, 0)]}, "must not overlap"),
+        ({"drop": [(2, 5)], "move": [(5, 6, 3)]}, r"in front of line 3, .* takes away with \[2, 5\)"),
+        ({"drop": [(2, 5)], "move": [(5, 6, 4)]}, "in front of line 2 or 5"),
+        ({"drop": [(-1, 2)]}, "`drop` must be a list of .* and start < stop, got"),
+        ({"drop": [(0, 7)]}, "stop <= 6"),
+        ({"drop": [(3, 3)]}, "start < stop"),
+        ({"drop": [(4, 3)]}, "start < stop"),
+        ({"drop": [(0, 1, 2)]}, r"got \(0, 1, 2\)"),
+        ({"drop": [(0,)]}, r"got \(0,\)"),
+        ({"drop": [(0.0, 1)]}, "got"),
+        ({"drop": [4]}, "got 4"),
+        ({"move": [(0, 1)]}, r"\(start, stop, to\)"),
+        ({"move": [(1, 1, 0)]}, "start < stop"),
+        ({"move": [(0, 1, 7)]}, "from 0 to 6"),
+        ({"move": [(0, 1, -1)]}, "from 0 to 6"),
+        ({"move": [(0, 1, "a")]}, "from 0 to 6"),
+        ({"replace": [(4, 3, [1])]}, r"stop <= 6, the tokens held, got"),
+        ({"replace": [(0, 1, [-1])]}, "must be token ids"),
+        ({"replace": [(0, 1, [1.5])]}, "type float64"),
+        ({"replace": [(0, 1, [[1], [2], [3]])]}, r"shape \[3, 1\]"),
+        ({"replace": [(0, 1, [[[1]]])]}, r"shape \[1, 1, 1\]"),
+    ],
+)
+def test_edits_that_are_none(edit: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        edited(_SIX, **edit, unit="line")
+
+
+def test_edits_at_the_borders() -> None:
+    assert edited(_SIX, drop=[(2, 5), (5, 6)]).ids.tolist() == [[1, 2]] * 2
+    assert edited(_SIX, drop=[(0, 6)]).ids.tolist() == [[], []]
+    assert edited(_SIX, drop=[(2, 5)], move=[(5, 6, 2)]).ids.tolist() == [[1, 2, 6]] * 2
+    assert edited(_SIX, move=[(0, 1, 6)]).ids.tolist() == [[2, 3, 4, 5, 6, 1]] * 2
+    assert edited(_SIX, replace=[(6, 6, [0])]).ids.tolist() == [[1, 2, 3, 4, 5, 6, 0]] * 2
+    assert edited(_SIX, replace=[(0, 0, [])]).first == 6
+    assert edited(_SIX, replace=[(0, 1, [[7], [8]])]).ids[:, 0].tolist() == [7, 8]
+    assert edited(_SIX, replace=[(0, 1, np.array([9], dtype=np.uint8))]).source.tolist() == [-1, 1, 2, 3, 4, 5]
+    for length in (80, 81):
+        with pytest.raises(ValueError, match="must be a list") as raised:
+            edited(_SIX, drop=["x" * (length - 2)])  # and its quotes
+        assert ("..." in str(raised.value)) == (length > 80)
+        assert len(str(raised.value).partition(", got ")[2]) == 81  # with the full stop
+
+
+# Orders
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.integers(0, 3), st.lists(st.permutations(range(3)), max_size=3), st.data())
+def test_the_best_order_is_found(count: int, stored: list[list[int]], data: st.DataObject) -> None:
+    """Documents of `HEAD_TOKENS` tokens each, behind 3 others."""
+    texts = [[doc for doc in text if doc < count][: data.draw(st.integers(0, 3))] for text in stored]
+    asked = list[tuple[int, ...]]()
+
+    def known(docs: list[int]) -> int:
+        asked.append(tuple(docs))
+        common = [next((n for n, doc in enumerate(docs) if text[n : n + 1] != [doc]), len(docs)) for text in texts]
+        return 3 + HEAD_TOKENS * max(common, default=0)
+
+    found = best_order(range(count), known)
+    given, best = known(list(range(count))), max(known(list(each)) for each in permutations(range(count)))
+    assert (found.tokens, found.tokens_as_given) == (best, given)
+    assert found.saved_tokens == best - given
+    assert sorted(found.documents) == list(range(count))
+    assert known(found.documents) == best
+    if best == given:
+        assert found.documents == list(range(count))
+    rest = found.documents[(best - 3) // HEAD_TOKENS :]
+    assert rest == sorted(rest)
+
+
+def test_few_orders_are_looked_up() -> None:
+    """Where everything is stored in every order, as where nothing is."""
+    for step, most in ((HEAD_TOKENS, 2 * 64 + 8 + 3), (HEAD_TOKENS - 1, 2 + 8)):
+        asked = list[int]()
+
+        def known(docs: list[int], step: int = step, asked: list[int] = asked) -> int:
+            asked.append(len(docs))
+            return step * len(docs)
+
+        assert best_order(range(8), known).documents == list(range(8))
+        assert len(asked) <= most
+
+
+def test_ties_stay_as_they_were_given() -> None:
+    def known(docs: list[int]) -> int:
+        return 20 * len([doc for doc, other in zip(docs, (2, 1), strict=False) if doc == other or doc == 3])
+
+    assert best_order([0, 1, 2, 3], known).documents == [2, 1, 0, 3]
+
+
+def test_groups_of_stems() -> None:
+    stems = [Stem((0, 1), 0, 8), Stem((2, 3), 0, 6), Stem((0, 1), 8, 12), Stem((4, 5), 0, 3)]
+    assert [len(stem) for stem in stems] == [8, 6, 4, 3]
+    a, b, c, d = stems
+    for waste, padded, equal, wanted in [
+        (2, True, False, [(a, b), (d,), (c,)]),
+        (1, True, False, [(a,), (b,), (d,), (c,)]),
+        (5, True, False, [(a, b, d), (c,)]),
+        (9, False, False, [(d,), (b,), (a,), (c,)]),
+        (9, True, True, [(a, b, d), (c,)]),
+    ]:
+        assert in_groups(stems, 6, waste, padded=padded, equal_starts=equal) == wanted
+    behind = [a, b, c, Stem((2, 3), 6, 10)]
+    assert in_groups(behind, 6, 9, padded=True, equal_starts=True)[1:] == [(behind[3],), (c,)]
+    assert in_groups(behind, 6, 9, padded=True, equal_starts=False)[1:] == [(c, behind[3])]
+
+
+# Rows with states
+
+
+class _Chunk:
+    def __init__(self, start: int, length: int) -> None:
+        self.start, self.length = start, length
+
+
+def _row(states: dict[int, Any] | None = None) -> RowPlan:
+    """[0, 8), [8, 16) and [16, 20) of three chunks."""
+    parts = [(0, 8), (8, 16), (16, 20)]
+    segments: Any = tuple(Segment(_Chunk(start, 8), 0, start, stop) for start, stop in parts)  # type: ignore[arg-type]
+    return RowPlan(20, segments, (Border(8, b"a"), Border(16, b"b")), None, states)
+
+
+def test_a_plan_is_cut_at_any_token() -> None:
+    saved = {4: "four", 8: "eight", 16: "sixteen"}
+    for stop in range(23):
+        found = cut_off(_row(saved), stop)
+        assert found.hit == min(stop, 20)
+        assert [(s.start, s.stop) for s in found.segments] == [
+            (start, min(end, stop)) for start, end in [(0, 8), (8, 16), (16, 20)] if start < stop
+        ]
+        assert [border.at for border in found.borders] == [at for at in (8, 16) if at <= stop]
+        assert found.states == {at: name for at, name in saved.items() if at <= stop}
+        assert cut_off(_row(), stop).states is None
+        assert _row(saved).reach(stop) == max([at for at in saved if at <= stop], default=0)
+        assert _row().reach(stop) == min(stop, 20)
+    assert RowPlan(5, (), (), None).reach(9) == 0  # held, and nothing of it stored
+
+
+@pytest.mark.parametrize(("keep", "hit"), [(0, 0), (1, 8), (2, 16), (3, 20)])
+def test_what_saves_nothing_is_left_out_with_its_states(keep: int, hit: int) -> None:
+    savings = iter([1.0] * keep + [-1.0] * (3 - keep))
+    plan = _row({4: "four", 8: "eight", 16: "sixteen", 20: "end"})
+    found = trim_row(plan, lambda _: next(savings))
+    assert (found.hit, len(found.segments)) == (hit, keep)
+    assert list(found.states or ()) == [at for at in (4, 8, 16, 20) if at <= hit]
+    assert [border.at for border in found.borders] == [at for at in (8, 16) if at <= hit]
+    assert (found is plan) == (keep == 3)
+    ties = iter([0.0, 0.0, -1.0])
+    assert trim_row(plan, lambda _: next(ties)).hit == 16  # what costs nothing is served
+
+
+def test_a_segment_says_how_far_it_has_moved_and_whether_it_ends_its_chunk() -> None:
+    segment = Segment(_Chunk(30, 8), 2, 10, 15)  # type: ignore[arg-type]
+    assert (segment.shift, segment.to_end) == (-22, False)
+    assert Segment(_Chunk(30, 8), 2, 10, 16).to_end  # type: ignore[arg-type]
+
+
+def test_how_far_a_row_of_a_batch_can_be_served() -> None:
+    for states, wanted in ((None, [0, 12, 18]), ({4: "", 14: ""}, [0, 4, 14])):
+        for held in (0, 3):
+            plan = ReusePlan(held, 0, (_row(states),), (2,))
+            reach = [ReusePlan(held, filled, (_row(states),), (2,)).starts(0) for filled in (2, 14, 20)]
+            assert reach == [max(held, at + 2) for at in wanted]
+            stem = Stem((0, 1), 12, 17)
+            with_stem = ReusePlan(held, 0, (_row(states),), (2,), ((stem,),), ((stem,),))
+            assert with_stem.path(0) == (stem,)
+            assert plan.path(0) == ()
+            if states is None:
+                assert [with_stem.reach(0, stop) for stop in (5, 14, 17, 18)] == [5, 14, 17, 18]
+            else:
+                assert [with_stem.reach(0, stop) for stop in (13, 16, 17, 18)] == [4, 14, 17, 17]
+
+
+# Moved columns
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.text("me.", min_size=9, max_size=9), min_size=1, max_size=3), st.integers(0, 10), st.integers(0, 4))
+def test_moved_columns(rows: list[str], held: int, most: int) -> None:
+    """By letters: moved and stale, moved and exact again, computed."""
+    moved = np.array([[letter in "me" for letter in row] for row in rows])
+    stale = np.array([[letter == "m" for letter in row] for row in rows])
+    found, firsts = MovedColumns(moved, stale), [row.find("m") for row in rows]
+    assert [found.is_tainted(row) for row in range(len(rows))] == [first >= 0 for first in firsts]
+    tainted = [first for first in firsts if first >= 0]
+    assert [found.tainted_from(row) for row, first in enumerate(firsts) if first >= 0] == tainted
+    assert found.tainted_columns(held) == sum(max(0, held - first) for first in tainted)
+    if tainted:
+        assert found.exact_columns == min(tainted)
+    held = max(held, 9)
+    following = found.next_tainted(held, most)
+    assert following.tolist() == [[0 <= first <= at < first + most for at in range(held)] for first in firsts]
+    rest = found.repaired(following)
+    left = [[0 <= first and first + most <= at for at in range(held)] for first in firsts]
+    assert (rest is None) == (not any(map(any, left)))
+    if rest is not None:
+        assert rest.stale.tolist() == left
+        assert rest.moved.tolist() == [[*row, *[False] * (held - 9)] for row in moved.tolist()]
+    for row, text in enumerate(rows):
+        for column in range(11):
+            runs = [letter in "me" for letter in text[column:]]
+            if not runs:
+                assert found.run_at(row, column) == (False, None)
+            else:
+                change = next((column + n for n, each in enumerate(runs) if each != runs[0]), None)
+                end = 9 if change is None and runs[0] else change
+                assert found.run_at(row, column) == (runs[0], end)
+            assert found.run_ends(row, column) == ("m" in text and any(runs))
+    for length in range(10):
+        cropped = found.crop(length)
+        assert (cropped is None) == (not stale[:, :length].any())
+        if cropped is not None:
+            assert (cropped.moved.shape[1], cropped.stale.shape[1]) == (length, length)
+    order = np.array([0, len(rows) - 1, 0])
+    chosen = found.select(order)
+    assert (chosen is None) == (not stale[order].any())
+    if chosen is not None:
+        assert chosen.moved.tolist() == moved[order].tolist()
+    wider = np.zeros((len(rows), 11), dtype=bool)
+    wider[:, 10] = True
+    longer = found.extend(wider, wider)
+    assert longer.moved.tolist() == [[*row, False, True] for row in moved.tolist()]
+    assert longer.stale.tolist() == [[*row, False, True] for row in stale.tolist()]
+    assert wider.sum() == len(rows)  # it is the caller's
+
+
+@pytest.mark.parametrize(("slack", "count"), [(1.0, 5), (1.5, 8), (2.0, 10)])
+def test_more_is_kept_while_it_can_be_measured_again(slack: float, count: int) -> None:
+    moved = np.zeros(100, dtype=bool)
+    moved[10:60] = True
+    row = RepairRow(~moved, moved, (10, 40))
+    policy = ReusePolicy(mode="blend", repair="cacheblend", recompute_ratio=0.1, overlap_k=3)
+    found = np.flatnonzero(REPAIRS["cacheblend"].choose(row, policy, np.arange(100.0), slack))
+    assert found.tolist() == [37, 38, 39, *range(60 - count + 3, 60)]
+
+
+# Reports
+
+
+class _Letters:
+    def decode(self, token_ids: list[int]) -> str:
+        assert all(token >= 0 for token in token_ids)
+        return "".join(chr(token) for token in token_ids)
+
+
+def _said(before: Any, found: Any, expected: Any, cause: str = "diverged", *, at: int = 5, read: bool = True) -> str:
+    ids = [
+        None if each is None else np.array([ord(c) if c != "#" else -1 for c in each])
+        for each in (before, found, expected)
+    ]
+    before, found, expected = (None if each is None else each.astype(np.int64) for each in ids)
+    report = ReuseReport(prompt_tokens=9, misses=(MissReport(2, at, before, found, expected, cause),))
+    return report.explain(_Letters() if read else None).splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("ab", "cd", None, "evicted"), "Row 2, token 5: 'cd' was stored once and has been evicted; a larger"),
+        (("ab", "cd", None, "fingerprint"), "'cd' is stored, but for other weights, dtype or adapters"),
+        (("ab", "cd", None, "cold"), "'cd' was never seen after what comes before it."),
+        (("ab", "cd", "xy"), "Row 2, token 5: 'cd', where a stored prompt has 'xy'."),
+        (("ab", "cd", "cde"), "the same text in other tokens"),
+        (("ab", "cde", "cd"), "the same text in other tokens"),
+        (("ab", "##", "#"), "token 5: another image, sound or video than in a stored prompt."),
+        (("ab", "#c", "xy"), "'c', where a stored prompt has 'xy'."),
+        (("ab", "##", "xy"), "an image, sound or video, where a stored prompt has 'xy'."),
+        (("a#", "c-", "c-"), "'c-', where a stored prompt has 'c-'."),
+        (("at 2026-1", "1-20 x", "1-21 x"), "looks like a date or time"),
+        (("at ", "2026-11-20 x", "2026-11-21 x"), "looks like a date or time"),
+        (("at", ": 11:20", ": 11:21"), "looks like a date or time"),
+        (("at", ":  11:20", ":  11:21"), "where a stored prompt has ':  11:21'."),
+        (("at 2026-1", "1-20 x", "x"), "where a stored prompt has 'x'."),
+        (("at 2026-1", "x", "1-20 x"), "where a stored prompt has '1-20 x'."),
+        (("on 11-20 at", " b", " c"), "where a stored prompt has ' c'."),
+        (("", "cd", "xy"), "where a stored prompt has 'xy'."),
+    ],
+)
+def test_where_reuse_ended_is_said(given: tuple[Any, ...], said: str) -> None:
+    assert said in _said(*given)
+    assert _said(*given).endswith(said.rpartition(";")[2]) or not said.endswith(".")
+
+
+def test_without_a_tokenizer_tokens_are_shown() -> None:
+    assert _said("ab", "cd", "cde", read=False).endswith(
+        "tokens [99, 100], where a stored prompt has tokens [99, 100, 101]."
+    )
+    assert _said("", "cd", None, "cold", at=0).endswith("was never seen at the beginning of a prompt.")
+
+
+def _missed(at: int, nearest: str | None, *, evicted: bool = False, other: bool = False, border: int = 0) -> Any:
+    tokens = np.array([ord(c) for c in "abcdefghijklmnopqrstuvwxyz"])
+    stored = None if nearest is None else np.array([ord(c) for c in nearest])
+    return Missed(0, tokens, Miss(at, Border(border, b""), None, stored), evicted, other)
+
+
+def test_a_miss_has_one_cause() -> None:
+    tally = Tally()
+    tally.misses = [
+        _missed(3, "abcxyz", evicted=True, other=True),
+        _missed(3, "abc", evicted=True, other=True),
+        _missed(0, None, other=True),
+        _missed(3, None, other=True),
+        _missed(20, "uvxyz", border=20),
+    ]
+    found = tally.report().misses
+    assert [miss.cause for miss in found] == ["diverged", "evicted", "fingerprint", "cold", "diverged"]
+    texts = [tuple("".join(map(chr, ids)) for ids in (miss.before, miss.found)) for miss in found]
+    assert texts[0] == ("abc", "defghijklmno")
+    assert texts[2] == ("", "abcdefghijkl")
+    assert texts[4] == ("ijklmnopqrst", "uvwxyz")
+    assert "".join(map(chr, found[0].expected)) == "xyz"
+    assert "".join(map(chr, found[4].expected)) == "xyz"
+
+
+def test_counts_add_up() -> None:
+    tally = Tally(prompt=100, live=10, tiers=Counter(ram=20, disk=30), moved=12, recomputed=5, forwarded=40)
+    report = tally.report()
+    assert (report.exact_tokens, report.moved_tokens, report.reused_tokens) == (48, 12, 55)
+    assert (report.forwarded_tokens, report.layer_tokens) == (40, ())
+    assert dict(report.tier_tokens) == {"live": 10, "ram": 20, "disk": 30}
+    tally.layers, tally.moved_reason = (3, 4, 4), "why"
+    report = tally.report()
+    assert (report.forwarded_tokens, report.layer_tokens) == (44, (43, 44, 44))
+    assert report.moved_reason is None  # some were
+    assert Tally(moved_reason="why").report().moved_reason == "why"
+
+
+def test_a_report_says_what_it_has() -> None:
+    """Each part by itself, and none without a reason."""
+    plain = ReuseReport(prompt_tokens=10, forwarded_tokens=10)
+    assert plain.explain().splitlines() == [
+        "prompt 10 tokens, 0 reused (0%), 10 computed",
+        "Everything that can be reused was.",
+    ]
+    for fields, said in [
+        ({"bypass_reason": "why"}, "; bypassed: why\nNothing was reused: why."),
+        ({"bypass_reason": "why", "exact_tokens": 3}, "\nNothing more was reused: why."),
+        ({"dropped_reason": "why"}, "\nWhat the cache itself held was dropped: why."),
+        ({"unstored_reason": "why"}, "\nNot all of it was stored: why."),
+        ({"moved_reason": "why"}, "\nNothing was moved: why."),
+        ({"moved_tokens": 4}, "\n4 tokens were computed elsewhere, or behind moved ones; 0 of them"),
+        ({"riding_reason": "why"}, "\nNone of the others are computed again along with new tokens: why."),
+        ({"repaired_tokens": 4}, ", 4 repaired after the first token"),
+        ({"start_reason": "why"}, "; but why"),
+        ({"tier_tokens": {"live": 0, "ram": 2, "disk": 3}}, " [2 ram, 3 disk]"),
+    ]:
+        found = ReuseReport(prompt_tokens=10, forwarded_tokens=10, **fields).explain()  # type: ignore[arg-type]
+        assert said in found
+        assert said not in plain.explain()
+        ends = "Everything that can be reused was." in found
+        assert ends == (not fields.keys() & {"bypass_reason", "moved_tokens"})
+    assert not re.search("moved|repaired|bypassed|but", str(plain))
