@@ -91,7 +91,16 @@ from kvboost_hf.cache.planning.content_index import ContentIndex, SortedTexts, W
 from kvboost_hf.cache.planning.edits import edited
 from kvboost_hf.cache.planning.eviction import EvictionOrder
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, find_moved, window_hashes
-from kvboost_hf.cache.planning.moved import REPAIRS, Measure, MovedColumns, RepairRow, Scores, choose_columns
+from kvboost_hf.cache.planning.moved import (
+    LAST_TOKENS,
+    REPAIRS,
+    Measure,
+    MovedColumns,
+    RepairRow,
+    Scores,
+    choose_columns,
+    plan_blend,
+)
 from kvboost_hf.cache.planning.plan import (
     Border,
     Miss,

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from kvboost_hf import ReusePolicy, ReuseReport
 from tests.internals.cache import (
     HEAD_TOKENS,
+    LAST_TOKENS,
     REPAIRS,
     Border,
+    FixedChunker,
     Miss,
     Missed,
     MissReport,
@@ -28,9 +30,15 @@ from tests.internals.cache import (
     best_order,
     cut_off,
     edited,
+    find_stems,
     in_groups,
+    plan_batch,
+    plan_blend,
+    plan_row,
+    prefix_key,
     trim_row,
 )
+from tests.unit.test_chunks_and_plan import ROOT, FakeIndex
 
 pytestmark = pytest.mark.daily
 
@@ -264,6 +272,121 @@ def test_how_far_a_row_of_a_batch_can_be_served() -> None:
                 assert [with_stem.reach(0, stop) for stop in (13, 16, 17, 18)] == [4, 14, 17, 17]
 
 
+class _Saved:
+    def __init__(self, tokens: Any) -> None:
+        self.tokens = tokens
+
+
+class _WithStates(FakeIndex):
+    """And states, by the key of the border before them."""
+
+    def __init__(self, stored: Any, ends: list[int]) -> None:
+        super().__init__(FixedChunker(16), stored)
+        self.states: dict[bytes, list[_Saved]] = {}
+        for end in ends:
+            at, key = 0, ROOT
+            while at + 16 < end:
+                key = prefix_key(key, stored[at : at + 16])
+                at += 16
+            self.states.setdefault(key, []).append(_Saved(stored[at:end]))
+        self.states.setdefault(ROOT, []).append(_Saved(stored[:6] + 1))  # of another text
+
+    def states_after(self, parent: bytes, head: Any) -> list[_Saved]:
+        return [each for each in self.states.get(parent, []) if len(head) == HEAD_TOKENS]
+
+
+@pytest.mark.parametrize("limit", [35, 36, 37, 39])
+@pytest.mark.parametrize("held", [0, 5, 16, 17, 36])
+def test_states_that_a_row_can_go_on_from(held: int, limit: int) -> None:
+    text, ends = np.arange(100, 140), [5, 8, 16, 20, 32, 36, 38]
+    border = Border(0, ROOT)
+    for at in (16, 32):
+        if at <= held:
+            border = Border(at, prefix_key(border.key, text[at - 16 : at]))
+    found = plan_row(text, held, border, limit, FixedChunker(16), _WithStates(text, ends), stateful=True)
+    assert found.hit == max(held, limit)
+    assert sorted(found.states or ()) == [at for at in ends if held < at <= found.hit]
+    plain = plan_row(text, held, border, limit, FixedChunker(16), _WithStates(text, ends))
+    assert (plain.states, plain.hit) == (None, found.hit)
+    short = plan_row(text[:39], held, border, 39, FixedChunker(16), _WithStates(text, ends), stateful=True)
+    assert max(short.states or (0,)) <= 32  # seven tokens behind a border are not looked up
+
+
+def test_a_border_that_is_not_the_last_one_is_caught_up_with() -> None:
+    text = np.arange(100, 140)
+    for held in (15, 16, 17, 32):
+        found = plan_row(text, held, Border(0, ROOT), 39, FixedChunker(16), _WithStates(text, []))
+        assert found.hit == 39
+        assert all(segment.start < segment.stop for segment in found.segments)
+        assert found.segments[0].start == held
+
+
+def test_of_several_stems_the_last_that_fits_is_reached() -> None:
+    stems = (Stem((0, 1), 4, 8), Stem((0, 1), 8, 14), Stem((0, 1), 14, 19))
+    for states, wanted in (({}, [0, 8, 8, 14, 19]), (None, [5, 8, 13, 14, 19])):
+        row = RowPlan(4, (), (), None, states)
+        plan = ReusePlan(0, 20, (row,), (0,), (stems,), (stems,))
+        assert [plan.reach(0, stop) for stop in (5, 8, 13, 14, 20)] == wanted
+
+
+def test_states_are_put_back_where_every_row_has_begun() -> None:
+    states = dict.fromkeys([4, 8, 12, 16], "")
+    for pads, wanted in (((0, 0), 16), ((0, 12), 16), ((0, 16), 0), ((0, 15), 16)):
+        plan = plan_batch([_row(states), RowPlan(0, (), (), None, {})], pads, 0, 24, 1)
+        assert plan.filled in (0, wanted)
+        assert plan.filled == 0 or plan.filled > max(pads)
+    one = plan_batch([_row(states)], (9,), 0, 24, 1)
+    assert one.filled == 16 + 9
+
+
+def test_a_branch_is_where_stored_kv_ends_behind_the_last_states() -> None:
+    for states, filled, wanted in (({16: ""}, 16, 20), ({16: ""}, 20, None), (None, 20, None), (None, 14, 20)):
+        assert ReusePlan(0, filled, (_row(states),), (0,)).branch == wanted
+    assert ReusePlan(0, 4, (RowPlan(9, (), (), None),), (0,)).branch is None  # held, and nothing of it stored
+    assert ReusePlan(0, 4, (RowPlan(0, (), (), None), _row()), (0, 3)).branch == 23
+
+
+def test_stems_save_as_much_as_they_must() -> None:
+    rows = [np.array([1, 2, 3, 4, 5, 6, 7, 8])] * 3
+    for known, saved in (([0, 0, 0], 16), ([3, 3, 3], 10), ([0, 3, 8], 0), ([2, 3, 8], 0)):
+        for least in (saved, saved + 1):
+            found = find_stems(rows, known, least)
+            if known[2] == 8:  # two rows are left
+                begin = known[0]
+                assert [(stem.rows, stem.start) for stem in find_stems(rows, known, 8 - begin)] == [((0, 1), begin)]
+                assert find_stems(rows, known, 9 - begin) == []
+            else:
+                assert len(found) == (least == saved)
+    assert find_stems(rows[:1], [0], 0) == []
+    assert find_stems([rows[0], rows[0] + 9], [0, 0], 0) == []
+
+
+@pytest.mark.parametrize(("logits", "sinks"), [(1, 0), (LAST_TOKENS, 4), (LAST_TOKENS + 1, 30)])
+def test_what_may_be_moved(logits: int, sinks: int) -> None:
+    """Equal rows are looked up once; the last tokens, and those at the beginning, never move."""
+    asked = list[tuple[int, int, int]]()
+    ids = np.stack([np.arange(64), np.arange(64), np.arange(64) + 5])
+    exact = ReusePlan(0, 20, (_row(), _row(), RowPlan(0, (), (), None)), (0, 0, 4))
+
+    def find(own: Any, start: int, stop: int) -> tuple[Segment, ...]:
+        asked.append((len(own), start, stop))
+        return (Segment(_Chunk(7, 8), 0, 40, 44, moved=True),) if len(own) == 60 else ()  # type: ignore[arg-type]
+
+    plan = plan_blend(ids, exact, logits, find, sinks)
+    last = max(logits, LAST_TOKENS)
+    assert asked == [(64, max(20, sinks), 64 - last), (60, sinks, 60 - last)]
+    assert plan is not None
+    assert [np.flatnonzero(row.moved).tolist() for row in plan.rows] == [[], [], [44, 45, 46, 47]]
+    assert [row.seams for row in plan.rows] == [(), (), (44,)]
+    assert [int(row.computed.argmax()) for row in plan.rows] == [20, 20, 4]
+    assert [int(row.computed.sum()) for row in plan.rows] == [44, 44, 56]
+    assert plan.first_computed == 4
+    assert plan.moved.sum() == 4
+    assert plan.present.sum(axis=1).tolist() == [20, 20, 8]
+    assert [row.hit for row in plan.reuse.rows] == [64, 64, 60]
+    assert plan_blend(ids[:2], ReusePlan(0, 20, exact.rows[:2], (0, 0)), logits, find, sinks) is None
+
+
 # Moved columns
 
 
@@ -327,6 +450,16 @@ def test_more_is_kept_while_it_can_be_measured_again(slack: float, count: int) -
     assert found.tolist() == [37, 38, 39, *range(60 - count + 3, 60)]
 
 
+def test_nothing_is_computed_again_where_nothing_is_attended_to() -> None:
+    moved = np.ones(20, dtype=bool)
+    policy = ReusePolicy(mode="blend", repair="query", recompute_ratio=0.0, max_recompute_ratio=0.5)
+    row = RepairRow(~moved, moved, (0,))
+    assert not REPAIRS["query"].choose(row, policy, np.zeros(20)).any()
+    some = np.zeros(20)
+    some[7] = 1.0
+    assert np.flatnonzero(REPAIRS["query"].choose(row, policy, some)).tolist() == [7]
+
+
 # Reports
 
 
@@ -356,6 +489,8 @@ def _said(before: Any, found: Any, expected: Any, cause: str = "diverged", *, at
         (("ab", "cd", "cde"), "the same text in other tokens"),
         (("ab", "cde", "cd"), "the same text in other tokens"),
         (("ab", "##", "#"), "token 5: another image, sound or video than in a stored prompt."),
+        (("ab", "#c", "\0y"), "'c', where a stored prompt has '\\x00y'."),
+        (("ab", "\0y", "#c"), "'\\x00y', where a stored prompt has 'c'."),
         (("ab", "#c", "xy"), "'c', where a stored prompt has 'xy'."),
         (("ab", "##", "xy"), "an image, sound or video, where a stored prompt has 'xy'."),
         (("a#", "c-", "c-"), "'c-', where a stored prompt has 'c-'."),
