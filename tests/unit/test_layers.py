@@ -8,11 +8,18 @@ import pytest
 import torch
 
 from tests.internals.cache import GrowingLayer, StateLayer, lending_reason, reading_reason
+from tests.internals.top import handles
 from tests.layer_contract import FORMS, PROMISES, Form, goes_back, goes_two_ways, holds_what_it_was_given, kinds
 
 pytestmark = pytest.mark.daily
 
 Promise = Callable[[Form], None]
+
+
+@pytest.fixture(autouse=True)
+def read_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces stay where they are on a CPU, too."""
+    monkeypatch.setitem(handles._readers, "a test", lambda kind, device: kind is handles.PiecedKV)
 
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda each: each.__name__)
@@ -71,3 +78,130 @@ def test_what_cannot_be_lent_or_read_says_why() -> None:
     for reason, layers, lending, reading in lent:
         live: Any = SimpleNamespace(plain_reason=reason, layers=layers)
         assert (lending_reason(live), reading_reason(live)) == (lending, reading)
+
+
+# Pieces that stay where they are
+
+ROWS = [[5, 4], [3, 2, 1]]  # tokens of the pieces of each row; the second has three columns of padding
+STOP = 9
+
+
+def _given() -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    random = torch.Generator().manual_seed(5)
+    return [
+        [(torch.randn(2, n, 8, generator=random), torch.randn(2, n, 8, generator=random)) for n in row] for row in ROWS
+    ]
+
+
+def _pieced(pieces: Any) -> Any:
+    layer = FORMS["PiecedLayer"].make()
+    layer.fill(0, STOP, pieces)
+    return layer
+
+
+def _joined(pieces: Any, more: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The keys of each row without its padding, and what was appended."""
+    rows = [torch.cat([keys for keys, _ in row], 1) for row in pieces]
+    return rows if more is None else [torch.cat([row, new], 1) for row, new in zip(rows, more, strict=True)]
+
+
+def _require(layer: Any, keys: list[torch.Tensor], stop: int) -> None:
+    assert layer.length == stop
+    for row, wanted in enumerate(keys):
+        pad = stop - wanted.shape[1]
+        for start in range(pad, stop):
+            for end in range(start + 1, stop + 1):
+                assert torch.equal(layer.columns(row, start, end)[0], wanted[:, start - pad : end - pad])
+    assert layer.intact
+
+
+@torch.no_grad()
+def test_pieces_are_not_copied() -> None:
+    pieces = _given()
+    layer = _pieced(pieces)
+    assert layer.buffers == []
+    assert layer.nbytes == sum(2 * keys.nbytes for row in pieces for keys, _ in row)
+    assert [tuple(spec) for spec in layer.column_specs] == [(2, 8, torch.float32)] * 2
+    _require(layer, _joined(pieces), STOP)
+    new = torch.randn(2, 2, 3, 8)
+    layer.update(new, new)
+    assert layer.first == 0
+    _require(layer, _joined(pieces, new), STOP + 3)
+    seconds = [torch.cat([values for _, values in row], 1) for row in pieces]
+    assert torch.equal(layer.columns(0, 0, STOP)[1], seconds[0])
+    layer.reorder_cache(torch.tensor([1, 0]))
+    assert layer.nbytes > sum(2 * keys.nbytes for row in pieces for keys, _ in row)
+    _require(layer, _joined(pieces, new)[::-1], STOP + 3)
+    layer.batch_select_indices(torch.tensor([1, 1, 0]))
+    _require(layer, [_joined(pieces, new)[row] for row in (0, 0, 1)], STOP + 3)
+    assert torch.equal(layer.keys[0], _joined(pieces, new)[0])  # and those who want a tensor get one
+    assert layer.keys[2, :, :3].eq(0).all()
+
+
+@pytest.mark.parametrize("length", range(STOP + 5))
+@torch.no_grad()
+def test_pieces_are_cut_anywhere(length: int) -> None:
+    pieces = _given()
+    for appended in (0, 3):
+        layer, new = _pieced(pieces), torch.randn(2, 2, appended, 8)
+        if appended:
+            layer.update(new, new)
+        held = STOP + appended
+        layer.truncate(length)
+        stop = min(length, held)
+        keys = [row[:, : max(0, stop - held + row.shape[1])] for row in _joined(pieces, new)]
+        if stop:
+            _require(layer, keys, stop)
+        assert layer.length == stop
+        more = torch.randn(2, 2, 2, 8)
+        layer.update(more, more)
+        assert layer.length == stop + 2
+        for row in range(2):
+            assert torch.equal(layer.columns(row, stop, stop + 2)[0], more[row])
+            assert torch.equal(layer.keys[row, :, stop + 2 - keys[row].shape[1] - 2 : stop], keys[row])
+        assert layer.intact
+
+
+@pytest.mark.parametrize("odd", ["dtype", "address", "stride", "dim", "grad", "behind", "asked"])
+@torch.no_grad()
+def test_what_cannot_be_read_in_place_is_copied(odd: str) -> None:
+    pieces = _given()
+    keys, values = pieces[1][2]
+    if odd == "dtype":
+        pieces[1][2] = keys.double(), values.double()
+    elif odd == "address":  # 4 bytes behind a multiple of 16
+        moved = torch.empty(keys.numel() + 1)[1:].view(keys.shape)
+        pieces[1][2] = moved.copy_(keys), values
+    elif odd == "stride":
+        pieces[1][2] = torch.empty(2, 1, 9)[:, :, :8].copy_(keys), values
+    elif odd == "dim":
+        pieces = [[(each, torch.cat([other, other], 2)) for each, other in row] for row in pieces]
+    layer = FORMS["PiecedLayer"].make()
+    if odd == "behind":
+        new = torch.randn(2, 2, 4, 8)
+        layer.update(new, new)
+    if odd == "asked":
+        layer.hands_out = False
+    start = 4 if odd == "behind" else 0
+    with torch.set_grad_enabled(odd == "grad"):
+        layer.fill(start, start + STOP, pieces)
+    assert layer.buffers != []
+    for row, wanted in enumerate(_joined([[(k.float(), v) for k, v in each] for each in pieces])):
+        stop = start + STOP
+        assert torch.equal(layer.columns(row, stop - wanted.shape[1], stop)[0], wanted)
+
+
+@torch.no_grad()
+def test_a_hit_may_go_on_in_pieces() -> None:
+    pieces, more = _given(), _given()
+    layer = _pieced(pieces)
+    layer.fill(STOP, STOP + 4, [[row[1]] if row is more[0] else [row[0], row[2]] for row in more])
+    assert layer.buffers == []
+    wanted = [torch.cat([*[k for k, _ in pieces[0]], more[0][1][0]], 1)]
+    _require(layer, wanted, STOP + 4)
+    assert torch.equal(layer.columns(1, STOP, STOP + 3)[0], more[1][0][0])
+    assert torch.equal(layer.columns(1, STOP + 3, STOP + 4)[0], more[1][2][0])
+    same = [pieces[0], pieces[0]]
+    twice = FORMS["PiecedLayer"].make()
+    twice.fill(0, STOP, same)
+    assert twice.nbytes == sum(2 * keys.nbytes for keys, _ in pieces[0])  # once for both rows

@@ -137,7 +137,7 @@ def test_edits_at_the_borders() -> None:
     assert edited(_SIX, replace=[(0, 1, np.array([9], dtype=np.uint8))]).source.tolist() == [-1, 1, 2, 3, 4, 5]
     for length in (80, 81):
         with pytest.raises(ValueError, match="must be a list") as raised:
-            edited(_SIX, drop=["x" * (length - 2)])  # and its quotes
+            edited(_SIX, drop=["x" * (length - 2)])  # type: ignore[list-item]  # and its quotes
         assert ("..." in str(raised.value)) == (length > 80)
         assert len(str(raised.value).partition(", got ")[2]) == 81  # with the full stop
 
@@ -230,7 +230,7 @@ def test_a_plan_is_cut_at_any_token() -> None:
             (start, min(end, stop)) for start, end in [(0, 8), (8, 16), (16, 20)] if start < stop
         ]
         assert [border.at for border in found.borders] == [at for at in (8, 16) if at <= stop]
-        assert found.states == {at: name for at, name in saved.items() if at <= stop}
+        assert dict(found.states) == {at: name for at, name in saved.items() if at <= stop}
         assert cut_off(_row(), stop).states is None
         assert _row(saved).reach(stop) == max([at for at in saved if at <= stop], default=0)
         assert _row().reach(stop) == min(stop, 20)
@@ -323,7 +323,8 @@ def test_a_border_that_is_not_the_last_one_is_caught_up_with() -> None:
 
 def test_of_several_stems_the_last_that_fits_is_reached() -> None:
     stems = (Stem((0, 1), 4, 8), Stem((0, 1), 8, 14), Stem((0, 1), 14, 19))
-    for states, wanted in (({}, [0, 8, 8, 14, 19]), (None, [5, 8, 13, 14, 19])):
+    cases: list[tuple[Any, list[int]]] = [({}, [0, 8, 8, 14, 19]), (None, [5, 8, 13, 14, 19])]
+    for states, wanted in cases:
         row = RowPlan(4, (), (), None, states)
         plan = ReusePlan(0, 20, (row,), (0,), (stems,), (stems,))
         assert [plan.reach(0, stop) for stop in (5, 8, 13, 14, 20)] == wanted
@@ -359,6 +360,43 @@ def test_stems_save_as_much_as_they_must() -> None:
                 assert len(found) == (least == saved)
     assert find_stems(rows[:1], [0], 0) == []
     assert find_stems([rows[0], rows[0] + 9], [0, 0], 0) == []
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), min_size=1, max_size=5),
+    st.integers(0, 6),
+    st.integers(0, 20),
+)
+def test_rows_that_have_less_are_prefilled_first(rows: list[tuple[int, int]], held: int, more: int) -> None:
+    """Rows of (hit, padding)."""
+    filled = held + more
+    plans = [cut_off(_row(), hit) for hit, _ in rows]
+    plan = ReusePlan(held, filled, tuple(plans), tuple(pad for _, pad in rows))
+    starts = [max(held, pad, min(hit + pad, filled)) if hit else max(held, pad) for hit, pad in rows]
+    groups: dict[int, list[int]] = {}
+    cold = [row for row, (_, pad) in enumerate(rows) if starts[row] < filled and starts[row] <= max(held, pad)]
+    for row, start in enumerate(starts):
+        if start < filled and row not in cold:
+            groups.setdefault(start, []).append(row)
+    if cold:
+        start = max(held, min(rows[row][1] for row in cold))
+        while start in groups:
+            start -= 1
+        groups[start] = cold
+    assert plan.cold_groups == groups
+    ahead = sum((filled - column) * len(group) for column, group in groups.items())
+    assert plan.ahead == ahead
+    assert plan.cost(filled + 3, 10) == ahead + 3 * len(rows) + 10 * len(groups)
+    stems = ((Stem((0,), 0, 5), Stem((1,), 0, 3)), (Stem((0,), 5, 7),))
+    with_stems = ReusePlan(held, filled, tuple(plans), plan.pads, (), stems)
+    assert with_stems.ahead == ahead + 2 * 5 + 2
+    assert with_stems.cost(filled, 10) == ahead + 12 + 10 * (len(groups) + 2)
+    ends = [
+        [border.at + pad for border in each.borders if border.at + pad <= filled]
+        for each, (_, pad) in zip(plans, rows, strict=True)
+    ]
+    assert plan.last_border == min(max(each, default=held) for each in ends)
 
 
 @pytest.mark.parametrize(("logits", "sinks"), [(1, 0), (LAST_TOKENS, 4), (LAST_TOKENS + 1, 30)])
@@ -466,7 +504,7 @@ def test_nothing_is_computed_again_where_nothing_is_attended_to() -> None:
 class _Letters:
     def decode(self, token_ids: list[int]) -> str:
         assert all(token >= 0 for token in token_ids)
-        return "".join(chr(token) for token in token_ids)
+        return "".join(chr(token) for token in token_ids if token != ord("~"))  # which is special
 
 
 def _said(before: Any, found: Any, expected: Any, cause: str = "diverged", *, at: int = 5, read: bool = True) -> str:
@@ -486,7 +524,9 @@ def _said(before: Any, found: Any, expected: Any, cause: str = "diverged", *, at
         (("ab", "cd", None, "fingerprint"), "'cd' is stored, but for other weights, dtype or adapters"),
         (("ab", "cd", None, "cold"), "'cd' was never seen after what comes before it."),
         (("ab", "cd", "xy"), "Row 2, token 5: 'cd', where a stored prompt has 'xy'."),
+        (("ab", "\0", None, "evicted"), "Row 2, token 5: '\\x00' was stored once"),
         (("ab", "cd", "cde"), "the same text in other tokens"),
+        (("ab", "~", "cd"), "'', where a stored prompt has 'cd'."),
         (("ab", "cde", "cd"), "the same text in other tokens"),
         (("ab", "##", "#"), "token 5: another image, sound or video than in a stored prompt."),
         (("ab", "#c", "\0y"), "'c', where a stored prompt has '\\x00y'."),
@@ -561,7 +601,7 @@ def test_a_report_says_what_it_has() -> None:
         "prompt 10 tokens, 0 reused (0%), 10 computed",
         "Everything that can be reused was.",
     ]
-    for fields, said in [
+    parts: list[tuple[dict[str, Any], str]] = [
         ({"bypass_reason": "why"}, "; bypassed: why\nNothing was reused: why."),
         ({"bypass_reason": "why", "exact_tokens": 3}, "\nNothing more was reused: why."),
         ({"dropped_reason": "why"}, "\nWhat the cache itself held was dropped: why."),
@@ -572,8 +612,9 @@ def test_a_report_says_what_it_has() -> None:
         ({"repaired_tokens": 4}, ", 4 repaired after the first token"),
         ({"start_reason": "why"}, "; but why"),
         ({"tier_tokens": {"live": 0, "ram": 2, "disk": 3}}, " [2 ram, 3 disk]"),
-    ]:
-        found = ReuseReport(prompt_tokens=10, forwarded_tokens=10, **fields).explain()  # type: ignore[arg-type]
+    ]
+    for fields, said in parts:
+        found = ReuseReport(prompt_tokens=10, forwarded_tokens=10, **fields).explain()
         assert said in found
         assert said not in plain.explain()
         ends = "Everything that can be reused was." in found
