@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from transformers.cache_utils import (
     DynamicIndexedLayer,
@@ -244,6 +245,10 @@ def is_emptied(form: Form) -> None:
     assert run.layer.intact
     again = Run(form, run.layer, seed=1).forward(7)
     again.require_held()
+    if form.columns and form.fresh is None and not form.conv:
+        again.layer.truncate(0)  # which keeps the buffers
+        again.layer.reset()
+        assert again.layer.nbytes == 0
 
 
 def goes_two_ways(form: Form) -> None:
@@ -412,6 +417,7 @@ def becomes_that_of_transformers(form: Form) -> None:
     if isinstance(run.layer, own.OpaqueLayer):
         run.layer.stock = None
         return
+    before = [each.data_ptr() for each in getattr(run.layer, "buffers", [])]
     found = run.layer.as_stock()
     assert type(found) is type(form.stock())
     if form.columns:
@@ -419,6 +425,7 @@ def becomes_that_of_transformers(form: Form) -> None:
         require_alike(found.keys, run.given[0][:, :, -found.keys.shape[2] :], form.exact)
         run.forward(3)
         assert found.get_seq_length() == 5
+        assert [each.data_ptr() for each in getattr(run.layer, "buffers", [])] == before  # it was only read
 
 
 def keeps_what_it_needs(form: Form) -> None:
@@ -447,6 +454,69 @@ def answers_as_transformers(form: Form) -> None:
             require_alike(one, other, form.exact)
         require_alike(ours.keys, stock.keys, form.exact)
         require_alike(ours.values, stock.values, form.exact)
+
+
+def opens_and_gathers(form: Form) -> None:
+    """Columns that are made room for, and read or written anywhere."""
+    if not isinstance(form.make(), own.GrowingLayer) or form.columns != 2 or form.conv:
+        return
+    random = torch.Generator().manual_seed(6)
+    keys, values = (torch.randn(2, HEADS, 5, DIM, generator=random) for _ in range(2))
+    for held in (0, 4):
+        run = Run(form).forward(held) if held else Run(form)
+        opened = run.layer.open(held + 5, (keys[0], values[0]), 2)
+        for room, new in zip(opened, (keys, values), strict=True):
+            assert room.shape == new.shape
+            room.copy_(new)
+        run.layer.seal()
+        given = [keys, values]
+        run.given = [torch.cat(pair, 2) for pair in zip(run.given, given, strict=True)] if held else given
+        run.require_held()
+        assert run.layer.intact
+        columns = torch.tensor([[held, held + 3], [held + 4, held + 1]])
+        for at, each in enumerate(run.given):
+            found = run.layer.gather(at, columns)
+            assert all(torch.equal(found[row], each[row][:, columns[row]]) for row in range(2))
+    if form.window and form.fresh is None:  # of one that has let go of its first columns
+        run = Run(form).forward(1000)
+        run.layer.release(1000)
+        first = run.layer.first
+        assert first > 0
+        columns = torch.tensor([[first, 999], [999, first + 1]])
+        found = run.layer.gather(1, columns)
+        assert all(torch.equal(found[row], run.given[1][row][:, columns[row]]) for row in range(2))
+
+
+def takes_buffers(form: Form) -> None:
+    """Only an empty layer that keeps all columns in buffers of its own."""
+    layer = form.make()
+    if not isinstance(layer, own.GrowingLayer):
+        return
+    takes = type(layer) is own.GrowingLayer
+    assert layer.can_take(torch.device("cpu")) == takes
+    if takes:
+        run = Run(form).forward(3)
+        assert not run.layer.can_take(torch.device("cpu"))
+        twin = Run(form)
+        twin.layer.take(run.layer.buffers, 3)
+        twin.given = list(run.given)
+        twin.require_held()
+        twin.forward(2)
+        twin.require_held()
+
+
+def refuses_what_is_no_kv(form: Form) -> None:
+    if not form.columns or form.stock is None:
+        return
+    run = Run(form).forward(4)
+    for name in ("keys", "values"):
+        with pytest.raises(ValueError, match=rf"`{name}` of a cache layer must be \[batch, .* of shape \[4, 4\]"):
+            setattr(run.layer, name, torch.zeros(4, 4))
+    run.require_held()
+    assert run.layer.intact
+    version = run.layer.version
+    run.layer.keys = torch.zeros(0)  # nothing
+    assert run.layer.version > version
 
 
 def is_cropped(form: Form) -> None:
@@ -502,6 +572,9 @@ PROMISES = [
     becomes_that_of_transformers,
     keeps_what_it_needs,
     answers_as_transformers,
+    opens_and_gathers,
+    takes_buffers,
+    refuses_what_is_no_kv,
     is_cropped,
     goes_back_as_far_as_its_window,
 ]

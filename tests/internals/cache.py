@@ -53,7 +53,7 @@ from kvboost_hf.cache.layers.growing import ColumnLayer, ColumnsInTensors, Growi
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor, buffers_for, capacity
 from kvboost_hf.cache.layers.hidden_states import HiddenStates
 from kvboost_hf.cache.layers.pieced import PiecedLayer
-from kvboost_hf.cache.layers.quantized import CodedTensor, QuantizedLayer, exact_layers, live_bytes
+from kvboost_hf.cache.layers.quantized import CodedTensor, QuantizedLayer, block_capacity, exact_layers, live_bytes
 from kvboost_hf.cache.layers.stateful import (
     HybridLayer,
     HybridSlidingLayer,

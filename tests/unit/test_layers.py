@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.internals.cache import GrowingLayer, StateLayer, lending_reason, reading_reason
+from tests.internals.cache import GrowingLayer, StateLayer, block_capacity, lending_reason, reading_reason
 from tests.internals.top import handles
-from tests.layer_contract import FORMS, PROMISES, Form, goes_back, goes_two_ways, holds_what_it_was_given, kinds
+from tests.layer_contract import FORMS, PROMISES, Form, Run, goes_back, goes_two_ways, holds_what_it_was_given, kinds
 
 pytestmark = pytest.mark.daily
 
@@ -78,6 +78,40 @@ def test_what_cannot_be_lent_or_read_says_why() -> None:
     for reason, layers, lending, reading in lent:
         live: Any = SimpleNamespace(plain_reason=reason, layers=layers)
         assert (lending_reason(live), reading_reason(live)) == (lending, reading)
+
+
+@torch.no_grad()
+def test_what_is_in_codes_stays_so_when_padding_becomes_known() -> None:
+    form = FORMS["QuantizedLayer"]
+    run = Run(form).forward(80)
+    coded = run.layer.num_coded
+    assert coded > 0
+    run.layer.expect_padding(40)
+    run.require_held()
+    run.forward(40)
+    run.require_held()
+    assert run.layer.num_coded > coded
+    padded = Run(form)
+    padded.layer.expect_padding(40)
+    padded.forward(80)
+    assert padded.layer.num_coded < coded  # all that the shortest row begins with stays exact
+    assert [block_capacity(n) for n in (0, 1, 16, 31, 32, 64)] == [1, 2, 17, 32, 34, 68]
+
+
+@torch.no_grad()
+def test_a_window_of_fixed_size_goes_back_as_far_as_it_was_filled() -> None:
+    run, form = Run(FORMS["SlidingLayer"]).forward(20), FORMS["StaticReuseLayer of a window"]
+    for change, fits in ((-1, True), (-3, True), (-4, False), (-30, False), (17, True), (16, False)):
+        layer = form.make()
+        layer.fill(12, 20, [run.pieces(0, 12, 20), run.pieces(1, 12, 20)])
+        assert layer.first == 12
+        if fits:
+            layer.crop(change)
+            assert int(layer.get_seq_length()) == (change if change > 0 else 20 + change)
+        else:
+            with pytest.raises(RuntimeError, match=rf"`crop\({change}\)` goes back further"):
+                layer.crop(change)
+            assert int(layer.get_seq_length()) == 20
 
 
 # Pieces that stay where they are
