@@ -352,6 +352,24 @@ def lets_states_be_saved(form: Form) -> None:
         assert all(map(torch.equal, [t for t in layer.save_state(0).tensors if t is not None], before[1]))
 
 
+def lets_no_token_be_taken_out_of_a_state(form: Form) -> None:
+    if not form.recurrent:
+        return
+    run = Run(form).forward(5)
+    layer = run.layer
+    assert layer.can_crop(0, 5)
+    assert not layer.can_crop(1, 5)
+    layer.crop(0)
+    with pytest.raises(RuntimeError, match=r"`crop\(-1\)` of a layer cannot take tokens out of a recurrent state"):
+        layer.crop(-1)
+    assert all(map(torch.equal, run.states_now(), run.states))
+    layer.load_states([None] * run.batch)
+    assert layer.save_state(0) is None
+    assert not any(layer.has_previous_state.values())
+    layer.load_states([None])
+    assert layer.state_bytes() == 0
+
+
 def moves_rows(form: Form) -> None:
     run = Run(form).forward(8)
     layer = run.layer
@@ -567,6 +585,7 @@ PROMISES = [
     goes_back,
     is_filled,
     lets_states_be_saved,
+    lets_no_token_be_taken_out_of_a_state,
     moves_rows,
     notices_what_others_write,
     becomes_that_of_transformers,

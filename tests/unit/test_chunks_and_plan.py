@@ -237,6 +237,7 @@ class TestStems:
         assert plan is alone or plan.cost(limit, saving) < alone.cost(limit, saving)
         assert held <= plan.filled <= max(limit, held)
         stems = [stem for group in plan.stems for stem in group]
+        assert all(stems)  # none is empty
         if stems:
             assert plan.paths == tuple(map(tuple, paths_of(stems, len(tokens))))
         for row, pad in enumerate(pads):

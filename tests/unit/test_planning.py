@@ -1,8 +1,6 @@
 """What is decided without tensors, beside a reading of each promise that tries everything."""
 
-import re
-from collections import Counter
-from itertools import pairwise, permutations
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -10,26 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost_hf import ReusePolicy, ReuseReport
+from kvboost_hf import ReusePolicy
 from tests.internals.cache import (
     HEAD_TOKENS,
     LAST_TOKENS,
     REPAIRS,
     Border,
     FixedChunker,
-    Miss,
-    Missed,
-    MissReport,
     MovedColumns,
     RepairRow,
     ReusePlan,
     RowPlan,
     Segment,
     Stem,
-    Tally,
     best_order,
     cut_off,
-    edited,
     find_stems,
     in_groups,
     plan_batch,
@@ -41,106 +34,6 @@ from tests.internals.cache import (
 from tests.unit.test_chunks_and_plan import ROOT, FakeIndex
 
 pytestmark = pytest.mark.daily
-
-# Edits
-
-
-def _edited(ids: Any, drop: Any, replace: Any, move: Any) -> tuple[list[list[int]], list[int]]:
-    """As `edited`, column by column."""
-    columns, put = ids.shape[1], dict[int, list[tuple[int, Any]]]()
-    gone = {at for start, stop, *_ in (*drop, *replace, *move) for at in range(start, stop)}
-    for start, stop, to in move:
-        put.setdefault(to, []).extend((at, ids[:, at]) for at in range(start, stop))
-    for start, _, new in replace:
-        put.setdefault(start, []).extend((-1, np.full(len(ids), token)) for token in new)
-    found = list[tuple[int, Any]]()
-    for at in range(columns + 1):
-        found += put.get(at, [])
-        if at < columns and at not in gone:
-            found.append((at, ids[:, at]))
-    source, still = [at for at, _ in found], True
-    for at, (_, tokens) in enumerate(found):
-        still = still and at < columns and bool((ids[:, at] == tokens).all())
-        source[at] = at if still else source[at]
-    return [[int(tokens[row]) for _, tokens in found] for row in range(len(ids))], source
-
-
-@settings(deadline=None, max_examples=150)
-@given(st.data())
-def test_a_text_is_edited(data: st.DataObject) -> None:
-    columns = data.draw(st.integers(0, 12))
-    ids = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, 3, (data.draw(st.integers(1, 2)), columns))
-    cuts = sorted({0, columns, *data.draw(st.lists(st.integers(0, columns), max_size=6))})
-    spans = list(pairwise(cuts))
-    what = [data.draw(st.sampled_from(["keep", "drop", "move", "replace"])) for _ in spans]
-    taken = [span for span, kind in zip(spans, what, strict=True) if kind != "keep"]
-    places = [at for at in range(columns + 1) if not any(start < at < stop for start, stop in taken)]
-    drop = [span for span, kind in zip(spans, what, strict=True) if kind == "drop"]
-    move = [
-        (*span, data.draw(st.sampled_from(places))) for span, kind in zip(spans, what, strict=True) if kind == "move"
-    ]
-    tokens = st.lists(st.integers(0, 2), max_size=3)
-    replace = [(*span, data.draw(tokens)) for span, kind in zip(spans, what, strict=True) if kind == "replace"]
-    if data.draw(st.booleans()):
-        at = data.draw(st.sampled_from(places))
-        replace.append((at, at, data.draw(tokens)))
-    found = edited(ids, drop, replace, move)
-    wanted, source = _edited(ids, drop, replace, move)
-    assert found.ids.tolist() == wanted
-    assert found.source.tolist() == source
-    assert found.first == next((at for at, was in enumerate(source) if at != was), len(source))
-
-
-_SIX = np.array([[1, 2, 3, 4, 5, 6]] * 2)
-
-
-@pytest.mark.parametrize(
-    ("edit", "said"),
-    [
-        ({"drop": [(2, 5), (4, 6)]}, r"must not overlap, got \(2, 5\) and \(4, 6\)"),
-        ({"drop": [(2, 5)], "move": [(4, 6, 0)]}, "must not overlap"),
-        ({"drop": [(2, 5)], "move": [(5, 6, 3)]}, r"in front of line 3, .* takes away with \[2, 5\)"),
-        ({"drop": [(2, 5)], "move": [(5, 6, 4)]}, "in front of line 2 or 5"),
-        ({"drop": [(-1, 2)]}, "`drop` must be a list of .* and start < stop, got"),
-        ({"drop": [(0, 7)]}, "stop <= 6"),
-        ({"drop": [(3, 3)]}, "start < stop"),
-        ({"drop": [(4, 3)]}, "start < stop"),
-        ({"drop": [(0, 1, 2)]}, r"got \(0, 1, 2\)"),
-        ({"drop": [(0,)]}, r"got \(0,\)"),
-        ({"drop": [(0.0, 1)]}, "got"),
-        ({"drop": [4]}, "got 4"),
-        ({"move": [(0, 1)]}, r"\(start, stop, to\)"),
-        ({"move": [(1, 1, 0)]}, "start < stop"),
-        ({"move": [(0, 1, 7)]}, "from 0 to 6"),
-        ({"move": [(0, 1, -1)]}, "from 0 to 6"),
-        ({"move": [(0, 1, "a")]}, "from 0 to 6"),
-        ({"replace": [(4, 3, [1])]}, r"stop <= 6, the tokens held, got"),
-        ({"replace": [(0, 1, [-1])]}, "must be token ids"),
-        ({"replace": [(0, 1, [1.5])]}, "type float64"),
-        ({"replace": [(0, 1, [[1], [2], [3]])]}, r"shape \[3, 1\]"),
-        ({"replace": [(0, 1, [[[1]]])]}, r"shape \[1, 1, 1\]"),
-    ],
-)
-def test_edits_that_are_none(edit: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        edited(_SIX, **edit, unit="line")
-
-
-def test_edits_at_the_borders() -> None:
-    assert edited(_SIX, drop=[(2, 5), (5, 6)]).ids.tolist() == [[1, 2]] * 2
-    assert edited(_SIX, drop=[(0, 6)]).ids.tolist() == [[], []]
-    assert edited(_SIX, drop=[(2, 5)], move=[(5, 6, 2)]).ids.tolist() == [[1, 2, 6]] * 2
-    assert edited(_SIX, move=[(0, 1, 6)]).ids.tolist() == [[2, 3, 4, 5, 6, 1]] * 2
-    assert edited(_SIX, replace=[(6, 6, [0])]).ids.tolist() == [[1, 2, 3, 4, 5, 6, 0]] * 2
-    assert edited(_SIX, replace=[(0, 0, [])]).first == 6
-    assert edited(_SIX, replace=[(0, 1, [[7], [8]])]).ids[:, 0].tolist() == [7, 8]
-    assert edited(_SIX, replace=[(0, 1, np.array([9], dtype=np.uint8))]).source.tolist() == [-1, 1, 2, 3, 4, 5]
-    for length in (80, 81):
-        with pytest.raises(ValueError, match="must be a list") as raised:
-            edited(_SIX, drop=["x" * (length - 2)])  # type: ignore[list-item]  # and its quotes
-        assert ("..." in str(raised.value)) == (length > 80)
-        assert len(str(raised.value).partition(", got ")[2]) == 81  # with the full stop
-
 
 # Orders
 
@@ -230,7 +123,8 @@ def test_a_plan_is_cut_at_any_token() -> None:
             (start, min(end, stop)) for start, end in [(0, 8), (8, 16), (16, 20)] if start < stop
         ]
         assert [border.at for border in found.borders] == [at for at in (8, 16) if at <= stop]
-        assert dict(found.states) == {at: name for at, name in saved.items() if at <= stop}
+        assert found.states is not None
+        assert list(found.states) == [at for at in saved if at <= stop]
         assert cut_off(_row(), stop).states is None
         assert _row(saved).reach(stop) == max([at for at in saved if at <= stop], default=0)
         assert _row().reach(stop) == min(stop, 20)
@@ -321,6 +215,18 @@ def test_a_border_that_is_not_the_last_one_is_caught_up_with() -> None:
         assert found.segments[0].start == held
 
 
+def test_what_is_held_is_not_served_again() -> None:
+    """Also where the nearest stored chunk agrees just as far as the row is held."""
+    text = np.arange(100, 140)
+    row = text.copy()
+    row[20:] += 7
+    border = Border(16, prefix_key(ROOT, text[:16]))
+    for held, wanted in ((19, [(19, 20)]), (20, []), (21, [])):
+        found = plan_row(row, held, border, 39, FixedChunker(16), _WithStates(text, []))
+        assert [(segment.start, segment.stop) for segment in found.segments] == wanted
+        assert found.hit == max(held, 20)
+
+
 def test_of_several_stems_the_last_that_fits_is_reached() -> None:
     stems = (Stem((0, 1), 4, 8), Stem((0, 1), 8, 14), Stem((0, 1), 14, 19))
     cases: list[tuple[Any, list[int]]] = [({}, [0, 8, 8, 14, 19]), (None, [5, 8, 13, 14, 19])]
@@ -403,8 +309,8 @@ def test_rows_that_have_less_are_prefilled_first(rows: list[tuple[int, int]], he
 def test_what_may_be_moved(logits: int, sinks: int) -> None:
     """Equal rows are looked up once; the last tokens, and those at the beginning, never move."""
     asked = list[tuple[int, int, int]]()
-    ids = np.stack([np.arange(64), np.arange(64), np.arange(64) + 5])
-    exact = ReusePlan(0, 20, (_row(), _row(), RowPlan(0, (), (), None)), (0, 0, 4))
+    ids = np.stack([np.arange(64), np.arange(64), np.arange(64) + 5, np.arange(64)])
+    exact = ReusePlan(0, 20, (_row(), _row(), RowPlan(0, (), (), None), _row()), (0, 0, 4, 6))
 
     def find(own: Any, start: int, stop: int) -> tuple[Segment, ...]:
         asked.append((len(own), start, stop))
@@ -412,16 +318,16 @@ def test_what_may_be_moved(logits: int, sinks: int) -> None:
 
     plan = plan_blend(ids, exact, logits, find, sinks)
     last = max(logits, LAST_TOKENS)
-    assert asked == [(64, max(20, sinks), 64 - last), (60, sinks, 60 - last)]
+    assert asked == [(64, max(20, sinks), 64 - last), (60, sinks, 60 - last), (58, max(20, sinks), 58 - last)]
     assert plan is not None
-    assert [np.flatnonzero(row.moved).tolist() for row in plan.rows] == [[], [], [44, 45, 46, 47]]
-    assert [row.seams for row in plan.rows] == [(), (), (44,)]
-    assert [int(row.computed.argmax()) for row in plan.rows] == [20, 20, 4]
-    assert [int(row.computed.sum()) for row in plan.rows] == [44, 44, 56]
+    assert [np.flatnonzero(row.moved).tolist() for row in plan.rows] == [[], [], [44, 45, 46, 47], []]
+    assert [row.seams for row in plan.rows] == [(), (), (44,), ()]
+    assert [int(row.computed.argmax()) for row in plan.rows] == [20, 20, 4, 26]
+    assert [int(row.computed.sum()) for row in plan.rows] == [44, 44, 56, 38]
     assert plan.first_computed == 4
     assert plan.moved.sum() == 4
-    assert plan.present.sum(axis=1).tolist() == [20, 20, 8]
-    assert [row.hit for row in plan.reuse.rows] == [64, 64, 60]
+    assert plan.present.sum(axis=1).tolist() == [20, 20, 8, 26]
+    assert [row.hit for row in plan.reuse.rows] == [64, 64, 60, 58]
     assert plan_blend(ids[:2], ReusePlan(0, 20, exact.rows[:2], (0, 0)), logits, find, sinks) is None
 
 
@@ -496,127 +402,3 @@ def test_nothing_is_computed_again_where_nothing_is_attended_to() -> None:
     some = np.zeros(20)
     some[7] = 1.0
     assert np.flatnonzero(REPAIRS["query"].choose(row, policy, some)).tolist() == [7]
-
-
-# Reports
-
-
-class _Letters:
-    def decode(self, token_ids: list[int]) -> str:
-        assert all(token >= 0 for token in token_ids)
-        return "".join(chr(token) for token in token_ids if token != ord("~"))  # which is special
-
-
-def _said(before: Any, found: Any, expected: Any, cause: str = "diverged", *, at: int = 5, read: bool = True) -> str:
-    ids = [
-        None if each is None else np.array([ord(c) if c != "#" else -1 for c in each])
-        for each in (before, found, expected)
-    ]
-    before, found, expected = (None if each is None else each.astype(np.int64) for each in ids)
-    report = ReuseReport(prompt_tokens=9, misses=(MissReport(2, at, before, found, expected, cause),))
-    return report.explain(_Letters() if read else None).splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (("ab", "cd", None, "evicted"), "Row 2, token 5: 'cd' was stored once and has been evicted; a larger"),
-        (("ab", "cd", None, "fingerprint"), "'cd' is stored, but for other weights, dtype or adapters"),
-        (("ab", "cd", None, "cold"), "'cd' was never seen after what comes before it."),
-        (("ab", "cd", "xy"), "Row 2, token 5: 'cd', where a stored prompt has 'xy'."),
-        (("ab", "\0", None, "evicted"), "Row 2, token 5: '\\x00' was stored once"),
-        (("ab", "cd", "cde"), "the same text in other tokens"),
-        (("ab", "~", "cd"), "'', where a stored prompt has 'cd'."),
-        (("ab", "cde", "cd"), "the same text in other tokens"),
-        (("ab", "##", "#"), "token 5: another image, sound or video than in a stored prompt."),
-        (("ab", "#c", "\0y"), "'c', where a stored prompt has '\\x00y'."),
-        (("ab", "\0y", "#c"), "'\\x00y', where a stored prompt has 'c'."),
-        (("ab", "#c", "xy"), "'c', where a stored prompt has 'xy'."),
-        (("ab", "##", "xy"), "an image, sound or video, where a stored prompt has 'xy'."),
-        (("a#", "c-", "c-"), "'c-', where a stored prompt has 'c-'."),
-        (("at 2026-1", "1-20 x", "1-21 x"), "looks like a date or time"),
-        (("at ", "2026-11-20 x", "2026-11-21 x"), "looks like a date or time"),
-        (("at", ": 11:20", ": 11:21"), "looks like a date or time"),
-        (("at", ":  11:20", ":  11:21"), "where a stored prompt has ':  11:21'."),
-        (("at 2026-1", "1-20 x", "x"), "where a stored prompt has 'x'."),
-        (("at 2026-1", "x", "1-20 x"), "where a stored prompt has '1-20 x'."),
-        (("on 11-20 at", " b", " c"), "where a stored prompt has ' c'."),
-        (("", "cd", "xy"), "where a stored prompt has 'xy'."),
-    ],
-)
-def test_where_reuse_ended_is_said(given: tuple[Any, ...], said: str) -> None:
-    assert said in _said(*given)
-    assert _said(*given).endswith(said.rpartition(";")[2]) or not said.endswith(".")
-
-
-def test_without_a_tokenizer_tokens_are_shown() -> None:
-    assert _said("ab", "cd", "cde", read=False).endswith(
-        "tokens [99, 100], where a stored prompt has tokens [99, 100, 101]."
-    )
-    assert _said("", "cd", None, "cold", at=0).endswith("was never seen at the beginning of a prompt.")
-
-
-def _missed(at: int, nearest: str | None, *, evicted: bool = False, other: bool = False, border: int = 0) -> Any:
-    tokens = np.array([ord(c) for c in "abcdefghijklmnopqrstuvwxyz"])
-    stored = None if nearest is None else np.array([ord(c) for c in nearest])
-    return Missed(0, tokens, Miss(at, Border(border, b""), None, stored), evicted, other)
-
-
-def test_a_miss_has_one_cause() -> None:
-    tally = Tally()
-    tally.misses = [
-        _missed(3, "abcxyz", evicted=True, other=True),
-        _missed(3, "abc", evicted=True, other=True),
-        _missed(0, None, other=True),
-        _missed(3, None, other=True),
-        _missed(20, "uvxyz", border=20),
-    ]
-    found = tally.report().misses
-    assert [miss.cause for miss in found] == ["diverged", "evicted", "fingerprint", "cold", "diverged"]
-    texts = [tuple("".join(map(chr, ids)) for ids in (miss.before, miss.found)) for miss in found]
-    assert texts[0] == ("abc", "defghijklmno")
-    assert texts[2] == ("", "abcdefghijkl")
-    assert texts[4] == ("ijklmnopqrst", "uvwxyz")
-    assert "".join(map(chr, found[0].expected)) == "xyz"
-    assert "".join(map(chr, found[4].expected)) == "xyz"
-
-
-def test_counts_add_up() -> None:
-    tally = Tally(prompt=100, live=10, tiers=Counter(ram=20, disk=30), moved=12, recomputed=5, forwarded=40)
-    report = tally.report()
-    assert (report.exact_tokens, report.moved_tokens, report.reused_tokens) == (48, 12, 55)
-    assert (report.forwarded_tokens, report.layer_tokens) == (40, ())
-    assert dict(report.tier_tokens) == {"live": 10, "ram": 20, "disk": 30}
-    tally.layers, tally.moved_reason = (3, 4, 4), "why"
-    report = tally.report()
-    assert (report.forwarded_tokens, report.layer_tokens) == (44, (43, 44, 44))
-    assert report.moved_reason is None  # some were
-    assert Tally(moved_reason="why").report().moved_reason == "why"
-
-
-def test_a_report_says_what_it_has() -> None:
-    """Each part by itself, and none without a reason."""
-    plain = ReuseReport(prompt_tokens=10, forwarded_tokens=10)
-    assert plain.explain().splitlines() == [
-        "prompt 10 tokens, 0 reused (0%), 10 computed",
-        "Everything that can be reused was.",
-    ]
-    parts: list[tuple[dict[str, Any], str]] = [
-        ({"bypass_reason": "why"}, "; bypassed: why\nNothing was reused: why."),
-        ({"bypass_reason": "why", "exact_tokens": 3}, "\nNothing more was reused: why."),
-        ({"dropped_reason": "why"}, "\nWhat the cache itself held was dropped: why."),
-        ({"unstored_reason": "why"}, "\nNot all of it was stored: why."),
-        ({"moved_reason": "why"}, "\nNothing was moved: why."),
-        ({"moved_tokens": 4}, "\n4 tokens were computed elsewhere, or behind moved ones; 0 of them"),
-        ({"riding_reason": "why"}, "\nNone of the others are computed again along with new tokens: why."),
-        ({"repaired_tokens": 4}, ", 4 repaired after the first token"),
-        ({"start_reason": "why"}, "; but why"),
-        ({"tier_tokens": {"live": 0, "ram": 2, "disk": 3}}, " [2 ram, 3 disk]"),
-    ]
-    for fields, said in parts:
-        found = ReuseReport(prompt_tokens=10, forwarded_tokens=10, **fields).explain()
-        assert said in found
-        assert said not in plain.explain()
-        ends = "Everything that can be reused was." in found
-        assert ends == (not fields.keys() & {"bypass_reason", "moved_tokens"})
-    assert not re.search("moved|repaired|bypassed|but", str(plain))
