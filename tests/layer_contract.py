@@ -570,6 +570,10 @@ def goes_back_as_far_as_its_window(form: Form) -> None:
     if not form.conv:
         assert form.fresh is not None or not run.layer.can_rewind(run.length + 1)
         back = first + WINDOW - 1 if first else 0
+        if first:
+            with pytest.raises(RuntimeError, match="goes back further"):
+                run.layer.crop(back - 1 - run.length)
+            run.require_held()
         run.layer.truncate(back)
         run.cut(back)
         run.require_held()

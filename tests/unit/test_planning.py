@@ -219,12 +219,12 @@ def test_what_is_held_is_not_served_again() -> None:
     """Also where the nearest stored chunk agrees just as far as the row is held."""
     text = np.arange(100, 140)
     row = text.copy()
-    row[20:] += 7
+    row[26:] += 7
     border = Border(16, prefix_key(ROOT, text[:16]))
-    for held, wanted in ((19, [(19, 20)]), (20, []), (21, [])):
+    for held, wanted in ((25, [(25, 26)]), (26, []), (27, [])):
         found = plan_row(row, held, border, 39, FixedChunker(16), _WithStates(text, []))
         assert [(segment.start, segment.stop) for segment in found.segments] == wanted
-        assert found.hit == max(held, 20)
+        assert found.hit == max(held, 26)
 
 
 def test_of_several_stems_the_last_that_fits_is_reached() -> None:
