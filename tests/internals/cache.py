@@ -31,6 +31,7 @@ from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.identity import ModelFingerprint, ModelState, ModelWalk, foreign, model_name
 from kvboost_hf.cache.identity.foreign import edits_inputs, foreign_functions, holder_of_cache, only_looks
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
+from kvboost_hf.cache.identity.values import Reached, Reader
 from kvboost_hf.cache.identity.versions import _SAID_OF_CLASSES, COMPILED_CALL, NOTES, _are_counted
 from kvboost_hf.cache.identity.walk import ModelParts, Walk
 from kvboost_hf.cache.identity.weights import (
