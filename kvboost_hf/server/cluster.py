@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kvboost_hf.server.app import add_middleware
-from kvboost_hf.server.fair_share import Turns, in_thread
+from kvboost_hf.server.fair_share import Turns
 from kvboost_hf.server.http.errors import ApiError, add_handlers
 from kvboost_hf.server.prompt_keys import prompt_keys
 from kvboost_hf.server.routing import News, Place, PrefixRouter
@@ -166,8 +166,7 @@ class Forwarding:
         if scope["path"] in _OF_ALL or scope["path"].startswith(f"{_SESSIONS}/"):
             return await (await self._of_all(asked, body))(scope, receive, send)
         client = scope.get("api_key") or dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
-        async with self._turns.turn(scope.get("api_key", "").encode()):
-            keys = await in_thread(lambda: prompt_keys(body, client))
+        keys = await self._turns.run(scope.get("api_key", "").encode(), lambda: prompt_keys(body, client))
         answering = asyncio.ensure_future(self._forward(keys, asked, body, send))
         leaving = asyncio.ensure_future(_gone(receive))
         try:

@@ -236,6 +236,11 @@ class Turns:
                 self._waiting.remove(turn)
             self._start_next()
 
+    async def run(self, client: bytes, work: Callable[[], T], *, long: bool = False) -> T:
+        """Run `work` in a thread when it is the client's turn; see `turn`."""
+        async with self.turn(client, long=long):
+            return await in_thread(work)
+
     def _start_next(self) -> None:
         while len(self._running) < self._places and (able := [turn for turn in self._waiting if self._may(turn)]):
             turn = min(able, key=lambda each: self._held.held(each.client))

@@ -19,11 +19,10 @@ from kvboost_hf.compat import input_device
 from kvboost_hf.config import DraftTreeConfig
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.fields import shared
-from kvboost_hf.server.apis.context import RouteContext, as_templates_have_them
+from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.app import make_app
-from kvboost_hf.server.chats.template import Rendering
 from kvboost_hf.server.chats.tool_formats import ToolSupport
-from kvboost_hf.server.engine.limits import EngineLimits
+from kvboost_hf.server.engine.intake import EngineLimits
 from kvboost_hf.server.engine.model_runner import live_token_bytes, tokens_that_fit
 from kvboost_hf.server.engine.neighbours import MemoryPlans
 from kvboost_hf.server.engine.worker import ModelEngine
@@ -188,9 +187,8 @@ def _starts(context: RouteContext, texts: Iterable[str], chats: Iterable[WarmReq
     template = ChatTemplate(context.tokenizer)
     found = [Start(ids, template.why_never(ids)) for ids in map(context.tokenizer.encode, texts)]
     for chat in chats:
-        messages, tools = as_templates_have_them(chat.messages or (), chat.tools or (), context.settings.strip_heads)
-        rendering = Rendering(arguments=chat.template_arguments)
-        found.append(context.encoder.start_of(messages, tools, (b"", b""), rendering))
+        messages, tools = context.told(chat.messages or (), chat.tools or ())
+        found.append(context.encoder.start_of(messages, tools, (b"", b""), chat.rendering))
     for number, (ids, reason) in enumerate(found, 1):
         if (told := why_not_stored(len(ids)) or reason) is not None:
             _log.warning("warm start %d of %d: %s", number, len(found), told)

@@ -1,5 +1,9 @@
 """Names of `kvboost_hf.server`."""
 
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
 from kvboost_hf.server import jobs
 from kvboost_hf.server.apis.anthropic.schema import MessagesRequest
 from kvboost_hf.server.apis.histories import Histories
@@ -11,8 +15,7 @@ from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.chats.encoding import UNSURE_CHARS, Encoder, Reach, _Chat, reach_of
 from kvboost_hf.server.chats.merging import Abilities, abilities_of, adapted, without_changing_lines
 from kvboost_hf.server.chats.reasoning import AfterReasoning, ReasoningMarks, ReasoningReader
-from kvboost_hf.server.chats.template import Markers, Rendering
-from kvboost_hf.server.chats.token_cache import KnownTools, TokenCache
+from kvboost_hf.server.chats.template import KnownTools, Markers, Rendering, TokenCache
 from kvboost_hf.server.chats.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, ToolSupport, format_of
 from kvboost_hf.server.chats.tools import Parsed, ToolCallStream, joined
 from kvboost_hf.server.chats.values import ValueReader, arguments_of, json_of
@@ -20,10 +23,9 @@ from kvboost_hf.server.cluster import Answer, ReplicaLostError, front_app, lacki
 from kvboost_hf.server.cluster_args import ClusterArgs
 from kvboost_hf.server.engine import model_runner as memory
 from kvboost_hf.server.engine import task, worker
-from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns, embed
+from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns
 from kvboost_hf.server.engine.holdings import Holdings
-from kvboost_hf.server.engine.intake import WaitingLine
-from kvboost_hf.server.engine.limits import EngineLimits
+from kvboost_hf.server.engine.intake import EngineLimits, WaitingLine
 from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit
 from kvboost_hf.server.engine.neighbours import MemoryPlans
 from kvboost_hf.server.engine.phases import Prefill
@@ -81,3 +83,11 @@ from kvboost_hf.server.serve import _warm, start_engine
 from kvboost_hf.server.settings import ServerSettings, TlsFiles, read_keys
 from kvboost_hf.server.startup import Chosen, Startup, TextLines
 from kvboost_hf.server.tier_check import InTiers, unfound
+
+
+def embed(model: PreTrainedModel, ids: Sequence[int], *, piece: int | None = None) -> list[float]:
+    """The embedding of one text, computed in pieces of so many tokens at most."""
+    job = EmbeddingJob([ids])
+    while not job.advance(model, piece):
+        pass
+    return job.future.result()[0]

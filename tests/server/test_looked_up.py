@@ -64,7 +64,7 @@ def task_of(ids: list[int]) -> Task:
 def run(runner: ModelRunner, task: Task, room: int = 256) -> torch.Tensor:
     """Compute a prompt piece by piece; returns the logits of its last token."""
     prefill = Prefill(runner)
-    prefill.add([task])
+    prefill.tasks += [task]
     logits = torch.empty(0)
     while task.left:
         _, logits = prefill.compute(task, room, ())
@@ -268,7 +268,7 @@ def test_a_prompt_in_pieces_finds_what_another_one_has_stored_meanwhile() -> Non
     with ChunkStore(model, chunk_size=CHUNK) as store:
         runner, tasks = runner_of(model, store), [task_of(PROMPT), task_of(PROMPT)]
         prefill = Prefill(runner)
-        prefill.add(tasks)
+        prefill.tasks += tasks
         computed = 0
         while any(task.left for task in tasks):
             for task in tasks:

@@ -244,17 +244,19 @@ async def deltas(jobs: RequestJobs, readers: CallReaders) -> AsyncIterator[Delta
     async for choice, event in jobs.events():
         reason = str(event.reason) if isinstance(event, Finished) else None
         logprobs = () if isinstance(event, Finished) else event.logprobs
-        read = readers.read(choice, event)
-        calls, last = read.calls, called.get(choice)
-        if readers.one_call:
-            first = next(iter(calls), None) if last is None else last
-            calls = tuple(call for call in calls if first is not None and call.id == first.id)
-        if calls:
-            called[choice] = last = calls[-1]
-        if reason == "stop" and last is not None:
-            reason = "length" if last.cut else "tool_calls"
+        read, calls = readers.read(choice, event), list[ToolCall]()
+        for call in read.calls:
+            last = called.get(choice)
+            if last is not None and readers.one_call and call.id != last.id:
+                continue
+            begins = last is None or last.ended
+            call = call._replace(begins=begins, number=0 if last is None else last.number + begins)
+            called[choice] = call
+            calls.append(call)
+        if reason == "stop" and choice in called:
+            reason = "length" if called[choice].cut else "tool_calls"
         reasoning = read.reasoning if readers.shows_reasoning else ""
-        yield Delta(choice, read.content, reasoning, calls, logprobs, reason)
+        yield Delta(choice, read.content, reasoning, tuple(calls), logprobs, reason)
 
 
 @dataclass(slots=True)
@@ -289,87 +291,38 @@ async def whole(found: AsyncIterator[Delta], choices: int) -> list[Answer]:
     return answers
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of one request.
+def usage(finished: Mapping[int, Finished], n: int, readers: CallReaders | None = None) -> dict[str, Any]:
+    """The `usage` object of jobs of which `n` in a row have the same prompt, which counts once.
 
     Args:
-        prompt: Tokens of its prompts; several choices of a prompt count it once.
-        cached: Those of them that were reused.
-        tiers: Reused tokens by the tier that they came from.
-        completion: Tokens of all its answers.
-        accepted_prediction: Tokens of a prediction that are in the answers; None without a prediction.
-        rejected_prediction: Those that were checked and are not.
-        moved: Those of the reused ones whose K/V was computed elsewhere.
-        repaired: Tokens that went through the model again, of all jobs, to repair moved K/V.
-        computed: Tokens of prompts that went through the model, of all jobs, the repaired ones included.
-        pinned: Whether all that was to be pinned is; None where nothing was.
-        reasoning: Tokens of the answers that are reasoning; None where the model marks none.
-        reasons: Why nothing was moved, and why moved tokens were not repaired along with new ones, by their names.
+        finished: By the index of the job, how it has ended.
+        n: Answers to each prompt.
+        readers: Have read the answers; None for texts alone.
     """
-
-    prompt: int
-    cached: int
-    tiers: Mapping[str, int]
-    completion: int
-    accepted_prediction: int | None = None
-    rejected_prediction: int | None = None
-    moved: int = 0
-    repaired: int = 0
-    computed: int = 0
-    pinned: bool | None = None
-    reasoning: int | None = None
-    reasons: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, finished: Mapping[int, Finished], n: int, readers: CallReaders | None = None) -> "Usage":
-        """The usage of jobs of which `n` in a row have the same prompt; `readers` have read their answers."""
-        firsts = [event for choice, event in finished.items() if choice % n == 0]
-        return cls(
-            sum(event.prompt_tokens for event in firsts),
-            sum(event.cached_tokens for event in firsts),
-            sum((Counter(event.tiers) for event in firsts), Counter[str]()),
-            sum(event.completion_tokens for event in finished.values()),
-            _sum(event.accepted_prediction for event in finished.values()),
-            _sum(event.rejected_prediction for event in finished.values()),
-            sum(event.moved_tokens for event in firsts),
-            sum(event.repaired_tokens for event in finished.values()),
-            sum(event.computed_tokens for event in finished.values()),
-            all(event.pinned is not False for event in firsts) if any(e.pinned is not None for e in firsts) else None,
-            readers.thought.total() if readers is not None and readers.streams else None,
-            {name: why for event in reversed(firsts) for name, why in event.reasons.items()},
-        )
-
-    @property
-    def details(self) -> dict[str, Any]:
-        """What became of the tokens of the prompts, as `usage` has it."""
-        found = {
-            "cached_tokens": self.cached,
-            "cached_tokens_by_tier": self.tiers,
-            "moved_tokens": self.moved,
-            "repaired_tokens": self.repaired,
-            "computed_tokens": self.computed,
-        }
-        found |= self.reasons
-        return found if self.pinned is None else found | {"pinned": self.pinned}
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The `usage` object of completions."""
-        found: dict[str, Any] = {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": self.details,
-        }
-        details = {
-            "reasoning_tokens": self.reasoning,
-            "accepted_prediction_tokens": self.accepted_prediction,
-            "rejected_prediction_tokens": self.rejected_prediction,
-        }
-        if known := {name: tokens for name, tokens in details.items() if tokens is not None}:
-            found["completion_tokens_details"] = known
-        return found
+    events, firsts = finished.values(), [event for choice, event in finished.items() if choice % n == 0]
+    details: dict[str, Any] = {
+        "cached_tokens": sum(event.cached_tokens for event in firsts),
+        "cached_tokens_by_tier": sum((Counter(event.tiers) for event in firsts), Counter[str]()),
+        "moved_tokens": sum(event.moved_tokens for event in firsts),
+        "repaired_tokens": sum(event.repaired_tokens for event in events),
+        "computed_tokens": sum(event.computed_tokens for event in events),
+    }
+    for event in reversed(firsts):
+        details |= event.reasons
+    if any(event.pinned is not None for event in firsts):
+        details["pinned"] = all(event.pinned is not False for event in firsts)
+    prompt, completion = (
+        sum(event.prompt_tokens for event in firsts),
+        sum(event.completion_tokens for event in events),
+    )
+    told = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    counts = {
+        "reasoning_tokens": readers.thought.total() if readers is not None and readers.streams else None,
+        "accepted_prediction_tokens": _sum(event.accepted_prediction for event in events),
+        "rejected_prediction_tokens": _sum(event.rejected_prediction for event in events),
+    }
+    known = {name: tokens for name, tokens in counts.items() if tokens is not None}
+    return told | {"prompt_tokens_details": details} | ({"completion_tokens_details": known} if known else {})
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:

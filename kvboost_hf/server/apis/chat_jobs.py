@@ -20,11 +20,11 @@ from kvboost_hf.server.chats.tools import REASONING_FIELDS, ToolCallStream
 from kvboost_hf.server.grammars.fitting import Fitted, fit
 from kvboost_hf.server.grammars.structured import choice, json_schema, regex, tool_calls, written
 from kvboost_hf.server.http.errors import refused
-from kvboost_hf.server.http.notes import note_changed, note_left
+from kvboost_hf.server.http.metrics import note_changed, note_left
 from kvboost_hf.server.jobs import Constraint, Keep, ReasoningSpan
 from kvboost_hf.server.requests.chat import ChatRequest, ToolChoice
+from kvboost_hf.server.requests.fields import AnswerForm, Sampled
 from kvboost_hf.server.requests.messages import Message
-from kvboost_hf.server.requests.sampled import AnswerForm, Sampled
 
 _TAIL = 32  # tokens at the end of a prompt, of which the opening mark is the last text
 
@@ -58,7 +58,7 @@ async def start_chat(
     what: Literal["messages", "prompt"] = "messages" if ids is None else "prompt"
     if ids is None:
         body = await _in_best_order(context, body, request)
-        ids = await context.encode_asked(body, request, new=context.wanted(asked))
+        ids = await context.encode_chat(body, request, new=context.wanted(asked))
     ids = context.fitted(ids, asked, what=what, truncates=body.truncates)
     reading = reading_of(context, body, ids)
     readers = reading.readers(choices)
@@ -307,7 +307,7 @@ async def _order_of(context: RouteContext, body: ChatRequest, request: Request, 
     asked = next(search)
     while True:
         message = body.messages[at]
-        prompts = [await context.encode_asked(_with(body, at, message.with_movable(some)), request) for some in asked]
+        prompts = [await context.encode_chat(_with(body, at, message.with_movable(some)), request) for some in asked]
         found = await context.read(request, partial(context.engine.known_tokens, prompts, salt))
         try:
             asked = search.send(found)

@@ -1,8 +1,7 @@
 """`RouteContext`: the engine, tokenizer and settings that all routes share; makes jobs of prompts."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -11,10 +10,9 @@ from starlette.requests import Request
 from kvboost_hf.cache.prompt.chats import Start
 from kvboost_hf.server.apis.answers import RequestJobs, unless_gone
 from kvboost_hf.server.apis.histories import Histories
-from kvboost_hf.server.chats.encoding import Encoder
+from kvboost_hf.server.chats.encoding import Encoder, Told
 from kvboost_hf.server.chats.merging import without_changing_lines
-from kvboost_hf.server.chats.template import Rendering
-from kvboost_hf.server.fair_share import Turns, in_thread
+from kvboost_hf.server.fair_share import Turns
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.http.errors import ApiError, refused
 from kvboost_hf.server.http.metrics import Meter
@@ -31,10 +29,10 @@ from kvboost_hf.server.jobs import (
 )
 from kvboost_hf.server.protocol import Engine, QueueFullError, TooLongError
 from kvboost_hf.server.requests.chat import ChatRequest, Tool
-from kvboost_hf.server.requests.fields import LargeJsonError, require_few_parts
+from kvboost_hf.server.requests.fields import LargeJsonError, Sampled, require_few_parts
+from kvboost_hf.server.requests.fields import TextRequest as Asked
 from kvboost_hf.server.requests.messages import Message
-from kvboost_hf.server.requests.sampled import Sampled
-from kvboost_hf.server.requests.sampled import TextRequest as Asked
+from kvboost_hf.server.requests.texts import WarmRequest
 from kvboost_hf.server.settings import ServerSettings
 
 T = TypeVar("T")
@@ -104,108 +102,67 @@ class RouteContext:
 
     async def encode(
         self,
-        text: str,
-        request: Request,
-        *,
-        new: int = 1,
-        whole: bool = False,
-        truncates: bool = False,
-        special: bool = True,
-    ) -> list[int]:
-        """Encode a text of a request, as `Encoder.text` does, unless the client disconnects."""
-        with self._refusals():
-            work = self.encoder.text(text, client(request), new=new, whole=whole, truncates=truncates, special=special)
-            return await unless_gone(request, None, work)
-
-    async def tokens(
-        self,
         text: str | list[int],
         request: Request,
-        param: str,
+        param: str = "prompt",
         *,
         new: int = 1,
         whole: bool = False,
         truncates: bool = False,
         special: bool = True,
     ) -> list[int]:
-        """Encode a text of the field `param`, or check the tokens that the request has in its place."""
-        if isinstance(text, str):
-            return await self.encode(text, request, new=new, whole=whole, truncates=truncates, special=special)
-        with self._refusals():
-            ids = await self.encoder.tokens(text, new=new, whole=whole, truncates=truncates)
-        wrong = next(
-            (token for token in (min(ids, default=0), max(ids, default=0)) if not self._is_token(token)), None
-        )
-        if wrong is not None:
-            raise refused(param, f"Tokens must be from 0 to {self.engine.vocab_size - 1}, got {wrong}.")
+        """Encode a text of the field `param`, as `Encoder.text` does, or check the tokens in its place."""
+        work = self.encoder.text(text, client(request), new=new, whole=whole, truncates=truncates, special=special)
+        ids = await self._awaited(request, work)
+        for token in () if isinstance(text, str) else (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token < self.engine.vocab_size:
+                raise refused(param, f"Tokens must be from 0 to {self.engine.vocab_size - 1}, got {token}.")
         return ids
 
-    async def encode_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        request: Request,
-        *,
-        new: int = 1,
-        rendering: Rendering,
-        salt: bytes,
-        truncates: bool = False,
-    ) -> list[int]:
-        """Encode a chat, as `Encoder.chat` does, unless the client disconnects."""
-        told, shown = await self.read(request, lambda: self._told(messages, tools))
-        owner = (client(request), salt)
-        with self._refusals():
-            work = self.encoder.chat(told, shown, owner, new=new, rendering=rendering, truncates=truncates)
-            return await unless_gone(request, None, work)
+    async def encode_chat(self, body: ChatRequest, request: Request, *, new: int = 1) -> list[int]:
+        """Encode the chat of a request, as its fields say."""
+        told, shown = await self.read(request, lambda: self.told(body.messages, body.offered))
+        owner = (client(request), self.salt(request, body.cache_salt))
+        work = self.encoder.chat(told, shown, owner, new=new, rendering=body.rendering, truncates=body.truncates)
+        return body.truncated(await self._awaited(request, work))
 
-    async def encode_start(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        request: Request,
-        *,
-        rendering: Rendering,
-        salt: bytes,
-    ) -> Start:
-        """Encode what chats begin with, as `Encoder.chat_start` does, unless the client disconnects."""
-        told, shown = await self.read(request, lambda: self._told(messages, tools))
-        with self._refusals():
-            work = self.encoder.chat_start(told, shown, (client(request), salt), rendering=rendering)
-            return await unless_gone(request, None, work)
+    async def encode_start(self, body: WarmRequest, request: Request) -> Start:
+        """Encode what chats begin with that go on from the messages of a request."""
+        told, shown = await self.read(request, lambda: self.told(body.messages or (), body.tools or ()))
+        owner = (client(request), self.salt(request, body.cache_salt))
+        return await self._awaited(request, self.encoder.chat_start(told, shown, owner, rendering=body.rendering))
 
-    def _told(
-        self, messages: Sequence[Message], tools: Sequence[Tool]
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        return as_templates_have_them(messages, tools, self.settings.strip_heads)
+    def told(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[Told, Told]:
+        """Messages and tools as chat templates take them.
 
-    async def encode_asked(self, body: ChatRequest, request: Request, *, new: int = 1) -> list[int]:
-        """Encode the chat of a request, as its fields say. See `encode`."""
-        ids = await self.encode_chat(
-            body.messages,
-            body.offered,
-            request,
-            new=new,
-            rendering=body.rendering,
-            salt=self.salt(request, body.cache_salt),
-            truncates=body.truncates,
-        )
-        return body.truncated(ids)
+        Raises:
+            ApiError: The arguments of calls are too large.
+        """
+        try:
+            calls = [call for message in messages for call in message.calls]
+            require_few_parts([call.function.arguments.encode() for call in calls])
+            told = [message.body for message in messages]
+        except LargeJsonError as error:
+            raise refused("messages", f"Arguments of calls: {error}") from error
+        if any(message["role"] == "system" for message in told):
+            told = without_changing_lines(told, self.settings.strip_heads)
+        return told, [tool.body for tool in tools]
 
     async def read(self, request: Request, work: Callable[[], T]) -> T:
         """Run `work` in a thread when it is the client's turn, unless the client disconnects."""
-        return await self._in_turn(self.reading, request, work)
+        return await self._awaited(request, self.reading.run(client(request), work))
 
     async def compile(self, request: Request, work: Callable[[], Sequence[Constraint]]) -> Sequence[Constraint]:
         """Make constraints in a thread when it is the client's turn, unless the client disconnects."""
-        return await self._in_turn(self.compiling, request, work)
+        return await self._awaited(request, self.compiling.run(client(request), work))
 
-    async def _in_turn(self, turns: Turns, request: Request, work: Callable[[], T]) -> T:
-        async def done() -> T:
-            async with turns.turn(client(request)):
-                return await in_thread(work)
-
-        with self._refusals():
-            return await unless_gone(request, None, done())
+    async def _awaited(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """Await work for a request, unless its client disconnects; refusals are counted."""
+        try:
+            return await unless_gone(request, None, work)
+        except (TooLongError, QueueFullError) as error:
+            self.meter.refused(error)
+            raise
 
     def token_text(self, token: int) -> str:
         """The text of a single token."""
@@ -229,18 +186,6 @@ class RouteContext:
             return {"token": self.token_text(token), "logprob": logprob, "bytes": self._bytes_of(token)}
 
         return told(found.token, found.logprob) | {"top_logprobs": [told(*one) for one in found.top]}
-
-    @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        """Count refusals in the meter."""
-        try:
-            yield
-        except (TooLongError, QueueFullError) as error:
-            self.meter.refused(error)
-            raise
-
-    def _is_token(self, token: int) -> bool:
-        return 0 <= token < self.engine.vocab_size
 
     def options(
         self, request: Sampled, *, length: Length, logprobs: int | None, choice: int, constraint: Constraint | None
@@ -445,27 +390,3 @@ def _reuse(request: Request) -> Any:
     if found is not None and found not in _REUSES:
         raise refused(_REPAIR_HEADER, f"The header {_REPAIR_HEADER!r} must be one of {_REUSES}, got {found[:64]!a}.")
     return found
-
-
-def as_templates_have_them(
-    messages: Sequence[Message], tools: Sequence[Tool], left_out: Sequence[str] = ()
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Messages and tools as chat templates take them.
-
-    Args:
-        messages: The messages of a request.
-        tools: The tools that the model is told of.
-        left_out: Patterns of lines that are left out of system prompts.
-
-    Raises:
-        ApiError: The arguments of calls are too large.
-    """
-    try:
-        calls = [call for message in messages for call in message.calls]
-        require_few_parts([call.function.arguments.encode() for call in calls])
-        told = [message.body for message in messages]
-        if any(message["role"] == "system" for message in told):
-            told = without_changing_lines(told, left_out)
-        return told, [tool.body for tool in tools]
-    except LargeJsonError as error:
-        raise refused("messages", f"Arguments of calls: {error}") from error

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvboost_hf.server.fair_share import FairCache
 from kvboost_hf.server.http.errors import ApiError, refused
-from kvboost_hf.server.http.notes import note_changed
+from kvboost_hf.server.http.metrics import note_changed
 from kvboost_hf.server.requests.chat import ChatRequest
 from kvboost_hf.server.requests.edits import edited_messages
 from kvboost_hf.server.requests.messages import Message

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,8 +16,7 @@ from kvboost_hf.cache.prompt.chats import why_not_stored
 from kvboost_hf.server.apis.answers import RequestJobs, unless_gone
 from kvboost_hf.server.apis.context import RouteContext, client
 from kvboost_hf.server.apis.wire import PostedRoute
-from kvboost_hf.server.chats.template import Rendering
-from kvboost_hf.server.fair_share import Turns, in_thread
+from kvboost_hf.server.fair_share import Turns
 from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.http.guard import require_operator
 from kvboost_hf.server.jobs import Finished, Job, Keep, SamplingOptions, Session, SessionChange, prompt_salt
@@ -34,11 +33,7 @@ def session_routes(context: RouteContext) -> APIRouter:
     engine, turns = context.engine, Turns(2, context.settings.max_queue_size)
 
     async def run(request: Request, work: Callable[[], T]) -> T:
-        async def done() -> T:
-            async with turns.turn(client(request), long=True):
-                return await in_thread(work)
-
-        return await unless_gone(request, None, done())
+        return await unless_gone(request, None, turns.run(client(request), work, long=True))
 
     @router.get("/v1/kv/sessions")
     async def sessions(request: Request) -> dict[str, Any]:
@@ -106,23 +101,10 @@ def _hash(key: bytes) -> str:
 
 def _body(session: Session, shows_key: bool) -> dict[str, Any]:
     share = session.cached_tokens / session.prompt_tokens if session.prompt_tokens else 0.0
-    return {
-        "object": "kv.session",
-        "id": session.id,
-        "first_seen": session.first_seen,
-        "last_used": session.last_used,
-        "requests": session.requests,
-        "tokens": session.tokens,
-        "prompt_tokens": session.prompt_tokens,
-        "cached_tokens": session.cached_tokens,
-        "cached_share": round(share, 4),
-        "bytes": session.nbytes,
-        "priority": session.priority,
-        "ttl_s": session.ttl_s,
-        "pinned": session.pinned,
-        "pinned_until": session.pinned_until,
-        **({"key": _hash(session.client) if session.client else None} if shows_key else {}),
-    }
+    told = asdict(session)
+    client, told["bytes"] = told.pop("client"), told.pop("nbytes")
+    told |= {"object": "kv.session", "cached_share": round(share, 4)}
+    return told | ({"key": _hash(client) if client else None} if shows_key else {})
 
 
 def warm_routes(context: RouteContext) -> APIRouter:
@@ -133,9 +115,7 @@ def warm_routes(context: RouteContext) -> APIRouter:
     async def warm(body: WarmRequest, request: Request) -> dict[str, Any]:
         salt = context.salt(request, body.cache_salt)
         if body.messages is not None:
-            rendering = Rendering(arguments=body.template_arguments)
-            work = context.encode_start(body.messages, body.tools or (), request, rendering=rendering, salt=salt)
-            start, reason = await work
+            start, reason = await context.encode_start(body, request)
             prompts = [start.tolist()]
         else:
             prompts = [await context.encode(text, request, new=0) for text in body.texts or ()]

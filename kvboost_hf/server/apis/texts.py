@@ -49,7 +49,7 @@ async def embed(
     """
     if len(texts) > MAX_TEXTS:
         raise refused(param, f"One request may have {MAX_TEXTS} texts, got {len(texts)}. Send several.")
-    encoded = [await context.tokens(text, request, param, whole=True) for text in texts]
+    encoded = [await context.encode(text, request, param, whole=True) for text in texts]
     if not all(encoded):
         raise refused(param, "A text must have a token at least, got an empty one.")
     future = context.engine.embed(encoded, client(request))

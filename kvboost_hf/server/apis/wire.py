@@ -20,9 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from kvboost_hf.server.apis.answers import RequestJobs
 from kvboost_hf.server.apis.context import RouteContext, client
-from kvboost_hf.server.fair_share import in_thread
 from kvboost_hf.server.http.errors import ApiError, api_error, most_telling
-from kvboost_hf.server.http.notes import noting
+from kvboost_hf.server.http.metrics import noting
 from kvboost_hf.server.requests.fields import LargeJsonError, read_json
 
 _JSON = "application/json"
@@ -130,8 +129,7 @@ class _Posted(Request):
             if len(raw) <= _SMALL:
                 return read_json(raw)
             context: RouteContext = self.app.state.context
-            async with context.reading.turn(client(self)):
-                return await in_thread(partial(self._checked, raw))
+            return await context.reading.run(client(self), partial(self._checked, raw))
         except LargeJsonError as error:
             raise HTTPException(400 if error.deep else 413, str(error)) from error
 

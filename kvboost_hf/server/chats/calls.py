@@ -30,6 +30,8 @@ class ToolCall(NamedTuple):
     id: str  # nine letters and digits, which every chat template takes, or what the model wrote
     ended: bool = True  # whether it is the last piece
     cut: bool = False  # whether the arguments end where the model was cut, or wrote no more that is valid
+    begins: bool = True  # whether it is the first piece; told with the number by who knows all calls of the answer
+    number: int = 0  # of the call in its answer
 
 
 def new_id() -> str:

@@ -17,11 +17,20 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from kvboost_hf.cache.prompt.chats import ChatTemplate, Messages, Start, chat_start
 from kvboost_hf.server.chats.merging import Abilities, abilities_of, adapted
-from kvboost_hf.server.chats.template import CutText, ForgedMarkerError, Markers, Rendering, forget_words, texts_in
-from kvboost_hf.server.chats.token_cache import KnownTools, Owner, TokenCache
+from kvboost_hf.server.chats.template import (
+    CutText,
+    ForgedMarkerError,
+    KnownTools,
+    Markers,
+    Owner,
+    Rendering,
+    TokenCache,
+    forget_words,
+    texts_in,
+)
 from kvboost_hf.server.fair_share import Turns, in_thread
 from kvboost_hf.server.http.errors import ApiError, refused
-from kvboost_hf.server.http.notes import note_changed
+from kvboost_hf.server.http.metrics import note_changed
 from kvboost_hf.server.protocol import TooLongError
 
 Told = list[dict[str, Any]]  # messages, or tools, as chat templates take them
@@ -77,7 +86,7 @@ class Encoder:
 
     async def text(
         self,
-        text: str,
+        text: str | list[int],
         client: bytes,
         *,
         new: int,
@@ -85,10 +94,10 @@ class Encoder:
         truncates: bool = False,
         special: bool = True,
     ) -> list[int]:
-        """Tokens of a text. Special tokens in the text are such.
+        """Tokens of a text, in which special tokens are such; or those that came in its place, no more than fit.
 
         Args:
-            text: The text.
+            text: The text, or its tokens.
             client: Who asks; see `Turns`.
             new: Tokens that are to come behind it.
             whole: Refuse a text that is too long even where the beginning of prompts is left out.
@@ -100,19 +109,14 @@ class Encoder:
             QueueFullError: too many texts of this client wait.
         """
         limit = self._limit(new, truncates, whole)
+        if not isinstance(text, str):
+            await anyio.lowlevel.checkpoint()  # there may be many in a row
+            if len(text) > self._context and not limit.truncates:
+                raise limit.error(f"{len(text)} tokens", len(text), "prompt")
+            return text[-self._context :]
         kept = limit.kept(text, "prompt")
         async with self._place(client, len(kept)) as tokenizer:
             return await in_thread(lambda: _encode(tokenizer, limit.tried(tokenizer, kept, "prompt"), special=special))
-
-    async def tokens(self, ids: list[int], *, new: int, whole: bool = False, truncates: bool = False) -> list[int]:
-        """Tokens that came in place of a text: no more than the context has, or `TooLongError`. See `text`."""
-        await anyio.lowlevel.checkpoint()  # there may be many in a row
-        if len(ids) <= self._context:
-            return ids
-        limit = self._limit(new, truncates, whole)
-        if limit.truncates:
-            return ids[-self._context :]
-        raise limit.error(f"{len(ids)} tokens", len(ids), "prompt")
 
     async def chat(
         self,

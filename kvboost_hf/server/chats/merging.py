@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from kvboost_hf.server.http.notes import note_changed
+from kvboost_hf.server.http.metrics import note_changed
 
 Messages = list[dict[str, Any]]
 Ability = Literal["taken", "dropped", "refused"]

@@ -15,51 +15,11 @@ from kvboost_hf.server.fair_share import FairTurns
 _log = logging.getLogger("kvboost_hf.server")
 
 
-def embed(model: PreTrainedModel, ids: Sequence[int], *, piece: int | None = None) -> list[float]:
-    """Compute the embedding [hidden_size] of one text.
-
-    Args:
-        model: A causal language model. Not trained for this, it makes poor embeddings.
-        ids: The token ids of the text; one at least.
-        piece: Tokens to compute at once, at most; None for all.
-    """
-    text = _Text(ids)
-    while (found := text.advance(model, piece)) is None:
-        pass
-    return found
-
-
-class _Text:
-    """One text, computed piece by piece with the K/V of the pieces before."""
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._ids, self._done = ids, 0
-        self._cache: Any = None
-        self._sum: torch.Tensor | float = 0.0  # of the hidden states, in float32
-
-    @torch.no_grad()
-    def advance(self, model: PreTrainedModel, piece: int | None) -> list[float] | None:
-        """Compute the next piece; returns the embedding after the last one, else None."""
-        body: Any = model.base_model
-        whole, start = len(self._ids), self._done
-        self._done = whole if piece is None else min(start + piece, whole)
-        if self._cache is None and self._done < whole:
-            self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        ids = torch.tensor([self._ids[start : self._done]], device=input_device(model))
-        positions = torch.arange(start, self._done, device=ids.device)[None] if self._cache is not None else None
-        hidden: torch.Tensor = run_model(body, ids, self._cache, position_ids=positions).last_hidden_state[0]
-        self._sum = self._sum + hidden.float().sum(0)
-        if self._done < whole:
-            return None
-        found: list[float] = normalize(self._sum / whole, dim=0).tolist()
-        return found
-
-
 class EmbeddingJob:
-    """Texts to embed, one after the other.
+    """Texts to embed, one after the other, each piece by piece with the K/V of the pieces before.
 
     Args:
-        texts: Token ids of each.
+        texts: Token ids of each; one at least. A model that was not trained for this makes poor embeddings.
         client: Who asks. Clients take turns.
 
     Attributes:
@@ -71,40 +31,52 @@ class EmbeddingJob:
         self.client = client
         self._texts = texts
         self._found: list[list[float]] = []
-        self._text: _Text | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._done = 0  # tokens of the text that is next or under way
+        self._cache: Any = None  # their K/V
+        self._sum: torch.Tensor | float = 0.0  # of their hidden states, in float32
 
     @property
     def between(self) -> bool:
         """Whether no text is under way."""
-        return self._text is None
+        return not self._done
 
     def is_short(self, piece: int | None) -> bool:
         """Whether the next text is computed in one piece."""
         return piece is None or len(self._texts[len(self._found)]) <= piece
 
     def advance(self, model: PreTrainedModel, piece: int | None) -> bool:
-        """Compute the next piece of the next text, of so many tokens at most, or all of it.
-
-        Returns:
-            Whether nothing is left to do.
-        """
+        """Compute the next piece, of so many tokens at most, of the next text, or all of it; tells whether all is done."""
         if self.future.cancelled():
             return True
         try:
-            self._text = self._text or _Text(self._texts[len(self._found)])
-            found = self._text.advance(model, piece)
+            self._compute(model, piece)
         except Exception as error:
             _log.error("A text could not be embedded.", exc_info=error)
             self.fail(error)
             return True
-        if found is not None:
-            self._found.append(found)
-            self._text = None
         if len(self._found) < len(self._texts):
             return False
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(self._found)
         return True
+
+    @torch.no_grad()
+    def _compute(self, model: PreTrainedModel, piece: int | None) -> None:
+        body: Any = model.base_model
+        text, start = self._texts[len(self._found)], self._done
+        stop = len(text) if piece is None else min(start + piece, len(text))
+        if self._cache is None and stop < len(text):
+            self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        ids = torch.tensor([text[start:stop]], device=input_device(model))
+        positions = torch.arange(start, stop, device=ids.device)[None] if self._cache is not None else None
+        hidden: torch.Tensor = run_model(body, ids, self._cache, position_ids=positions).last_hidden_state[0]
+        self._done, self._sum = stop, self._sum + hidden.float().sum(0)
+        if stop == len(text):
+            self._found.append(normalize(self._sum / stop, dim=0).tolist())
+            self._begin()
 
     def fail(self, error: Exception) -> None:
         """End with an error."""

@@ -1,30 +1,115 @@
 """`Intake`: takes jobs from any thread, and hands them to the engine's thread when there is room for them.
 
-Jobs wait in a `WaitingLine`, in which clients take turns.
+Jobs wait in a `WaitingLine`, in which clients take turns. `EngineLimits` says how many jobs and tokens there is room
+for, and which running job gives way to a long answer.
 """
 
 import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from kvboost_hf.fields import check_bounds, same, setting
 from kvboost_hf.ngrams import common_prefix
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns
-from kvboost_hf.server.engine.limits import EngineLimits
 from kvboost_hf.server.engine.task import Task
-from kvboost_hf.server.fair_share import FairTurns
+from kvboost_hf.server.fair_share import FairTurns, may_hold
 from kvboost_hf.server.jobs import FIRST_TOKENS, FinishReason, Job
-from kvboost_hf.server.protocol import DrainingError, QueueFullError
+from kvboost_hf.server.protocol import DrainingError, QueueFullError, TooLongError
+from kvboost_hf.server.settings import ServerSettings
 
 T = TypeVar("T")
+Claimed = TypeVar("Claimed", bound="Claim")
 _LOOK = 16  # jobs from the front that may be taken out of turn
 _PASSED = 8  # times that the first one may be passed over
 Waiting = TypeVar("Waiting")
+
+
+class Claim(Protocol):
+    """A job that takes memory, or is about to."""
+
+    @property
+    def client(self) -> bytes: ...
+
+    @property
+    def reserved(self) -> int: ...  # tokens of prompt and answer that memory is kept for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Limits of a `ModelEngine`.
+
+    Args:
+        max_batch_size, max_queue_size, prefill_chunk_size, batch_window_ms, max_model_len: As `ServerSettings` has
+            them, of jobs.
+        max_live_tokens: Tokens of all running jobs; None for no limit. Of an answer, `FIRST_TOKENS` count from its
+            start, and more when it gets longer. Where there is no room for more, a job is set aside until there is.
+        max_client_share: The share of `max_queue_size` and of `max_live_tokens` that one client may take alone, as
+            `may_hold` has it.
+
+    Raises:
+        ValueError: A limit is out of its range.
+    """
+
+    max_batch_size: int = same(ServerSettings, "max_batch_size")
+    max_queue_size: int = same(ServerSettings, "max_queue_size")
+    prefill_chunk_size: int = same(ServerSettings, "prefill_chunk_size")
+    batch_window_ms: float = same(ServerSettings, "batch_window_ms")
+    max_model_len: int | None = same(ServerSettings, "max_model_len")
+    max_live_tokens: int | None = same(ServerSettings, "max_live_tokens")
+    max_client_share: float = setting(1.0, above=0, most=1)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    def require_fit(self, job: Job, context: int) -> None:
+        """Raise `TooLongError` for a job that fits neither into `context` tokens nor into `max_live_tokens`."""
+        prompt, new = len(job.ids), job.options.max_tokens
+        if not prompt:
+            raise ValueError("The prompt must have at least one token, got none.")
+        for limit, what in ((context, "the context window"), (self.max_live_tokens, "the memory of this server")):
+            if limit is not None and job.longest > limit:
+                most = max(limit - new, 0)
+                raise TooLongError(
+                    f"A prompt of {prompt} tokens with {new} new ones takes {job.longest}, which exceeds {what} of "
+                    f"{limit}. Shorten it to {most} tokens, or ask for fewer new ones.",
+                    most,
+                    tokens=prompt,
+                    limit=limit,
+                )
+
+    def has_room(self, job: Claim, running: Collection[Claim]) -> bool:
+        """Whether a job may start beside the running ones. A client without a running job may exceed the batch."""
+        own = [other.reserved for other in running if other.client == job.client]
+        if len(running) >= (self.max_batch_size if own else 2 * self.max_batch_size):
+            return False
+        if self.max_live_tokens is None:
+            return True
+        free = self.max_live_tokens - sum(other.reserved for other in running) - job.reserved
+        return may_hold(sum(own), job.reserved, free, self.max_client_share)
+
+    def in_the_way(self, job: Claimed, more: int, running: Sequence[Claimed]) -> Claimed | None:
+        """Which of the running jobs has to wait so that one of them may take more memory; None where there is room.
+
+        It is the last one of the same client; where that has no other one, the last one of the client that has most.
+        The first of all goes on, so that all of them end. `running` is in the order in which they were admitted.
+        """
+        if self.max_live_tokens is None or len(running) < 2:
+            return None
+        held = Counter[bytes]()
+        for other in running:
+            held[other.client] += other.reserved
+        alone = sum(other.client == job.client for other in running) == 1
+        free = self.max_live_tokens - held.total() - more
+        if may_hold(0 if alone else held[job.client], more, free, self.max_client_share):
+            return None
+        client = held.most_common(1)[0][0] if alone else job.client
+        return next((other for other in reversed(running[1:]) if other.client == client), running[-1])
 
 
 class Intake:
@@ -45,7 +130,7 @@ class Intake:
         self._limits = limits
         self._embedding_turns = EmbeddingTurns()
         self._waiting: WaitingLine[Task] = WaitingLine(lambda task: task.job)
-        self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._given_up = self._closed = False
         self._seconds_per_job = 0.0  # smoothed
 
@@ -57,24 +142,14 @@ class Intake:
     # Called by any thread
 
     def submit(self, task: Task) -> None:
-        """Queue a task.
-
-        Raises:
-            QueueFullError: As many tasks wait as may, of all clients or of this one.
-            DrainingError: No more jobs are taken.
-        """
+        """Queue a task, or raise `QueueFullError` or `DrainingError`."""
         with self.changed:
             self._require_place(self._waiting.of(task.job.client), len(self._waiting))
             self._waiting.append(task)
             self.changed.notify_all()
 
     def submit_embeddings(self, job: EmbeddingJob) -> None:
-        """Queue texts to embed.
-
-        Raises:
-            QueueFullError: As many requests for embeddings wait as may.
-            DrainingError: No more jobs are taken.
-        """
+        """Queue texts to embed, or raise `QueueFullError` or `DrainingError`."""
         with self.changed:
             clients = [other.client for other in self.embeddings if not other.future.cancelled()]
             self._require_place(clients.count(job.client), len(clients))
@@ -82,20 +157,15 @@ class Intake:
             self.changed.notify_all()
 
     def call(self, work: Callable[[], T]) -> T:
-        """Have the engine's thread do something between two steps, and wait for it.
-
-        Raises:
-            DrainingError: The engine has ended.
-        """
-        found: list[T] = []
-        done: Future[None] = Future()
+        """Have the engine's thread do something between two steps, and wait; raises `DrainingError` once it has ended."""
+        done: Future[Any] = Future()
         with self.changed:
             if self._closed:
                 raise DrainingError("The server has ended.")
-            self._calls.append((lambda: found.append(work()), done))
+            self._calls.append((work, done))
             self.changed.notify_all()
-        done.result()
-        return found[0]
+        found: T = done.result()
+        return found
 
     def drain(self, timeout_s: float) -> bool:
         """Take no more jobs and wait for those that were taken; returns whether all of them ended in time."""
@@ -147,11 +217,9 @@ class Intake:
         while self._calls:
             work, done = self._calls.popleft()
             try:
-                work()
+                done.set_result(work())
             except Exception as error:
                 done.set_exception(error)
-            else:
-                done.set_result(None)
         with self.changed:
             self.changed.notify_all()  # a drain may wait for this
 
@@ -246,9 +314,10 @@ class Intake:
         """Raise where a client with `own` waiting requests may not queue one more beside all that wait."""
         if self.draining:
             raise DrainingError("The server is about to end and takes no more requests.")
-        if self._limits.has_place(own, waiting):
+        limits = self._limits
+        if may_hold(own, 1, limits.max_queue_size - waiting - 1, limits.max_client_share):
             return
-        if waiting >= self._limits.max_queue_size:
+        if waiting >= limits.max_queue_size:
             raise QueueFullError(
                 f"{waiting} requests are waiting, as many as may. Try again later.", self._retry_after_s(waiting)
             )
@@ -296,12 +365,11 @@ class WaitingLine(Generic[Waiting]):
 
     def append(self, waiting: Waiting) -> None:
         """Add a job."""
-        client = self._job(waiting).client
-        self._lines.setdefault(client, _Line(self._job)).append(waiting)
+        self._lines.setdefault(self._job(waiting).client, _Line(self._job)).insert(waiting, bisect_right)
 
     def put_back(self, waiting: Waiting) -> None:
         """Add a job that was taken before, in front of the others of its priority."""
-        self._lines[self._job(waiting).client].put_back(waiting)
+        self._lines[self._job(waiting).client].insert(waiting, bisect_left)
 
     def charge(self, client: bytes, tokens: int) -> None:
         """Note that a client whose jobs were taken has had more tokens than these had reserved."""
@@ -339,14 +407,9 @@ class _Line(Generic[Waiting]):
     last: tuple[bytes, Sequence[int]] = b"", ()  # salt and prompt of the job that was taken last
     passed: int = 0  # times that the first one was passed over
 
-    def append(self, waiting: Waiting) -> None:
-        """Add a job behind those of its priority."""
-        place = bisect_right(self.waiting, self.job(waiting).priority, key=lambda each: self.job(each).priority)
-        self.waiting.insert(place, waiting)
-
-    def put_back(self, waiting: Waiting) -> None:
-        """Insert a job before those of its priority."""
-        place = bisect_left(self.waiting, self.job(waiting).priority, key=lambda each: self.job(each).priority)
+    def insert(self, waiting: Waiting, place_of: Callable[..., int]) -> None:
+        """Add a job behind those of its priority with `bisect_right`, before them with `bisect_left`."""
+        place = place_of(self.waiting, self.job(waiting).priority, key=lambda each: self.job(each).priority)
         self.waiting.insert(place, waiting)
 
     def take(self, fits: Callable[[Waiting], bool], is_held: Callable[[Waiting], bool]) -> Waiting | None:

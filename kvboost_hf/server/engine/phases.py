@@ -4,7 +4,7 @@ Answers may get several tokens in one forward, which `Speculation` chooses.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -49,10 +49,6 @@ class Prefill:
         self._runner = runner
         self._turns: FairTurns[bytes] = FairTurns()  # to have a piece computed
 
-    def add(self, tasks: Iterable[Task]) -> None:
-        """Add tasks behind the others."""
-        self.tasks += tasks
-
     def next(self) -> Task:
         """Of the client whose turn it is, the task of the smallest priority with the least left.
 
@@ -67,14 +63,6 @@ class Prefill:
             other.passed = 0 if other is chosen else other.passed + 1
         self._turns.charge(turn)
         return chosen
-
-    def remove(self, task: Task) -> None:
-        """Remove a task."""
-        self.tasks.remove(task)
-
-    def clear(self) -> None:
-        """Remove all tasks."""
-        self.tasks.clear()
 
     def compute(self, task: Task, room: int, others: Sequence[Task]) -> tuple[int, torch.Tensor]:
         """Compute the next piece of a prompt.
@@ -148,10 +136,6 @@ class Decoding:
     def batch_bytes(self) -> int:
         """Bytes of the batch's buffers."""
         return self._batch.nbytes
-
-    def add(self, task: Task) -> None:
-        """Add a task whose prompt is computed, and whose last token is chosen or about to be."""
-        self.tasks.append(task)
 
     def arrange(self, *, drafted: bool) -> list[tuple[Task, Exception]]:
         """Put the tasks into the batch, or take a task out of it that runs better alone.
@@ -334,11 +318,12 @@ class Speculation:
 
         A prediction comes before a draft model.
         """
-        if predicted := self._predicted(task):
-            return partial(self._check, task, predicted)
-        if self._drafts is not None and self._drafts.take(task.job, len(task.ids)):
-            return partial(self._draft, task, self._drafts)
-        return None
+        if (predicted := self._predicted(task)) and task.predicted is not None and task.cache is not None:
+            return partial(task.predicted.run, task.cache, task.ids, predicted)
+        if (drafts := self._drafts) is None or not drafts.take(task.job, len(task.ids)) or task.cache is None:
+            return None
+        text = self._drafted(task, drafts)
+        return partial(text.run, task.cache, task.ids) if text is not None else None
 
     def rows(self, decoding: Decoding) -> RowDrafts | None:
         """Chains for the answers of a batch; None for a step of plain decoding."""
@@ -362,16 +347,6 @@ class Speculation:
                 return []
             task.predicted = PredictedText(self._runner.model, self._runner.device, job, task.sampler)
         return task.predicted.draft(task.ids)
-
-    def _check(self, task: Task, predicted: Sequence[int], add: Add) -> FinishReason | None:
-        assert task.cache is not None
-        assert task.predicted is not None
-        return task.predicted.run(task.cache, task.ids, predicted, add)
-
-    def _draft(self, task: Task, drafts: Drafts, add: Add) -> FinishReason | None:
-        assert task.cache is not None
-        text = self._drafted(task, drafts)
-        return text.run(task.cache, task.ids, add) if text is not None else None
 
     def _drafted(self, task: Task, drafts: Drafts) -> DraftedText | None:
         """The drafting of a task's answer; None, and no drafts any more, where it cannot be made."""

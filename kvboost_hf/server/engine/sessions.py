@@ -6,7 +6,7 @@ import re
 import time
 from base64 import b64decode, b64encode
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from itertools import count
@@ -17,6 +17,7 @@ import numpy as np
 from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.fields import shared
 from kvboost_hf.server.engine.belongings import Beginnings, Belongings
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.task import SessionRecord, Task, session_id
@@ -50,7 +51,7 @@ class SessionTable:
     def __init__(
         self, runner: ModelRunner, clock: Callable[[], float] = time.time, clients: Iterable[bytes] = ()
     ) -> None:
-        self.pins = Pins(clock)
+        self.pins = Pins(runner, clock)
         self._runner, self._clock = runner, clock
         self._sessions: FairCache[bytes, SessionRecord] = FairCache(_MOST_SESSIONS)  # by client and id
         self._clients = {_name(client): client for client in clients}
@@ -80,7 +81,7 @@ class SessionTable:
         session.tokens = len(task.job.ids)
         keeps = (*task.job.keep, *([session.keep] if session.keep is not None else []))
         priority = task.job.priority if session.priority is None else session.priority
-        pinned = self.pins.keep(self._runner.store, task.job, keeps, cache, session.id, priority)
+        pinned = self.pins.keep(task.job, keeps, cache, session.id, priority)
         task.pinned = pinned if task.job.keep else None
 
     def end(self, task: Task) -> None:
@@ -189,7 +190,7 @@ class SessionTable:
         """Sessions of a client, or of all; one of them, or all. Those used last come first."""
         if client is not None:
             self._meet(client)
-        found = [each for each in self._all() if client in (None, each.client) and id in (None, each.id)]
+        found = [each for each in self._sessions if client in (None, each.client) and id in (None, each.id)]
         return sorted(found, key=lambda each: -each.last_used)
 
     def change(self, client: bytes, id: str, change: SessionChange) -> SessionRecord | None:
@@ -202,7 +203,7 @@ class SessionTable:
         return session
 
     def _change(self, client: bytes, id: str, change: SessionChange) -> SessionRecord | None:
-        session = self._find(client, id)
+        session = self._sessions.peek(client, id)
         if session is None:
             return None
         store = self._runner.store
@@ -211,12 +212,12 @@ class SessionTable:
             self.pins.set_priority(client, id, change.priority)
         if change.keep is False:
             session.keep = None
-            self.pins.release(store, client, id)
+            self.pins.release(client, id)
         elif change.keep is not None:
             session.keep = change.keep
             own, heads = session.belongings, self.heads(client)
             keys = own.keys(store.held(own.under(heads)), heads, lost=False)
-            self.pins.keep_session(store, client, id, keys, change.keep, session.priority or 0)
+            self.pins.keep_session(client, id, keys, change.keep, session.priority or 0)
         return session
 
     def drop(
@@ -234,11 +235,11 @@ class SessionTable:
             What is to be removed, and how the prompts of the client begin.
         """
         self._meet(client)
-        session, heads, roots = self._find(client, id), self.heads(client), frozenset(roots)
+        session, heads, roots = self._sessions.peek(client, id), self.heads(client), frozenset(roots)
         if session is None:
             return Belongings(id, roots), heads
         self._sessions.pop(client, id)
-        self.pins.release(self._runner.store, client, id)
+        self.pins.release(client, id)
         for task in tasks:
             if task.session is session:
                 task.unwanted = True
@@ -250,7 +251,7 @@ class SessionTable:
     def heads(self, client: bytes | None) -> Beginnings:
         """How the prompts of a client begin, or those of all."""
         heads = Beginnings()
-        for session in self._all():
+        for session in self._sessions:
             if client in (None, session.client):
                 session.add_to(heads)
         return heads
@@ -258,29 +259,10 @@ class SessionTable:
     def figures(self, session: SessionRecord, nbytes: int) -> Session:
         """The figures of a session, for its client."""
         pins = self.pins.of(session.client, session.id)
-        ends = [pin.until for pin in pins]
-        until = max(ends, default=None)
-        return Session(
-            id=session.id,
-            client=session.client,
-            first_seen=session.first_seen,
-            last_used=session.last_used,
-            requests=session.requests,
-            tokens=session.tokens,
-            prompt_tokens=session.prompt_tokens,
-            cached_tokens=session.cached_tokens,
-            nbytes=nbytes,
-            priority=session.priority or 0,
-            ttl_s=session.keep.ttl_s if session.keep is not None else None,
-            pinned=bool(pins),
-            pinned_until=until if until is not None and until < float("inf") else None,
-        )
-
-    def _find(self, client: bytes, id: str) -> SessionRecord | None:
-        return self._sessions.peek(client, id)
-
-    def _all(self) -> Iterator[SessionRecord]:
-        return iter(self._sessions)
+        until = max((pin.until for pin in pins), default=math.inf)
+        told = shared(Session, session) | {"nbytes": nbytes, "priority": session.priority or 0, "pinned": bool(pins)}
+        ttl_s = session.keep.ttl_s if session.keep is not None else None
+        return Session(**told, ttl_s=ttl_s, pinned_until=until if until < math.inf else None)
 
 
 @dataclass(slots=True, eq=False)
@@ -317,11 +299,12 @@ class Pins:
     """The pins of each client. For the engine's thread alone.
 
     Args:
+        runner: Has the store.
         clock: Seconds since 1970.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self, runner: ModelRunner, clock: Callable[[], float] = time.time) -> None:
+        self._runner, self._clock = runner, clock
         self._pins: dict[bytes, list[Pin]] = {}  # by client, the newest last
         self._next = math.inf  # nothing ends before
         self._holders = count(1)
@@ -333,13 +316,10 @@ class Pins:
         """The pins of a session."""
         return [pin for pin in self._pins.get(client, ()) if pin.session == session]
 
-    def keep(
-        self, store: ChunkStore, job: Job, keeps: Collection[Keep], cache: ChunkReuseCache, session: str, priority: int
-    ) -> bool:
+    def keep(self, job: Job, keeps: Collection[Keep], cache: ChunkReuseCache, session: str, priority: int) -> bool:
         """Renew the pins that a prompt begins with, and make new ones.
 
         Args:
-            store: Where K/V stays.
             job: Whose prompt it is.
             keeps: What to pin of it.
             cache: Holds the prompt alone.
@@ -358,37 +338,30 @@ class Pins:
             cache.store_all()  # what came from lower tiers may not be in host memory yet
         made = [self._new(session, root, keep.ttl_s, priority) for keep in keeps]
         return all(
-            [
-                self._keep_one(store, job.client, pin, keep, tokens, begun)
-                for pin, keep in zip(made, keeps, strict=True)
-            ]
+            [self._keep_one(job.client, pin, keep, tokens, begun) for pin, keep in zip(made, keeps, strict=True)]
         )
 
-    def _keep_one(
-        self, store: ChunkStore, client: bytes, pin: Pin, keep: Keep, tokens: Tokens, begun: list[Pin]
-    ) -> bool:
+    def _keep_one(self, client: bytes, pin: Pin, keep: Keep, tokens: Tokens, begun: list[Pin]) -> bool:
         """Pin a beginning of a prompt, in place of shorter ones among those that the prompt has `begun` with."""
         wanted = len(tokens) if keep.tokens is None else min(keep.tokens, len(tokens))
-        records, held = store.beginning(pin.root, tokens, wanted)
+        records, held = self._runner.store.beginning(pin.root, tokens, wanted)
         if held <= wanted - HEAD_TOKENS:  # fewer tokens than that are never stored
             return False
         keys = [record.key for record in records]
         if keep.share is None:
-            return store.pin(keys, b"")
+            return self._runner.store.pin(keys, b"")
         pin.tokens, pin.digest = wanted, _digests(pin.root, tokens, [wanted])[0]
         old = [each for each in begun if each.tokens <= wanted and each.until <= pin.until]
-        added = self._add(store, client, pin, keys, keep.share, old)
+        added = self._add(client, pin, keys, keep.share, old)
         begun += [pin] if added else []
         return added
 
-    def keep_session(
-        self, store: ChunkStore, client: bytes, session: str, keys: Collection[bytes], keep: Keep, priority: int
-    ) -> bool:
+    def keep_session(self, client: bytes, session: str, keys: Collection[bytes], keep: Keep, priority: int) -> bool:
         """Pin K/V of a session, in place of its pins; returns whether all of it is pinned."""
-        self.release(store, client, session)
+        self.release(client, session)
         assert keep.share is not None
         pin = self._new(session, b"", keep.ttl_s, priority)
-        return self._add(store, client, pin, keys, keep.share, ())
+        return self._add(client, pin, keys, keep.share, ())
 
     def _renew(self, client: bytes, root: bytes, tokens: Tokens, session: str) -> list[Pin]:
         """Note the use of the pins that a prompt begins with, which are returned, and of that of its whole session."""
@@ -406,18 +379,18 @@ class Pins:
         for pin in self.of(client, session):
             pin.priority = priority
 
-    def release(self, store: ChunkStore, client: bytes, session: str) -> None:
+    def release(self, client: bytes, session: str) -> None:
         """Let go of the pins of a session."""
         for pin in self.of(client, session):
-            self._remove(store, client, pin)
+            self._remove(client, pin)
 
-    def expire(self, store: ChunkStore) -> None:
+    def expire(self) -> None:
         """Let go of the pins that have ended."""
         if (now := self._clock()) < self._next:
             return
         for client, pins in list(self._pins.items()):
             for pin in [pin for pin in pins if pin.until <= now]:
-                self._remove(store, client, pin)
+                self._remove(client, pin)
         self._next = min((pin.until for pins in self._pins.values() for pin in pins), default=math.inf)
 
     def _new(self, session: str, root: bytes, ttl_s: float | None, priority: int) -> Pin:
@@ -425,7 +398,6 @@ class Pins:
 
     def _add(
         self,
-        store: ChunkStore,
         client: bytes,
         pin: Pin,
         keys: Collection[bytes],
@@ -433,6 +405,7 @@ class Pins:
         replaced: Collection[Pin],
     ) -> bool:
         """Pin records. The client's other pins give way where all of them would exceed its share."""
+        store = self._runner.store
         pins, limit = self._pins.setdefault(client, []), share * store.max_bytes
         if not store.pin(keys, pin.holder):
             return False
@@ -442,20 +415,20 @@ class Pins:
             return False
         pins.append(pin)
         for each in [each for each in pins if each in replaced]:
-            self._remove(store, client, each)
+            self._remove(client, each)
         order = sorted((each for each in pins if each not in (*lasting, pin)), key=lambda each: each.used)
         order.sort(key=lambda each: -each.priority)
         while order and (_bytes(store, pins) > limit or len(pins) > _MOST_PINS):
-            self._remove(store, client, order.pop(0))
+            self._remove(client, order.pop(0))
         self._next = min(self._next, pin.until)
         return True
 
-    def _remove(self, store: ChunkStore, client: bytes, pin: Pin) -> None:
+    def _remove(self, client: bytes, pin: Pin) -> None:
         pins = self._pins[client]
         pins.remove(pin)
         if not pins:
             del self._pins[client]
-        store.let_go(pin.holder)
+        self._runner.store.let_go(pin.holder)
 
 
 def _name(client: bytes) -> str:

@@ -32,8 +32,7 @@ from kvboost_hf.offload.build import streaming_stats
 from kvboost_hf.server.engine.belongings import Beginnings, Belongings, count_bytes
 from kvboost_hf.server.engine.embedding import EmbeddingJob
 from kvboost_hf.server.engine.holdings import Holdings
-from kvboost_hf.server.engine.intake import Intake
-from kvboost_hf.server.engine.limits import EngineLimits
+from kvboost_hf.server.engine.intake import EngineLimits, Intake
 from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.phases import Decoding, Prefill, Round, Speculation
 from kvboost_hf.server.engine.sessions import SessionTable
@@ -252,7 +251,7 @@ class ModelEngine:
         heard = 0.0
         while self._intake.wait(_HEARD_EVERY_S if self.store.is_shared else None):
             try:
-                self._sessions.pins.expire(self.store)
+                self._sessions.pins.expire()
             except Exception as error:
                 self._failures.note("let go of pins that have ended", error)
             if time.monotonic() >= heard + _HEARD_EVERY_S:
@@ -286,7 +285,7 @@ class ModelEngine:
         admitted = self._intake.admit()
         if admitted:
             self._hear()
-        self._prefill.add(admitted)
+        self._prefill.tasks += admitted
 
     def _hear(self) -> None:
         """Do what other servers have told."""
@@ -346,8 +345,8 @@ class ModelEngine:
             if task.left:
                 return computed
             if task.resumed:
-                self._prefill.remove(task)
-                self._decoding.add(task)
+                self._prefill.tasks.remove(task)
+                self._decoding.tasks.append(task)
                 return computed
             self._begin(task)
             if not task.job.options.max_tokens:
@@ -360,8 +359,8 @@ class ModelEngine:
         except Exception as error:
             self._fail([task], error)
             return room
-        self._prefill.remove(task)
-        self._decoding.add(task)
+        self._prefill.tasks.remove(task)
+        self._decoding.tasks.append(task)
         self._choose([task], logits)
         return computed
 
@@ -525,7 +524,7 @@ class ModelEngine:
     def _fail_all(self, error: Exception) -> None:
         """End all requests that were admitted, or else all others: the loop meets an error of nobody's once."""
         self._decoding.clear()
-        self._prefill.clear()
+        self._prefill.tasks.clear()
         if tasks := list(self._intake.admitted) or self._intake.take_waiting():
             self._fail(tasks, error)
         else:
@@ -534,7 +533,7 @@ class ModelEngine:
     def _forget(self, task: Task) -> None:
         task.cache = None
         if task in self._prefill.tasks:
-            self._prefill.remove(task)
+            self._prefill.tasks.remove(task)
         if task in self._decoding.tasks:
             try:
                 self._decoding.remove(task)

@@ -9,9 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvboost_hf.server.chats.template import RESERVED, Rendering, reasoning_arguments
 from kvboost_hf.server.requests.edits import MAX_EDITS, Edit
-from kvboost_hf.server.requests.fields import Body, Many, Refusal, only
+from kvboost_hf.server.requests.fields import Body, JsonSchemaBody, Length, Many, Refusal, Sampled, only
 from kvboost_hf.server.requests.messages import Message, MessageContent, text_of
-from kvboost_hf.server.requests.sampled import JsonSchemaBody, Length, Sampled
 
 MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 1000

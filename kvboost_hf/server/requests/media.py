@@ -5,7 +5,7 @@ import binascii
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvboost_hf.server.http.notes import note_ignored
+from kvboost_hf.server.http.metrics import note_ignored
 
 _URL_CHARS, _NAME_CHARS = 200, 100
 _LEVELS = 4  # of documents in results in documents

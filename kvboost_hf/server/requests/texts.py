@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from kvboost_hf.server.chats.template import Rendering
 from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, ReasoningFields, Tool
-from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent, only
+from kvboost_hf.server.requests.fields import Body, Many, Refusal, Sampled, absent, only
 from kvboost_hf.server.requests.messages import Message
-from kvboost_hf.server.requests.sampled import Sampled
 
 MAX_TEXTS = 2048  # to embed, as in OpenAI's API
 _Id = Annotated[int, Field(strict=True)]
@@ -119,6 +119,11 @@ class WarmRequest(ReasoningFields):
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """As in requests for answers."""
+
+    @property
+    def rendering(self) -> Rendering:
+        """How the chat template writes such chats."""
+        return Rendering(arguments=self.template_arguments)
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "WarmRequest":

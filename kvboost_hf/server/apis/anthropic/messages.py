@@ -45,7 +45,7 @@ def message_routes(context: RouteContext) -> APIRouter:
         context.require_model(body.model)
         chat = await context.read(request, lambda: body.chat)
         try:
-            return {"input_tokens": len(await context.encode_asked(chat, request))}
+            return {"input_tokens": len(await context.encode_chat(chat, request))}
         except TooLongError as error:  # clients ask whether it is
             if error.tokens is None:
                 raise
@@ -83,7 +83,7 @@ async def _marks(context: RouteContext, body: MessagesRequest, chat: ChatRequest
         whole = {"add_generation_prompt": False, "continue_final_message": None}
         part = chat.model_copy(update={"messages": messages, **whole})
         try:
-            found.append(_Mark(ttl, await context.encode_asked(part, request)))
+            found.append(_Mark(ttl, await context.encode_chat(part, request)))
         except ApiError:  # templates may refuse half of a chat: then this one is not kept
             continue
     return found
@@ -139,7 +139,7 @@ class _Reply:
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
-        if self.called is None or self.called.ended:
+        if call.begins:
             yield from self._close()
             yield self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
             self.arguments = ""

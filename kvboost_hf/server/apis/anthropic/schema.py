@@ -8,12 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from kvboost_hf.server.http.notes import note_ignored
+from kvboost_hf.server.http.metrics import note_ignored
 from kvboost_hf.server.requests.chat import MAX_TOOLS, ChatRequest, ToolName
-from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent, only
+from kvboost_hf.server.requests.fields import MAX_STOPS, Body, JsonSchemaBody, Many, Refusal, absent, only
 from kvboost_hf.server.requests.media import text_of_media
 from kvboost_hf.server.requests.messages import CalledFunction, MadeCall, Message
-from kvboost_hf.server.requests.sampled import MAX_STOPS, JsonSchemaBody
 
 _BETWEEN = "\n\n"  # texts of several blocks
 

@@ -31,7 +31,7 @@ from kvboost_hf.server.jobs import Finished
 from kvboost_hf.server.requests.chat import ChatRequest
 from kvboost_hf.server.requests.messages import Message
 
-Form = Callable[[Answer | Delta, int], dict[str, Any]]  # of a part of an answer, and how many calls came before
+Form = Callable[[Answer | Delta], dict[str, Any]]  # of a part of an answer
 _API_VERSION = "0.12.11"  # of Ollama, whose API this is: clients ask for the one that has what they need
 _NEVER = "9999-12-31T23:59:59Z"
 _CHANGES = {"pull": "POST", "push": "POST", "create": "POST", "copy": "POST", "delete": "DELETE"}
@@ -46,7 +46,7 @@ def ollama_routes(context: RouteContext) -> APIRouter:
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         context.require_model(body.model)
         if not body.messages:
-            return _loaded(body, _message(Answer(), 0))
+            return _loaded(body, _message(Answer()))
         asked = await context.read(request, lambda: body.chat)
         jobs, readers = await start_chat(context, asked, request)
         return await _answered(_Reply(context, body, jobs, readers, _message), request)
@@ -55,7 +55,7 @@ def ollama_routes(context: RouteContext) -> APIRouter:
     async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
         context.require_model(body.model)
         if not body.prompt:
-            return _loaded(body, _text(Answer(), 0))
+            return _loaded(body, _text(Answer()))
         asked = await context.read(request, lambda: body.chat)
         ids = await _prompt_ids(context, body, asked, request)
         jobs, readers = await start_chat(context, asked, request, ids=ids)
@@ -89,19 +89,19 @@ async def _prompt_ids(
     new, prompt = context.wanted(asked.max_tokens), body.prompt or ""
     if body.raw or body.suffix:
         prompt = filled(context.tokenizer, prompt, body.suffix) if body.suffix else prompt
-        return await context.tokens(prompt, request, "prompt", new=new)
+        return await context.encode(prompt, request, "prompt", new=new)
     if not body.context:
         return None
     turn = await _turn(context, asked, request, new)
-    return await context.tokens([*body.context, *turn], request, "context", new=new)
+    return await context.encode([*body.context, *turn], request, "context", new=new)
 
 
 async def _turn(context: RouteContext, asked: ChatRequest, request: Request, new: int) -> list[int]:
     """The tokens that the chat template has from the end of an answer to the beginning of the next one."""
     before = [Message(role="user", content=".")]
-    opened = await context.encode_asked(asked.model_copy(update={"messages": before}), request)
+    opened = await context.encode_chat(asked.model_copy(update={"messages": before}), request)
     talk = [*before, Message(role="assistant", content=""), asked.messages[-1]]
-    ids = await context.encode_asked(asked.model_copy(update={"messages": talk}), request, new=new)
+    ids = await context.encode_chat(asked.model_copy(update={"messages": talk}), request, new=new)
     if ids[: len(opened)] != opened:
         raise refused(
             "context",
@@ -124,20 +124,19 @@ class _Reply:
     async def whole(self) -> dict[str, Any]:
         """The whole answer."""
         [answer] = await whole(deltas(self.jobs, self.readers), 1)
-        return self._part(answer, 0) | self._end(answer.reason)
+        return self._part(answer) | self._end(answer.reason)
 
     async def lines(self) -> AsyncIterator[dict[str, Any]]:
         """The objects of a stream."""
-        reason, calls = None, 0
+        reason = None
         async for delta in deltas(self.jobs, self.readers):
             if delta.text or delta.reasoning or delta.calls or delta.logprobs:
-                yield self._part(delta, calls)
-            calls += len(delta.calls)
+                yield self._part(delta)
             reason = delta.reason or reason
-        yield self._part(Answer(), 0) | self._end(reason)
+        yield self._part(Answer()) | self._end(reason)
 
-    def _part(self, part: Answer | Delta, calls: int) -> dict[str, Any]:
-        told = _head(self.asked.model) | self.form(part, calls) | {"done": False}
+    def _part(self, part: Answer | Delta) -> dict[str, Any]:
+        told = _head(self.asked.model) | self.form(part) | {"done": False}
         if part.logprobs:
             told["logprobs"] = [self.context.logprob_body(one) for one in part.logprobs]
         return told
@@ -169,22 +168,22 @@ def _head(model: str) -> dict[str, Any]:
     return {"model": model, "created_at": datetime.now(UTC).isoformat()}
 
 
-def _message(part: Answer | Delta, calls: int) -> dict[str, Any]:
+def _message(part: Answer | Delta) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": part.text}
     if part.reasoning:
         message["thinking"] = part.reasoning
     if part.calls:
-        message["tool_calls"] = [_call(call, index) for index, call in enumerate(part.calls, calls)]
+        message["tool_calls"] = [_call(call) for call in part.calls]
     return {"message": message}
 
 
-def _call(call: ToolCall, index: int) -> dict[str, Any]:
+def _call(call: ToolCall) -> dict[str, Any]:
     # NaN and infinities, which a model may write, are no JSON.
     arguments = json.loads(call.arguments, parse_constant=lambda name: None)
-    return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}}
+    return {"id": call.id, "function": {"index": call.number, "name": call.name, "arguments": arguments}}
 
 
-def _text(part: Answer | Delta, calls: int) -> dict[str, Any]:
+def _text(part: Answer | Delta) -> dict[str, Any]:
     return {"response": part.text} | ({"thinking": part.reasoning} if part.reasoning else {})
 
 

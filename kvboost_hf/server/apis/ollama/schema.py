@@ -7,9 +7,8 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError, model_validator
 
 from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Tool
-from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent, only
+from kvboost_hf.server.requests.fields import MAX_STOPS, Body, Many, Refusal, absent, only
 from kvboost_hf.server.requests.media import images_left_out
-from kvboost_hf.server.requests.sampled import MAX_STOPS
 
 _Added = Annotated[float, Field(ge=-2, le=2)]
 _UNLIMITED = (0, -1, -2)

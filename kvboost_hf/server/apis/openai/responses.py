@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvboost_hf.server.apis.answers import CallReaders, Delta, RequestJobs, Usage, deltas, unless_gone
+from kvboost_hf.server.apis.answers import CallReaders, Delta, RequestJobs, deltas, unless_gone, usage
 from kvboost_hf.server.apis.chat_jobs import start_chat
 from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest, custom_input
@@ -50,7 +50,6 @@ class _Reply:
     text: str = ""  # of that one, and
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     waiting: list[dict[str, Any]] = field(default_factory=list)  # log probabilities of tokens without text so far
-    called: ToolCall | None = None  # the last piece of a call
 
     async def whole(self) -> dict[str, Any]:
         """The whole response, as the last event has it."""
@@ -161,7 +160,7 @@ class _Reply:
         """Add a piece to the call that is open, or to a new one."""
         custom = self.asked.is_custom(call.name)
         field, event = ("input", "custom_tool_call_input") if custom else ("arguments", "function_call_arguments")
-        if self.called is None or self.called.ended:
+        if call.begins:
             yield from self._close("completed")
             item: dict[str, Any] = {
                 "id": f"{'ctc' if custom else 'fc'}_{uuid.uuid4().hex}",
@@ -173,7 +172,6 @@ class _Reply:
             self.output.append(item)
             self.text = ""
             yield self._event("response.output_item.added", output_index=len(self.output) - 1, item=dict(item))
-        self.called = call
         self.text += call.arguments
         place = {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
         told = call.arguments
@@ -216,7 +214,7 @@ class _Reply:
             "top_p": _or(self.asked.top_p, self.context.sampling.top_p),
             "truncation": self.asked.truncation or "disabled",
             "reasoning": self._reasoning,
-            "usage": _usage(Usage.of(self.jobs.finished, 1, self.readers)) if ended else None,
+            "usage": _usage(usage(self.jobs.finished, 1, self.readers)) if ended else None,
         }
 
 
@@ -224,11 +222,13 @@ def _or(asked: float | None, default: float) -> float:
     return default if asked is None else asked
 
 
-def _usage(found: Usage) -> dict[str, Any]:
+def _usage(found: dict[str, Any]) -> dict[str, Any]:
     return {
-        "input_tokens": found.prompt,
-        "input_tokens_details": found.details,
-        "output_tokens": found.completion,
-        "output_tokens_details": {"reasoning_tokens": found.reasoning or 0},
-        "total_tokens": found.prompt + found.completion,
+        "input_tokens": found["prompt_tokens"],
+        "input_tokens_details": found["prompt_tokens_details"],
+        "output_tokens": found["completion_tokens"],
+        "output_tokens_details": {
+            "reasoning_tokens": found.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+        },
+        "total_tokens": found["total_tokens"],
     }

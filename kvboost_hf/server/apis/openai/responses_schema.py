@@ -16,9 +16,8 @@ from kvboost_hf.server.requests.chat import (
     ToolName,
     named_choice,
 )
-from kvboost_hf.server.requests.fields import Body, Many, Named, Refusal, only
+from kvboost_hf.server.requests.fields import Body, Length, Many, Named, Refusal, TextRequest, only
 from kvboost_hf.server.requests.messages import CallArguments, CalledFunction, MadeCall, Message, MessageContent
-from kvboost_hf.server.requests.sampled import Length, TextRequest
 
 
 class SaidItem(Body):

@@ -16,10 +16,10 @@ from kvboost_hf.server.apis.answers import (
     CallReaders,
     Delta,
     RequestJobs,
-    Usage,
     deltas,
     large,
     unless_gone,
+    usage,
     whole,
 )
 from kvboost_hf.server.apis.chat_jobs import constraints_of, start_chat
@@ -81,7 +81,7 @@ class _ChatForm:
                 }
                 for index, answer in enumerate(answers)
             ],
-            "usage": Usage.of(self.jobs.finished, len(answers), self.readers).body,
+            "usage": usage(self.jobs.finished, len(answers), self.readers),
         }
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
@@ -91,16 +91,12 @@ class _ChatForm:
             head["usage"] = None
         for choice in range(choices):
             yield head | {"choices": [_delta(choice, {"role": "assistant", "content": ""})]}
-        sent = [-1] * choices  # the index of the last call of each
-        ended = [True] * choices  # whether that one is complete
         async for delta in deltas(self.jobs, self.readers):
             message: dict[str, Any] = _reasoned(delta) | ({"content": delta.text} if delta.text else {})
-            pieces = []
-            for call in delta.calls:
-                begins, ended[delta.choice] = ended[delta.choice], call.ended
-                sent[delta.choice] += begins
-                told = _call(call) if begins else {"function": {"arguments": call.arguments}}
-                pieces.append({"index": sent[delta.choice]} | told)
+            pieces = [
+                {"index": call.number} | (_call(call) if call.begins else {"function": {"arguments": call.arguments}})
+                for call in delta.calls
+            ]
             if pieces and self.asked.functions:
                 message["function_call"] = pieces[0]["function"]
             elif pieces:
@@ -112,7 +108,7 @@ class _ChatForm:
                 last = _delta(delta.choice, {}, reason=self._reason(delta.reason))
                 yield head | {"choices": [last | self.jobs.limit(delta.choice, delta.reason)]}
         if self.asked.with_usage:
-            yield head | {"choices": [], "usage": Usage.of(self.jobs.finished, choices, self.readers).body}
+            yield head | {"choices": [], "usage": usage(self.jobs.finished, choices, self.readers)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {
@@ -210,7 +206,7 @@ async def _prompt(
     if body.suffix and isinstance(prompt, str):
         prompt = filled(context.tokenizer, prompt, body.suffix)
     special, new = body.add_special_tokens is not False, context.wanted(body.max_tokens)
-    ids = await context.tokens(prompt, request, "prompt", new=new, truncates=body.truncates, special=special)
+    ids = await context.encode(prompt, request, "prompt", new=new, truncates=body.truncates, special=special)
     return context.fitted(body.truncated(ids), body.max_tokens, what="prompt", truncates=body.truncates)
 
 
@@ -245,7 +241,7 @@ class _TextForm:
             text, logprobs = self._echo(choice) + answer.text, self._logprobs(answer.logprobs, 0)
             job = choice // self.asked.answers * self.asked.computed
             choices.append(_choice(choice, text, logprobs, answer.reason) | self.jobs.limit(job, answer.reason))
-        return self._head() | {"choices": choices, "usage": self._usage()}
+        return self._head() | {"choices": choices, "usage": usage(self.jobs.finished, self.asked.computed)}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream."""
@@ -261,7 +257,7 @@ class _TextForm:
             told = _choice(delta.choice, delta.text, logprobs, delta.reason)
             yield head | {"choices": [told | self.jobs.limit(delta.choice, delta.reason)]}
         if self.asked.with_usage:
-            yield head | {"choices": [], "usage": self._usage()}
+            yield head | {"choices": [], "usage": usage(self.jobs.finished, self.asked.computed)}
 
     @property
     def _choices(self) -> int:
@@ -280,9 +276,6 @@ class _TextForm:
             "created": int(time.time()),
             "model": self.context.require_model(self.asked.model),
         }
-
-    def _usage(self) -> dict[str, Any]:
-        return Usage.of(self.jobs.finished, self.asked.computed).body
 
     def _logprobs(self, found: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
         if self.asked.logprobs is None:
