@@ -26,7 +26,7 @@ from simulate import CHUNK, UNDER_WAY, Replica, Room, Trace, _Lower, make_trace
 
 from kvboost_hf.cache.planning.plan import Border
 from kvboost_hf.server.engine.holdings import Holdings
-from kvboost_hf.server.prompt_keys import prompt_keys
+from kvboost_hf.server.routing import prompt_keys
 from kvboost_hf.server.routing import MEMORY, News, PrefixRouter
 
 _KEYS = 50_000  # that bytes are measured with

@@ -25,8 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kvboost_hf.server.app import add_middleware
 from kvboost_hf.server.fair_share import Turns
 from kvboost_hf.server.http.errors import ApiError, add_handlers
-from kvboost_hf.server.prompt_keys import prompt_keys
-from kvboost_hf.server.routing import News, Place, PrefixRouter
+from kvboost_hf.server.routing import News, Place, PrefixRouter, prompt_keys
 from kvboost_hf.server.settings import ServerSettings
 
 _log = logging.getLogger("kvboost_hf.server")
@@ -86,12 +85,9 @@ class Replicas(Protocol):
 
 
 def front_app(replicas: Replicas, settings: ServerSettings, router: PrefixRouter) -> FastAPI:
-    """Make the app in front of replicas.
+    """Make the app in front of replicas, which have the same settings.
 
-    Args:
-        replicas: They answer.
-        settings: The settings of each of them, which hold for what the front takes, too.
-        router: The one that `replicas` choose by, which learns what they hold as long as the app runs.
+    `router` is the one that they choose by; it learns what they hold as long as the app runs.
     """
     forwarding = Forwarding(replicas, settings)
 
@@ -231,12 +227,7 @@ def _lost(error: Exception) -> ApiError:
 
 
 def merged(path: str, answers: Sequence[Answer]) -> Response:
-    """One answer in place of those of all replicas.
-
-    Args:
-        path: What was asked of them.
-        answers: At least one.
-    """
+    """One answer in place of those of all replicas."""
     failed = [each for each in answers if each.status >= 400]
     # Who does not know a session has nothing to say of it; what one could not do is not done.
     telling = [each for each in failed if each.status != 404] or (failed if len(failed) == len(answers) else [])
@@ -295,11 +286,7 @@ def merged_session(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def merged_figures(pages: Mapping[str, str]) -> str:
-    """The figures of all replicas in Prometheus's text format, each with the label `replica`.
-
-    Args:
-        pages: The text of each, by name.
-    """
+    """The figures of all replicas in Prometheus's text format, each with the label `replica`."""
     families: dict[str, list[str]] = {}  # by the comment that begins each, all lines
     for replica, page in pages.items():
         family = families.setdefault("", [])
@@ -318,12 +305,7 @@ def merged_figures(pages: Mapping[str, str]) -> str:
 
 
 def lacking(wanted: Mapping[str, float], there: Mapping[str, float]) -> dict[str, float]:
-    """What a cluster lacks of some resources, by name.
-
-    Args:
-        wanted: What is needed.
-        there: What there is.
-    """
+    """What a cluster lacks of some resources, by name."""
     short = {name: amount - there.get(name, 0) for name, amount in wanted.items()}
     return {name: amount for name, amount in short.items() if amount > 0}
 

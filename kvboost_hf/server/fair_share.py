@@ -208,15 +208,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, client: bytes, *, long: bool = False) -> AsyncIterator[None]:
-        """Wait for a place, and hold it.
-
-        Args:
-            client: Who asks.
-            long: Whether the work takes long.
-
-        Raises:
-            QueueFullError: too many of this client wait already.
-        """
+        """Wait for a place, and hold it; `QueueFullError` where too many of this client wait already."""
         waiting = sum(turn.client == client for turn in self._waiting)
         if waiting >= self._max_waiting:
             raise QueueFullError(

@@ -9,14 +9,18 @@ stands for all that is before it, too. Where no replica has any of it, the first
 each. Loads are bounded as in consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA 2018).
 """
 
+import json
 import logging
 import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import xxhash
+
+from kvboost_hf.cache.planning.chunks import digest, root_key
 
 _log = logging.getLogger("kvboost_hf.server")
 
@@ -25,6 +29,11 @@ MAX_KEYS = 65_536  # pieces that a replica publishes, and that a router takes fr
 _LOADING = 0.5  # of computing: what a piece counts for that has to be loaded from a lower tier
 _UNKNOWN = -1  # events of a replica, some of which are missing
 _SILENT = 240  # rounds of news without any of a replica, after which its view is dropped
+
+_PIECE = 256  # characters
+_CHANGING = re.compile(r'x-anthropic-billing-header:[^"\\]*')  # no part of prompts
+# In the order in which prompts have them.
+_FIELDS = ("tools", "instructions", "system", "context", "messages", "prompt", "input", "texts")
 
 
 class Place(NamedTuple):
@@ -101,11 +110,7 @@ class PrefixRouter:
         self._overfull: set[str] = set()
 
     def most(self, loads: Mapping[str, int]) -> int:
-        """How many requests a replica may have under way, the next one included.
-
-        Args:
-            loads: By replica, its requests under way.
-        """
+        """How many requests a replica may have under way, the next one included."""
         return math.ceil(self.load_factor * (sum(loads.values()) + 1) / len(loads))
 
     def rank(self, keys: Sequence[bytes], loads: Mapping[str, int]) -> list[str]:
@@ -140,10 +145,6 @@ class PrefixRouter:
 
         A piece in a lower tier counts for half: it has to be loaded. A prompt that went to a replica is taken for held
         there until the replica says what has become of it.
-
-        Args:
-            keys: As in `rank`.
-            loads: The replicas.
         """
         return self._look_up(keys, loads)[0] if keys else {}
 
@@ -163,12 +164,7 @@ class PrefixRouter:
         return found, None
 
     def routed(self, keys: Sequence[bytes], replica: str) -> None:
-        """Remember that a prompt went to `replica`, which will have its pieces.
-
-        Args:
-            keys: As in `rank`.
-            replica: Where it went.
-        """
+        """Remember that a prompt went to `replica`, which will have its pieces."""
         with self._lock:
             for key in reversed(keys):  # so that what continues a piece is forgotten before the piece
                 self._went[key] = replica
@@ -194,9 +190,6 @@ class PrefixRouter:
 
         Where events are missing, `places` says so, and the replica will tell all that it holds. What a replica has
         said last is believed for 240 rounds in which others say something and it does not.
-
-        Args:
-            round: The news of those replicas that have answered.
         """
         with self._lock:
             told = set[str]()
@@ -269,3 +262,30 @@ def _depth(backwards: Sequence[bytes], held: Mapping[bytes, int]) -> float:
 
 def _weight(key: bytes, replica: str) -> int:
     return xxhash.xxh3_64_intdigest(key + replica.encode())
+
+
+def prompt_keys(body: bytes, authorization: str = "") -> list[bytes]:
+    """Keys of the leading pieces of a prompt: requests that share some begin with the same text, for the same client.
+
+    Args:
+        body: The body of a request to any route of the server.
+        authorization: What clients are told apart by, besides the body's `cache_salt`.
+
+    Returns:
+        One of the body's `prompt_cache_key`, if it has one, and one for each 256 characters; none for what is no JSON
+        object, which the server will refuse.
+    """
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return []
+    if not isinstance(asked, dict):
+        return []
+    text = _CHANGING.sub("", json.dumps([asked[name] for name in _FIELDS if asked.get(name) is not None])).encode()
+    owner = repr((authorization, asked.get("cache_salt"))).encode()
+    key = root_key(b"text", owner)
+    session = asked.get("prompt_cache_key")
+    keys: list[bytes] = [] if session is None else [root_key(b"session", owner + repr(session).encode())]
+    for stop in range(_PIECE, len(text) + 1, _PIECE):
+        keys.append(key := digest(key, text[stop - _PIECE : stop]))
+    return keys

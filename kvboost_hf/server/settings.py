@@ -32,11 +32,7 @@ class TlsFiles:
     ca_certs: Path | None = setting(None, group=ACCESS, flag="ssl-ca-certs", metavar="FILE")
 
     def context(self) -> ssl.SSLContext:
-        """Make an SSL context for TLS 1.2 or later.
-
-        Raises:
-            ValueError: a file is missing, is none of its kind, or does not go with the others.
-        """
+        """Make an SSL context for TLS 1.2 or later; `ValueError` for files that are missing, or do not fit."""
         for flag, path in (("certfile", self.certfile), ("keyfile", self.keyfile), ("ca-certs", self.ca_certs)):
             if path is not None and not path.is_file():
                 raise ValueError(f"`--ssl-{flag}` must be a file in the PEM format, but there is none at {path}.")
@@ -171,16 +167,9 @@ class ServerSettings:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Read the keys of a file, one a line; blank lines and those that begin with `#` are left out.
+    """Read the keys of a file, one a line, without blank lines and those that begin with `#`.
 
-    Args:
-        path: The path of a file that nobody else may read; its group may.
-
-    Returns:
-        One key at least.
-
-    Raises:
-        ValueError: others may read or write it, it cannot be read, or it holds no key.
+    Raises `ValueError` for a file that others may read or write, that cannot be read, or that holds no key.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -197,12 +186,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def require_closed(path: Path, what: str) -> None:
-    """Raise ValueError for a file that other users may read or write; its group may read it.
-
-    Args:
-        path: The path of a file that exists.
-        what: The file in the error.
-    """
+    """Raise `ValueError` for a file that other users may read or write; its group may read it."""
     mode = path.stat().st_mode
     if sys.platform != "win32" and mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
         raise ValueError(

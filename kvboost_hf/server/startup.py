@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,67 +30,8 @@ _log = logging.getLogger("kvboost_hf.server")
 _ANY = ("0.0.0.0", "::")  # addresses to listen at that nobody can call
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """The choices that a server has made, as the log has them.
-
-    Args:
-        model: What clients call the model.
-        model_class: The model's class in transformers.
-        parameters: Number of its weights.
-        dtype: The dtype of the model's weights.
-        device: Where it runs.
-        threads: Threads of PyTorch on the CPU.
-        attention: The model's attention, as transformers names it.
-        attention_reason: Why it has this one.
-        max_model_len: Tokens of a prompt and its answer, at most.
-        max_batch_size: Requests that run at once.
-        max_queue_size: Requests that wait.
-        max_live_tokens: Tokens of K/V of all running requests, as planned; None for no plan.
-        live_bytes: Bytes that these take.
-        store_bytes: Host memory for stored K/V.
-        store_tokens: Tokens that fit into it if they are not compressed.
-        codec: How stored K/V is kept.
-        tiers: Places below host memory: name, location and bytes held.
-        tier_chunks: Chunks in these tiers, of other models, too; counted up to 10,000.
-        found_chunks: Those of them that this server finds.
-        found_tokens: Tokens of these.
-        fingerprint: Beginning of the hash that K/V in tiers is found by; None without tiers.
-        recompute_strategy: How moved K/V is repaired, or "exact".
-        drafts: The policy of drafts; None for no drafts.
-        api_keys: Number of API keys.
-        operator_keys: Number of keys of operators.
-        chats: Whether the model has a chat template.
-        tools: In whose format calls of tools are found, or why requests with tools are refused.
-    """
-
-    model: str
-    model_class: str
-    parameters: int
-    dtype: str
-    device: str
-    threads: int
-    attention: str
-    attention_reason: str
-    max_model_len: int
-    max_batch_size: int
-    max_queue_size: int
-    max_live_tokens: int | None
-    live_bytes: int | None
-    store_bytes: int
-    store_tokens: int | None
-    codec: str
-    tiers: dict[str, dict[str, Any]]
-    tier_chunks: int
-    found_chunks: int
-    found_tokens: int
-    fingerprint: str | None
-    recompute_strategy: str
-    drafts: str | None
-    api_keys: int
-    operator_keys: int
-    chats: bool
-    tools: str
+class Chosen(SimpleNamespace):
+    """The choices that a server has made, as the log has them."""
 
     @classmethod
     def of(
@@ -122,15 +63,16 @@ class Chosen:
             threads=torch.get_num_threads(),
             attention=attn_implementation(model),
             attention_reason=attention_reason,
-            max_model_len=engine.max_model_len,
+            max_model_len=engine.max_model_len,  # tokens of a prompt and its answer
             max_batch_size=settings.max_batch_size,
             max_queue_size=settings.max_queue_size,
-            max_live_tokens=live,
+            max_live_tokens=live,  # of K/V of all running requests, as planned; None for no plan
             live_bytes=live * per_token if live is not None and per_token else None,
             store_bytes=engine.store.max_bytes,
             store_tokens=engine.store.max_bytes // per_token if per_token else None,
             codec=engine.store.codec.name,
             tiers=tiers,
+            # of other models, too; counted up to 10,000
             tier_chunks=len(in_tiers.held) if in_tiers is not None else 0,
             found_chunks=len(found),
             found_tokens=sum(len(entry.tokens) for entry in found if entry.kind is not Kind.STATES),
@@ -140,6 +82,7 @@ class Chosen:
             api_keys=len(settings.api_keys),
             operator_keys=len(settings.operator_keys),
             chats=getattr(engine.tokenizer, "chat_template", None) is not None,
+            # in whose format calls of tools are found, or why requests with tools are refused
             tools=ToolSupport.of(engine.tokenizer).told,
         )
 
@@ -204,11 +147,7 @@ class Chosen:
 
 
 def write_log(level: str) -> None:
-    """Write the log to standard error: lines for a person if that is a terminal, else lines of JSON.
-
-    Args:
-        level: The least level that is logged.
-    """
+    """Write the log to standard error: lines for a person if that is a terminal, else lines of JSON."""
     terminal = sys.stderr.isatty()
     handler = logging.StreamHandler()
     handler.setFormatter(TextLines() if terminal else JsonLines())
@@ -284,7 +223,7 @@ class Startup:
         if self._terminal:
             sys.stderr.write(chosen.page(_callable(urls[0])))
         else:
-            fields = {**asdict(chosen), "urls": list(urls)}
+            fields = {**vars(chosen), "urls": list(urls)}
             _log.info("listening at %s", ", ".join(urls), extra={"fields": fields})
 
 

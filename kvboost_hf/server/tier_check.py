@@ -69,15 +69,7 @@ def unfound(
     salts: Sequence[bytes],
     kept: InTiers | None = None,
 ) -> str | None:
-    """Why the server cannot find K/V of the model in its tiers, or only a part; None if it can, as far as is known.
-
-    Args:
-        model: The model, with the attention that it is served with.
-        store: The store of the server.
-        live_quant: The `live_quant` of its caches.
-        salts: The salts of its API keys, or the one of clients without a key.
-        kept: What the tiers hold, if that was read before.
-    """
+    """Why the server cannot find K/V of the model in its tiers, or only a part; None if it can, as far as is known."""
     kept = kept or InTiers.of(model, store, live_quant, salts)
     if kept is None or not kept.held:
         return None
@@ -116,13 +108,8 @@ def _compared(
 ) -> tuple[bytes, str] | None:
     """A root that this server does not find, with which flags it was stored, and what to do; None where nobody knows.
 
-    Args:
-        model: The model, with the attention that it is served with.
-        store: The store of the server.
-        live: Names the codes of its caches.
-        salts: Those of its clients.
-        keys: By root, the key of a chunk.
-        attentions: Try other attentions for chunks that do not tell theirs: all weights are read again for each.
+    `keys` has a chunk of each root. With `attentions` others are tried for chunks that do not tell theirs: all weights
+    are read again for each.
     """
     untold: set[bytes] = set()  # roots of chunks that earlier releases have stored
     newer: tuple[bytes, str] | None = None

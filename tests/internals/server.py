@@ -67,7 +67,6 @@ from kvboost_hf.server.jobs import (
     TokenLogprob,
     prompt_salt,
 )
-from kvboost_hf.server.prompt_keys import prompt_keys
 from kvboost_hf.server.protocol import (
     DrainingError,
     Engine,
@@ -78,7 +77,7 @@ from kvboost_hf.server.protocol import (
 )
 from kvboost_hf.server.requests.chat import ChatRequest
 from kvboost_hf.server.requests.texts import CompletionRequest, WarmRequest
-from kvboost_hf.server.routing import BELOW, GONE, MEMORY, News, Place, PrefixRouter
+from kvboost_hf.server.routing import BELOW, GONE, MEMORY, News, Place, PrefixRouter, prompt_keys
 from kvboost_hf.server.serve import _warm, start_engine
 from kvboost_hf.server.settings import ServerSettings, TlsFiles, read_keys
 from kvboost_hf.server.startup import Chosen, Startup, TextLines

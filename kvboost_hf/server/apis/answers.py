@@ -89,11 +89,7 @@ class RequestJobs:
         self._events.put_nowait((n, event))
 
     async def events(self) -> AsyncIterator[tuple[int, JobEvent]]:
-        """Events with the index of their job, until all jobs have finished.
-
-        Raises:
-            ApiError: A job was given up, or has failed.
-        """
+        """Events with the index of their job, until all have ended; `ApiError` if one was given up, or failed."""
         while len(self.finished) < len(self._tickets):
             n, event = await self._events.get()
             if isinstance(event, Finished):
@@ -151,17 +147,9 @@ class _Cancellable(Protocol):
 
 
 async def unless_gone(request: Request, jobs: _Cancellable | None, answer: Coroutine[Any, Any, T]) -> T:
-    """Await an answer, and cancel it if the client disconnects first.
+    """Await an answer, or raise `ApiError` if the client disconnects first. The jobs are cancelled in the end.
 
     Where the jobs of the request have ended, the response tells in a header what they have reused: see `Guard`.
-
-    Args:
-        request: The client's request.
-        jobs: Cancelled at the end, whether the client is there or not; None for nothing.
-        answer: The coroutine to await.
-
-    Raises:
-        ApiError: The client has disconnected.
     """
     work, gone = asyncio.create_task(answer), asyncio.create_task(_gone(request))
     try:
@@ -235,11 +223,7 @@ class CallReaders:
 
 
 async def deltas(jobs: RequestJobs, readers: CallReaders) -> AsyncIterator[Delta]:
-    """Deltas of the answers to a request, as its jobs make progress.
-
-    Raises:
-        ApiError: A job was given up, or has failed.
-    """
+    """Deltas of the answers to a request, as its jobs make progress."""
     called: dict[int, ToolCall] = {}  # the last piece of each answer's calls
     async for choice, event in jobs.events():
         reason = str(event.reason) if isinstance(event, Finished) else None
@@ -292,13 +276,7 @@ async def whole(found: AsyncIterator[Delta], choices: int) -> list[Answer]:
 
 
 def usage(finished: Mapping[int, Finished], n: int, readers: CallReaders | None = None) -> dict[str, Any]:
-    """The `usage` object of jobs of which `n` in a row have the same prompt, which counts once.
-
-    Args:
-        finished: By the index of the job, how it has ended.
-        n: Answers to each prompt.
-        readers: Have read the answers; None for texts alone.
-    """
+    """The `usage` object of jobs of which `n` in a row have the same prompt, which counts once."""
     events, firsts = finished.values(), [event for choice, event in finished.items() if choice % n == 0]
     details: dict[str, Any] = {
         "cached_tokens": sum(event.cached_tokens for event in firsts),

@@ -38,18 +38,10 @@ async def start_chat(
     new: int | None = None,
     keep: Sequence[Keep] = (),
 ) -> tuple[RequestJobs, CallReaders]:
-    """Submit a job for each answer that a request asks for.
+    """Submit a job for each answer that a request asks for; returns them, and readers of calls in their texts.
 
-    Args:
-        context: The parts of the server.
-        body: The request.
-        request: As it came.
-        ids: The tokens of the prompt; None to encode the messages.
-        new: Tokens of an answer; None for what the body asks for.
-        keep: Beginnings of the prompt to pin, besides what the body asks for.
-
-    Returns:
-        The jobs, and readers of the tool calls in their texts.
+    `ids` are the tokens of the prompt in place of the messages, `new` those of an answer in place of what the body
+    asks for, and `keep` are beginnings of the prompt to pin besides.
     """
     context.require_model(body.model)
     choices = context.require_choices(body.n or 1)
@@ -105,11 +97,7 @@ class Reading:
     close: int | None
 
     def readers(self, choices: int) -> CallReaders:
-        """A reader of each answer.
-
-        Raises:
-            ApiError: It is not known how the model writes calls.
-        """
+        """A reader of each answer."""
         try:
             streams = [reader for _ in range(choices) if (reader := self._reader()) is not None]
         except ValueError as error:
@@ -196,18 +184,7 @@ def _token(tokenizer: Any, text: str) -> int | None:
 async def constraints_of(
     context: RouteContext, body: Sampled, request: Request, salt: bytes, answers: int
 ) -> Sequence[Constraint | None]:
-    """Make a constraint for each answer to a request; None for answers that may be any text.
-
-    Args:
-        context: Compiles grammars, when it is the client's turn.
-        body: The request.
-        request: The HTTP request.
-        salt: The salt of the client.
-        answers: The number of answers.
-
-    Raises:
-        ApiError: The constraint cannot be enforced.
-    """
+    """Make a constraint for each answer to a request; None for answers that may be any text."""
     must_call = isinstance(body, ChatRequest) and body.must_call
     if body.form is None and not must_call:
         return [None] * answers

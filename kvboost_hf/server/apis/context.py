@@ -133,11 +133,7 @@ class RouteContext:
         return await self._awaited(request, self.encoder.chat_start(told, shown, owner, rendering=body.rendering))
 
     def told(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[Told, Told]:
-        """Messages and tools as chat templates take them.
-
-        Raises:
-            ApiError: The arguments of calls are too large.
-        """
+        """Messages and tools as chat templates take them."""
         try:
             calls = [call for message in messages for call in message.calls]
             require_few_parts([call.function.arguments.encode() for call in calls])
@@ -224,17 +220,7 @@ class RouteContext:
     def fitted(
         self, ids: list[int], asked: int | None, *, what: Literal["messages", "prompt"], truncates: bool
     ) -> list[int]:
-        """A prompt that leaves room for an answer.
-
-        Args:
-            ids: The prompt.
-            asked: Tokens of the answer that are asked for; None for no length.
-            what: What the prompt is made of.
-            truncates: Leave out its beginning where it is too long.
-
-        Raises:
-            TooLongError: It has as many tokens as the context, or more.
-        """
+        """A prompt that leaves room for an answer of `asked` tokens; `truncates` leaves its beginning out for that."""
         limit = self.context_length
         most = limit - self.wanted(asked)
         if truncates or self.settings.auto_truncate:
@@ -251,10 +237,7 @@ class RouteContext:
     def length(self, ids: Sequence[int], asked: int | None, *, reported: int | None) -> Length:
         """How long an answer may get: as long as is asked for, but no longer than there is room for.
 
-        Args:
-            ids: The prompt.
-            asked: Tokens that are asked for; None for no length.
-            reported: Tokens that there may be log probabilities of, as `reportable` says; None for any number.
+        No more tokens than `reported` get log probabilities, as `reportable` says.
         """
         room, cap = self.context_length - len(ids), self.settings.default_max_tokens
         if asked is not None and asked <= room:
@@ -284,19 +267,7 @@ class RouteContext:
         skip_special_tokens: bool = True,
         limited_by: LimitedBy = "request",
     ) -> Job:
-        """Make the job of one answer.
-
-        Args:
-            ids: The prompt.
-            options: How the tokens of the answer are chosen.
-            salt: The salt of the request.
-            asked: Says what ends the answer; None for the model's tokens alone.
-            skip_special_tokens: Leave them out of the text where `asked` says nothing else.
-            limited_by: What limits the length of the answer.
-
-        Raises:
-            ApiError: The prompt has no tokens, or a token that ends the answer is none of the model's.
-        """
+        """Make the job of one answer; `asked` says what ends it, besides the model's tokens."""
         if not ids:
             raise refused("prompt", "A prompt must have a token at least, got an empty text.")
         job = Job(
@@ -339,21 +310,13 @@ class RouteContext:
             )
 
     def keep(self, ttl_s: float | None, tokens: int | None = None) -> Keep:
-        """Ask to pin the first tokens of a prompt, within the share that each client has of the store.
-
-        Args:
-            ttl_s: Seconds after their last use; None for no limit.
-            tokens: How many; None for all.
-        """
+        """Ask to pin the first tokens of a prompt, or all, within the share that each client has of the store."""
         return Keep(ttl_s=ttl_s, tokens=tokens, share=_PINNED_SHARE / max(1, len(self.settings.api_keys)))
 
     def start(self, jobs: Sequence[Job], request: Request, asked: Asked | None = None) -> RequestJobs:
         """Submit the jobs of a request together.
 
-        Args:
-            jobs: The jobs.
-            request: The client's request, whose header `x-kvboost-repair` says how moved K/V may be used.
-            asked: The request's body, where it says how the jobs wait, what is kept, and how moved K/V may be used.
+        The body, or the header `x-kvboost-repair`, says how moved K/V may be used, and the body what is kept.
         """
         figures = request.scope.setdefault("figures", Counter())
         fields: dict[str, Any] = {"client": client(request), "reuse": _reuse(request)}

@@ -43,16 +43,7 @@ class Histories:
         self._chats: FairCache[bytes, _Kept] = FairCache(max_bytes, size=lambda key, kept: kept.num_bytes)
 
     def whole(self, body: ChatRequest, client: bytes, salt: bytes) -> ChatRequest:
-        """A request with all messages of its chat: those that are kept, edited, and then its own.
-
-        Args:
-            body: The request.
-            client: Who asks.
-            salt: Separates prompts, also those of one client.
-
-        Raises:
-            ApiError: There is no such chat for this client, or its edits are refused.
-        """
+        """A request with all messages of its chat: those that are kept, edited, and then its own."""
         kept: Sequence[Message] = ()
         if isinstance(body.history, str):
             key = (salt, body.prompt_cache_key or "", body.history)
@@ -79,16 +70,7 @@ class Histories:
         return whole
 
     def keep(self, body: ChatRequest, client: bytes, salt: bytes) -> str | None:
-        """Keep the messages of a request; returns their name.
-
-        Args:
-            body: The request, with all messages.
-            client: Who asks.
-            salt: Separates prompts.
-
-        Returns:
-            The name; None if nothing is kept, because it alone is larger than all may be.
-        """
+        """Keep the messages of a request; returns their name, or None if they alone are larger than all may be."""
         num_bytes = sum(len(message.model_dump_json()) + _MESSAGE_BYTES for message in body.messages)
         if num_bytes > self._max_bytes:
             return None

@@ -32,21 +32,7 @@ def require_embeddings(context: RouteContext) -> None:
 async def embed(
     context: RouteContext, texts: Sequence[str | list[int]], request: Request, param: str
 ) -> tuple[list[list[float]], int]:
-    """Embed the texts of a request.
-
-    Args:
-        context: The parts of the server.
-        texts: Texts, or their tokens.
-        request: The request of HTTP.
-        param: The field of the texts.
-
-    Returns:
-        An embedding of each text, and the tokens of all texts together.
-
-    Raises:
-        ApiError: There are too many texts, one is empty, or embedding took too long or has failed.
-        TooLongError: A text is longer than the context.
-    """
+    """Embed the texts of a request, or their tokens; returns an embedding of each, and the tokens of all together."""
     if len(texts) > MAX_TEXTS:
         raise refused(param, f"One request may have {MAX_TEXTS} texts, got {len(texts)}. Send several.")
     encoded = [await context.encode(text, request, param, whole=True) for text in texts]
@@ -69,16 +55,7 @@ async def _within(future: Future[list[list[float]]], timeout_s: float) -> list[l
 
 
 def filled(tokenizer: Any, prefix: str, suffix: str) -> str:
-    """A prompt for the text between two others.
-
-    Args:
-        tokenizer: The tokenizer of the model.
-        prefix: The text before.
-        suffix: The text behind.
-
-    Raises:
-        ApiError: The model has no tokens for it.
-    """
+    """A prompt for the text between two others; `ApiError` if the model has no tokens for it."""
     for form in _FORMATS:
         marks = form.replace("{prefix}", " ").replace("{suffix}", " ").split()
         if all(mark in tokenizer.added_tokens_encoder for mark in marks):

@@ -103,11 +103,7 @@ class _Posted(Request):
         self.refusal: RequestValidationError | None = None
 
     async def json(self) -> Any:
-        """The body, parsed; a large one is an instance of its type, which FastAPI does not check again.
-
-        Raises:
-            HTTPException: The body has too many parts, or (with `refusal`) is not of its type.
-        """
+        """The body, parsed; a large one is an instance of its type, which FastAPI does not check again."""
         raw = await self.body()
         try:
             return await self._read(raw)

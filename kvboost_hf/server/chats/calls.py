@@ -4,7 +4,7 @@ import json
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import regex  # type: ignore[import-untyped]
 
@@ -80,25 +80,6 @@ class _Call:
         self.told, self._any, self._waiting = True, True, ""
 
 
-class _Reader(Protocol):
-    """Reads one call."""
-
-    done: bool
-    stuck: bool
-
-    def read(self, text: str) -> str:
-        """Read more text; returns what comes behind the call, or cannot be a part of it."""
-        ...
-
-    def close(self, *, cut: bool) -> bool:
-        """Add what came of the arguments; returns whether these are all, and nothing but brackets was missing."""
-        ...
-
-    def may_begin(self, names: Sequence[str]) -> bool:
-        """Whether what came may be the beginning of a call of one of these tools."""
-        ...
-
-
 class CallsReader:
     """Reads calls of one format, one after the other.
 
@@ -118,7 +99,7 @@ class CallsReader:
         self._known, self._streams = known, streams
         self._tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         self._call: _Call | None = None
-        self._reader: _Reader | None = None  # of that call, while it has not ended
+        self._reader: _HeadedCall | _ObjectCall | None = None  # of that call, while it has not ended
 
     @property
     def within(self) -> bool:
@@ -169,8 +150,7 @@ class CallsReader:
     def close(self, *, cut: bool) -> bool:
         """End the call that has begun; returns whether it is one, whose last piece is then told.
 
-        Args:
-            cut: Whether the answer was ended where it would have gone on.
+        `cut` says whether the answer was ended where it would have gone on.
         """
         if self._reader is None or self._call is None:
             return True
@@ -189,7 +169,12 @@ class CallsReader:
 
 
 class _HeadedCall:
-    """A call whose name comes before its arguments."""
+    """A call whose name comes before its arguments.
+
+    `read` returns what comes behind the call, or cannot be a part of it. `close` adds what came of the arguments, and
+    tells whether these are all, and nothing but brackets was missing. `may_begin` tells whether what came may be the
+    beginning of a call of one of the tools. So does `_ObjectCall`.
+    """
 
     def __init__(self, call: _Call, known: ToolFormat, tools: Mapping[str, Any]) -> None:
         self.done = self.stuck = False

@@ -103,10 +103,6 @@ class Encoder:
             whole: Refuse a text that is too long even where the beginning of prompts is left out.
             truncates: Leave out the beginning of what is too long even where the server does not.
             special: With the tokens that the tokenizer puts around each text.
-
-        Raises:
-            TooLongError: it must have more tokens than the context.
-            QueueFullError: too many texts of this client wait.
         """
         limit = self._limit(new, truncates, whole)
         if not isinstance(text, str):
@@ -130,18 +126,7 @@ class Encoder:
     ) -> list[int]:
         """Tokens of a chat, in which only what the chat template writes itself becomes special tokens.
 
-        Args:
-            messages: As the chat template takes them.
-            tools: Likewise.
-            owner: Who asks. What is known of the chat is not tokenized again for the same owner.
-            new: Tokens that are to come behind it.
-            rendering: How the chat template writes the chat.
-            truncates: Leave out the beginning of what is too long even where the server does not.
-
-        Raises:
-            ApiError: there is no chat template, or it refuses the messages.
-            TooLongError: see `text`, as for the other.
-            QueueFullError:
+        What is known of the chat is not tokenized again for the same owner. `new` and `truncates` are as in `text`.
         """
         limit = self._limit(new, truncates)
         if len(messages) > self._context and not limit.truncates:  # each has a token at least
@@ -152,14 +137,7 @@ class Encoder:
             return await in_thread(lambda: self._chat(tokenizer, chat, owner, limit))
 
     async def chat_start(self, messages: Told, tools: Told, owner: Owner, *, rendering: Rendering) -> Start:
-        """What all chats begin with that go on from these messages, encoded as `chat` encodes them; see `chat`.
-
-        Args:
-            messages: As the chat template takes them, one or more.
-            tools: Likewise.
-            owner: Who asks.
-            rendering: How the chat template writes such chats.
-        """
+        """What all chats begin with that go on from these messages, encoded as `chat` encodes them."""
         size = 2 * sum(map(len, texts_in([messages, tools])))
         async with self._place(owner[0], size) as tokenizer:
             return await in_thread(lambda: self.start_of(messages, tools, owner, rendering, tokenizer))
@@ -223,11 +201,7 @@ class Encoder:
         return self._apart(tokenizer, cut, apart if text == rendered else cut.last(apart, len(text)))
 
     def _rendered(self, chat: "_Chat") -> tuple[str, "_Chat"]:
-        """What the template makes of a chat, and the chat in the form that it takes.
-
-        Raises:
-            ApiError: There is no template, or it refuses all forms.
-        """
+        """What the template makes of a chat, and the chat in the form that it takes; `ApiError` if it refuses all."""
         if chat.alternates:
             return chat.rendered(self._tokenizer), chat
         abilities = self._abilities_for(chat)
@@ -372,11 +346,7 @@ class _Chat:
         return _Chat(messages, tools, replace(self.rendering, arguments=arguments))
 
     def rendered(self, tokenizer: Any) -> str:
-        """What the template makes of it.
-
-        Raises:
-            ApiError: There is no template, or it refuses the messages.
-        """
+        """What the template makes of it; `ApiError` if there is none, or it refuses the messages."""
         if tokenizer.chat_template is None:
             raise refused("messages", "The model has no chat template. Send a text to /v1/completions.")
         try:

@@ -61,11 +61,7 @@ class Abilities:
 
 
 def abilities_of(render: Callable[[Messages], str | None]) -> Abilities:
-    """What a template does.
-
-    Args:
-        render: Makes a text of a chat, or None where the template refuses it.
-    """
+    """What a template does, by `render`, which makes a text of a chat, or None where the template refuses it."""
 
     def try_all(*chats: str, **options: Any) -> Ability:
         found = [_try(render, chat, **options) for chat in chats]
@@ -115,10 +111,7 @@ def _try(
 def adapted(messages: Messages, abilities: Abilities, *, dropped_only: bool = False) -> tuple[Messages, list[str]]:
     """Messages as a template takes them, and the names of what was changed.
 
-    Args:
-        messages: As other templates take them.
-        abilities: What the template does.
-        dropped_only: Change only messages that the template would leave out.
+    With `dropped_only` only messages that the template would leave out.
 
     Example:
         >>> chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello."}]
@@ -245,11 +238,7 @@ def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_changing_lines(messages: Sequence[dict[str, Any]], patterns: Sequence[str]) -> list[dict[str, Any]]:
-    """Messages without changing lines of the system; what is left out is noted.
-
-    Args:
-        messages: As chat templates take them.
-        patterns: Regular expressions of Python; a line that one of them matches as a whole is left out.
+    """Messages without changing lines of the system, those that a pattern matches as a whole; they are noted.
 
     Example:
         >>> text = "x-anthropic-billing-header: cc_version=2; cch=1a;\\nBe short."

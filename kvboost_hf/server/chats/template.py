@@ -127,11 +127,7 @@ class Markers:
         return [span for number, span in zip(found.ids, found.offsets, strict=True) if number]
 
     def cut(self, given: Any) -> "CutText | None":
-        """The arguments of a chat template with a cut in text that could be read as a marker; None without such text.
-
-        Args:
-            given: Texts, in dicts and lists.
-        """
+        """Arguments of a chat template with a cut in text that could be read as a marker; None without such text."""
         cut = CutText(self, f"{secrets.randbelow(_NUMBER):016}")
         cut.given = cut.each(given)
         return cut if cut.changed else None
@@ -155,11 +151,7 @@ class Markers:
         return _Apart(self._backend, self._tokens)
 
     def encode(self, text: str, markers: Sequence[TextSpan]) -> list[int]:
-        """Tokens of a text in which nothing else than `markers` is a special token.
-
-        Raises:
-            ForgedMarkerError: the tokenizer cannot do that.
-        """
+        """Tokens of a text in which nothing else than `markers` is a special token, or `ForgedMarkerError`."""
         if self._backend is None:
             raise ForgedMarkerError("its tokenizer is none of the fast ones")
         ids = self._apart.encode(text, markers)
@@ -250,13 +242,9 @@ def texts_in(given: Any) -> Iterator[str]:
 
 
 def forget_words(tokenizer: Any) -> bool:
-    """Empty the memory of a tokenizer. It encodes words faster that it has encoded before, so that time tells them.
+    """Empty the memory of a tokenizer; returns False where it cannot be emptied.
 
-    Args:
-        tokenizer: A tokenizer of transformers, or of the tokenizers package.
-
-    Returns:
-        False where it cannot be emptied.
+    It encodes words faster that it has encoded before, so that time tells them.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, Tokenizer):
@@ -341,13 +329,7 @@ class TokenCache:
         self.works = fast and bool(self._cuts) and not takes_more and self._is_exact(tokenizer)
 
     def encode(self, tokenizer: Any, text: str, owner: Owner) -> list[int]:
-        """Tokens of a text, without those that the tokenizer puts around texts.
-
-        Args:
-            tokenizer: That of the model, or a copy.
-            text: The text. Special tokens in it are such.
-            owner: Who asks.
-        """
+        """Tokens of a text, without those that the tokenizer puts around texts. Special tokens in it are such."""
         if not self.works:
             return _encode(tokenizer, text)
         found: list[int] = []
@@ -428,12 +410,7 @@ class KnownTools:
         self._lists: FairCache[Owner, str] = FairCache(256, 16)  # by a hash of what does not depend on the order
 
     def ordered(self, tools: list[dict[str, Any]], owner: Owner) -> tuple[list[dict[str, Any]], bool]:
-        """Tools in the order of keys in which their owner has sent them first, and whether that is another one.
-
-        Args:
-            tools: As chat templates take them. The order of lists in them counts, and stays.
-            owner: Who asks. Nothing is known of the lists of others.
-        """
+        """Tools in the order of keys in which their owner has sent them first, and whether that is another one."""
         given = json.dumps(tools)
         if not tools or len(given) > _MOST_CHARS:
             return tools, False

@@ -401,11 +401,7 @@ FORMATS = (  # the first whose sign a template has
 
 
 def format_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> ToolFormat:
-    """The format in which a model writes tool calls, by its chat template.
-
-    Raises:
-        ValueError: the chat template has no place for tools, or shows none of the formats that are known here.
-    """
+    """The format in which a model writes tool calls, by its chat template; `ValueError` if it shows none."""
     known = known_format(template_for(tokenizer, tools))
     if known is None:
         names = "; ".join(each.name for each in FORMATS)
@@ -453,11 +449,7 @@ class ToolSupport(NamedTuple):
 
 
 def template_for(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> str:
-    """The chat template for chats with tools.
-
-    Raises:
-        ValueError: there is none, or it has no place for tools.
-    """
+    """The chat template for chats with tools; `ValueError` if there is none, or it has no place for tools."""
     template = tokenizer.get_chat_template(tools=[dict(tool) for tool in tools]) if tokenizer.chat_template else ""
     if "tools" not in template:
         raise ValueError(

@@ -48,7 +48,7 @@ class EmbeddingJob:
         return piece is None or len(self._texts[len(self._found)]) <= piece
 
     def advance(self, model: PreTrainedModel, piece: int | None) -> bool:
-        """Compute the next piece, of so many tokens at most, of the next text, or all of it; tells whether all is done."""
+        """Compute the next piece of the next text, of so many tokens at most; tells whether nothing is left to do."""
         if self.future.cancelled():
             return True
         try:

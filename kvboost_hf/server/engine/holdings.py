@@ -86,13 +86,7 @@ class Holdings:
                 self._changed.add(key)
 
     def link(self, keys: Sequence[bytes], borders: Sequence[Border], tokens: int) -> None:
-        """Link the pieces of a text to the chunks of its prompt.
-
-        Args:
-            keys: The keys of the pieces, in their order.
-            borders: Where the whole chunks of the prompt end, in its tokens, and their keys.
-            tokens: How many tokens the prompt has.
-        """
+        """Link the pieces of a text to the chunks of its prompt, which end at `borders`."""
         if not keys or not borders:
             return
         if (watch := self._watch) is not None:
@@ -119,12 +113,7 @@ class Holdings:
                 self._withdraw(next(iter(self._pieces)))
 
     def since(self, replica: str, place: Place | None) -> News:
-        """The events behind some place, or all that is held where these are not known any more.
-
-        Args:
-            replica: The name of this one.
-            place: How far the events are known; None for nothing.
-        """
+        """The events behind some place, or all that is held where these are not known any more."""
         with self._lock:
             self._follow_age()
             self._look()

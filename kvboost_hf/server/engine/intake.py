@@ -157,7 +157,7 @@ class Intake:
             self.changed.notify_all()
 
     def call(self, work: Callable[[], T]) -> T:
-        """Have the engine's thread do something between two steps, and wait; raises `DrainingError` once it has ended."""
+        """Have the engine's thread do something between two steps, and wait; `DrainingError` once it has ended."""
         done: Future[Any] = Future()
         with self.changed:
             if self._closed:

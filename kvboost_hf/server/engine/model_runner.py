@@ -195,10 +195,9 @@ class ModelRunner:
         self._asked.clear()
 
     def open(self, task: Task, others: Sequence[Task]) -> tuple[ChunkReuseCache, int]:
-        """A cache for a task: a fork of the cache of one of `others`, where that has more of the prompt than a chunk.
+        """A cache for a task, and how many tokens of its prompt that has.
 
-        Returns:
-            The cache, and how many tokens of the prompt it has from the other one.
+        It is a fork of the cache of one of `others`, where that has more of the prompt than a chunk.
         """
         job = task.job
         policy = self.policy_of(job)

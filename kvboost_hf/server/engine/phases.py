@@ -14,10 +14,9 @@ from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.cache.costs import free_columns
 from kvboost_hf.cache.forward.admission import RIDING_SHARED
 from kvboost_hf.server.engine.model_runner import ModelRunner
-from kvboost_hf.server.engine.task import Task
+from kvboost_hf.server.engine.task import RowRepair, Task
 from kvboost_hf.server.fair_share import FairTurns
 from kvboost_hf.server.generation.batch import Again, BatchKV, KeysValues
-from kvboost_hf.server.generation.row_repair import RowRepair
 from kvboost_hf.server.generation.speculation import (
     Add,
     DraftedText,
@@ -65,15 +64,10 @@ class Prefill:
         return chosen
 
     def compute(self, task: Task, room: int, others: Sequence[Task]) -> tuple[int, torch.Tensor]:
-        """Compute the next piece of a prompt.
+        """Compute the next piece of a prompt, of `room` tokens at most where it can be cut.
 
-        Args:
-            task: Whose prompt it is.
-            room: Tokens to compute, at most, where the prompt can be cut.
-            others: Tasks whose caches may have the beginning of the prompt.
-
-        Returns:
-            How many tokens were computed, and the logits [1, vocab_size] of the last one.
+        Returns how many tokens were computed, and the logits [1, vocab_size] of the last one. The caches of `others`
+        may have the beginning of the prompt.
         """
         runner = self._runner
         ids, known = torch.tensor([task.to_compute], device=runner.device), task.done
@@ -138,13 +132,9 @@ class Decoding:
         return self._batch.nbytes
 
     def arrange(self, *, drafted: bool) -> list[tuple[Task, Exception]]:
-        """Put the tasks into the batch, or take a task out of it that runs better alone.
+        """Put the tasks into the batch, or take a task out of it that runs better alone, such as one with drafts.
 
-        Args:
-            drafted: Whether the only task is about to be drafted for.
-
-        Returns:
-            Tasks that there was no memory for, with the errors; they are removed.
+        Returns tasks that there was no memory for, with the errors; they are removed.
         """
         alone = len(self.tasks) == 1
         failed: list[tuple[Task, Exception]] = []
@@ -181,8 +171,7 @@ class Decoding:
     def check(self, trees: Sequence[Tree]) -> torch.Tensor:
         """Compute the last token of each task and its chain of drafts; `keep` is to follow.
 
-        Returns:
-            Logits [tasks, 1 + tokens of the longest chain, vocab_size].
+        Returns logits [tasks, 1 + tokens of the longest chain, vocab_size].
         """
         most = max(map(len, trees))
         rows = [[task.ids[-1], *tree.tokens] for task, tree in zip(self.tasks, trees, strict=True)]

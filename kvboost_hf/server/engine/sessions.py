@@ -225,14 +225,7 @@ class SessionTable:
     ) -> tuple[Belongings, Beginnings]:
         """Forget a session; what its tasks under way hold is not stored.
 
-        Args:
-            client: Whose it is.
-            id: Name of the session.
-            roots: All that is stored under these is the session's, too.
-            tasks: All tasks under way.
-
-        Returns:
-            What is to be removed, and how the prompts of the client begin.
+        Returns what is to be removed, with all that is stored under `roots`, and how prompts of the client begin.
         """
         self._meet(client)
         session, heads, roots = self._sessions.peek(client, id), self.heads(client), frozenset(roots)
@@ -317,18 +310,9 @@ class Pins:
         return [pin for pin in self._pins.get(client, ()) if pin.session == session]
 
     def keep(self, job: Job, keeps: Collection[Keep], cache: ChunkReuseCache, session: str, priority: int) -> bool:
-        """Renew the pins that a prompt begins with, and make new ones.
+        """Renew the pins that a prompt begins with, and make new ones; tells whether all that was asked is pinned.
 
-        Args:
-            job: Whose prompt it is.
-            keeps: What to pin of it.
-            cache: Holds the prompt alone.
-            session: The id of the job's session.
-            priority: The priority of the new pins.
-
-        Returns:
-            Whether all that was asked for is pinned. What is longer than the client's share, has no room, or has moved
-            K/V in it, is not pinned at all.
+        What is longer than the client's share, has no room, or has moved K/V in it, is not pinned at all.
         """
         root, tokens = cache.root, np.asarray(job.ids, dtype=np.int64)
         if root is None:

@@ -13,8 +13,8 @@ from kvboost_hf.cache.live.ledger import KnownRow
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens, digest
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.config import Progressive
 from kvboost_hf.server.engine.belongings import Beginnings, Belongings
-from kvboost_hf.server.generation.row_repair import RowRepair
 from kvboost_hf.server.generation.sampling import Sampler, score
 from kvboost_hf.server.generation.speculation import DraftedText, PredictedText
 from kvboost_hf.server.generation.text import TextStream
@@ -69,13 +69,9 @@ class SessionRecord:
     _has_more_pieces: bool = False
 
     def note_text(self, root: bytes, ids: Sequence[int], chunker: Chunker, pieces: frozenset[bytes]) -> bool:
-        """Note that K/V of a text has been stored; tells whether others need to know.
+        """Note that K/V of a text has been stored, and the keys of its pieces that are found by content.
 
-        Args:
-            root: Where it begins.
-            ids: The token ids of its prompt.
-            chunker: Cuts it.
-            pieces: Keys of what was stored of it to be found by content.
+        Tells whether others need to know.
         """
         head = first_chunk(ids, chunker)
         new = root not in self.roots or head.tobytes() not in self.heads or bool(pieces and not self.has_pieces)
@@ -109,6 +105,52 @@ class SessionRecord:
     def belongings(self) -> Belongings:
         """The part of the store that belongs to the session."""
         return Belongings(self.id, pieces=dict(self._pieces), all_pieces=self._has_more_pieces)
+
+
+@dataclass(slots=True)
+class RowRepair:
+    """How far the repair of a row is, whose moved K/V is made exact along with the steps of a batch.
+
+        step    row 0   [ tainted tokens 40 to 55 | new token ]      a part of each row that has some, in order
+                row 1   [ new token, as often     | new token ]      the others are filled up
+
+    The batch's copy of the K/V is repaired. When the row leaves, its own cache takes over what is exact.
+
+    Args:
+        start: The first tainted token when the row joined.
+        progressive: How many tokens a step takes along: a number, or `"ride"`.
+
+    Attributes:
+        at: The first tainted token now. All behind it are tainted, too.
+        count: Tokens that were computed again.
+        done: No token is tainted any more, and new ones are exact.
+    """
+
+    start: int
+    progressive: Progressive
+    at: int = -1
+    count: int = 0
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        self.at = self.start
+
+    def next(self, length: int, free: int) -> tuple[int, int]:
+        """The tokens [start, stop) that the next step computes again, in a row of `length`, and `free` at most."""
+        if self.done:
+            return length, length
+        most = free if self.progressive == "ride" else int(self.progressive)
+        return self.at, min(self.at + most, length)
+
+    def advance(self, stop: int, length: int) -> None:
+        """A step has computed all tokens before `stop` again, in a row that had `length` before it."""
+        if not self.done:
+            self.count += stop - self.at
+            self.at, self.done = stop, stop == length
+
+    def exact(self, length: int) -> int:
+        """How many first tokens are exact, of `length`."""
+        return length if self.done else self.at
 
 
 @dataclass(slots=True, eq=False)
@@ -197,11 +239,7 @@ class Task:
         return "timeout" if limit is not None and now - self.submitted > limit else None
 
     def score_prompt(self, logits: torch.Tensor) -> None:
-        """Report the log probabilities of the tokens that follow a piece of the prompt, [tokens, vocab_size].
-
-        Args:
-            logits: Logits of the prompt's tokens from `done` on.
-        """
+        """Report the log probabilities of the tokens that follow those whose logits these are, from `done` on."""
         ids, start = self.job.ids, self.done + 1
         found = [] if self.scored else [TokenLogprob(ids[0], None)]
         first = max(start, self.scored)  # the prompt was begun anew if its store was closed

@@ -570,12 +570,7 @@ class BatchKV:
 
     @torch.no_grad()
     def keep(self, counts: Sequence[int], columns: int) -> None:
-        """Keep the first tokens that the last step has appended to each row, and move the rows to one end again.
-
-        Args:
-            counts: For each row, how many.
-            columns: Those of the step.
-        """
+        """Keep the first `counts` tokens that the last step, of `columns`, has appended to each row."""
         start, most = self._stop - columns, max(counts)
         for row, count in enumerate(counts):
             by, first = most - count, self._stop - self._own[row]

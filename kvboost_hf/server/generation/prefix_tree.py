@@ -59,15 +59,9 @@ class PrefixTree(Generic[Held]):
         return len(self._texts)
 
     def add(self, owner: Hashable, tokens: Sequence[int], held: Held) -> int:
-        """Add a text behind the others.
+        """Add a text of an owner behind the others; returns how many first tokens are in parts.
 
-        Args:
-            owner: Only texts of the same owner share anything.
-            tokens: The token ids of the text.
-            held: What is held of all of them.
-
-        Returns:
-            How many first tokens are in parts: all but a rest of fewer than `least`.
+        A rest of fewer than `least` is in none. `held` is what is held of all tokens.
         """
         text, beside, stop = _Text(owner, held), self._roots.setdefault(owner, []), 0
         while (found := self._shared(beside, [*tokens[stop:]])) is not None:

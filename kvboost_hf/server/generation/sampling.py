@@ -168,14 +168,9 @@ class Sampler:
 
 
 def choose_rows(samplers: Sequence[Sampler], logits: Tensor) -> list[Choice | ValueError | KVBoostError]:
-    """Choose the next token of each row. Waits for the device once, however many rows there are.
+    """Choose the next token of each row of logits [rows, vocab_size]. Waits for the device once for all of them.
 
-    Args:
-        samplers: One for each row.
-        logits: [rows, vocab_size], floating point, on any device. Not changed.
-
-    Returns:
-        What `Sampler.choose` gives for each row, or the error that it raises: it is of no concern to the others.
+    Returns what `Sampler.choose` gives for each row, or the error that it raises: it is of no concern to the others.
     """
     if not samplers:
         return []
@@ -197,13 +192,7 @@ def choose_rows(samplers: Sequence[Sampler], logits: Tensor) -> list[Choice | Va
 
 
 def score(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """The log probabilities of given tokens.
-
-    Args:
-        logits: [tokens, vocab_size], before each of them.
-        tokens: The tokens.
-        top: How many likeliest ones to report at each place.
-    """
+    """The log probabilities of tokens, and of the `top` likeliest at each place, by logits [tokens, vocab_size]."""
     found: list[TokenLogprob] = []
     for start in range(0, len(tokens), _SCORED):  # float32 takes as much again, for a few rows at a time
         logprobs = logits[start : start + _SCORED].float().log_softmax(-1)

@@ -203,13 +203,7 @@ class DraftedText:
     def run(self, cache: ChunkReuseCache, ids: Sequence[int], add: Add) -> FinishReason | None:
         """Run one round, which adds the drafts that are right and one more token; none if the draft model fails.
 
-        Args:
-            cache: Holds prompt and answer but for the last token.
-            ids: The token ids of the answer so far; one at least.
-            add: Called with each token, one after the other.
-
-        Returns:
-            Why the text ends; None if it goes on.
+        The cache holds prompt and answer except the last token. Returns why the text ends; None if it goes on.
         """
         choosing = Choosing(self._sampler, add)
         text = torch.tensor([[*self._job.ids, *ids]], device=self._drafts.device)
@@ -231,12 +225,7 @@ class DraftedText:
         return self._drafting.share, self._drafting.behind(len(self._job.ids) + said)
 
     def chain(self, ids: Sequence[int], show: Callable[[TextStates], None]) -> Tree:
-        """A chain behind the answer so far, for a pass over several answers.
-
-        Args:
-            ids: The token ids of the answer.
-            show: Has heads see what they read of the text.
-        """
+        """A chain behind the answer so far, for a pass over several answers. `show` has heads see what they read."""
         room = self._job.options.max_tokens - len(ids) - 1  # the last token is the model's
         if room <= 0:
             return Tree()
@@ -275,11 +264,7 @@ class RowDrafts:
         self._began = self._drafted = self._clock()
 
     def draft(self, ids: Sequence[Sequence[int]]) -> list[Tree]:
-        """A chain for each answer, as long as brings most tokens a second; all empty where that is without drafts.
-
-        Args:
-            ids: The token ids of each answer so far.
-        """
+        """A chain for each answer, as long as brings most tokens a second; all empty where that is without drafts."""
         self._began = self._clock()
         fixed = self._drafts.config.policy == "tree"
         chosen = self._chosen(ids, everybody=fixed)
@@ -319,7 +304,7 @@ class RowDrafts:
         """Count the step, and learn from it.
 
         Args:
-            checked: What `draft` has returned.
+            checked: The chains that were checked.
             taken: The outcome for each answer; None for one that has failed.
             said: The tokens that each answer has got.
             timed: Whether nothing else was done in the step, such as storing an answer that has ended.
@@ -440,11 +425,7 @@ class PredictedText:
         self._length = _FIRST
 
     def draft(self, ids: Sequence[int]) -> list[int]:
-        """The tokens of the prediction behind what the answer ends with; none where it has left the prediction.
-
-        Args:
-            ids: The token ids of the answer so far; one at least.
-        """
+        """The tokens of the prediction behind what the answer ends with; none where it has left the prediction."""
         room = self._job.options.max_tokens - len(ids) - 1  # the last token is the model's
         said = np.array(ids[-MAX_NGRAM:], dtype=np.int64)
         places, _ = longest_match(self._text, np.flatnonzero(self._text == said[-1]) + 1, said, MAX_NGRAM)
@@ -455,17 +436,7 @@ class PredictedText:
         return [int(token) for token in self._text[self._at : self._at + min(self._length, room)]]
 
     def run(self, cache: ChunkReuseCache, ids: Sequence[int], draft: Sequence[int], add: Add) -> FinishReason | None:
-        """Check a draft in one forward, which adds the tokens that are right and one more.
-
-        Args:
-            cache: Holds prompt and answer but for the last token.
-            ids: The token ids of the answer so far; one at least.
-            draft: From `draft`.
-            add: Called with each token, one after the other.
-
-        Returns:
-            Why the text ends; None if it goes on.
-        """
+        """Check a draft in one forward, which adds the tokens that are right and one more; see `DraftedText.run`."""
         tree, parent = Tree(), ROOT
         for token in draft:
             parent = tree.add(token, parent)

@@ -78,9 +78,7 @@ class TextStream:
     def push(self, token: int, *, may_stop: bool = True) -> str:
         """Add a token; returns the text that is certain now and was not before. Empty after a stop text.
 
-        Args:
-            token: The next one.
-            may_stop: Whether a stop text that is complete with this token ends the text.
+        `may_stop` says whether a stop text that is complete with this token ends the text.
         """
         if self.stopped:
             return ""

@@ -80,14 +80,8 @@ class Grammars:
     def constraint(self, grammar: str, salt: bytes = b"", *, is_json: bool = True) -> GrammarConstraint:
         """A constraint for one job. Equal grammars of one salt are compiled once, and kept for a while.
 
-        Args:
-            grammar: From one of the functions of :mod:`kvboost_hf.server.grammars.structured`.
-            salt: The salt of the client: how long compiling takes tells nothing of what others have asked.
-            is_json: Whether runs of digits and spaces are limited.
-
-        Raises:
-            ValueError: the grammar is not one, asks for what cannot be enforced, or takes too much to compile.
-            DrainingError: It is not compiled yet, and `close` was called.
+        Raises `ValueError` for a grammar that is none, asks for what cannot be enforced, or takes too much to compile.
+        How long that takes tells nothing of what clients with other salts have asked.
         """
         with self._lock:
             found = self._kept.get(salt, grammar)
@@ -102,18 +96,9 @@ class Grammars:
     def fitting(
         self, grammar_of: Callable[[Sequence[Mapping[str, Any]]], str], schemas: Sequence[Fitted], salt: bytes
     ) -> tuple[str, Sequence[Fitted]]:
-        """The grammar of several schemas, without what no grammar can be compiled with.
+        """The grammar of schemas, and these, without what no grammar can be compiled with.
 
-        Args:
-            grammar_of: Makes the grammar.
-            schemas: One or more.
-            salt: As in `constraint`.
-
-        Returns:
-            The grammar, and the schemas that it is made of.
-
-        Raises:
-            ValueError: As `constraint` does, or a client asks for all of a schema that cannot be enforced.
+        Raises `ValueError` as `constraint` does, or where a client asks for all of a schema that cannot be enforced.
         """
         grammar = grammar_of([fitted.schema for fitted in schemas])
         if (error := self._why_not(grammar, salt)) is None:

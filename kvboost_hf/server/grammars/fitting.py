@@ -143,11 +143,7 @@ def fit(schema: Any, *, name: str, place: str, strict: bool, is_object: bool) ->
 
 
 def opened(fitted: Fitted) -> Fitted:
-    """Leave all of a schema to the model, besides whether it is an object.
-
-    Raises:
-        ValueError: The client asks for all of it.
-    """
+    """Leave all of a schema to the model, besides whether it is an object; `ValueError` if it is strict."""
     left = Left("", "its grammar is too large")
     schema = OBJECT if fitted.schema.get("type") == "object" else {}
     return replace(fitted, schema=schema, left=(*fitted.left, left)).require()

@@ -10,15 +10,7 @@ _MOST_TRIALS = 64  # compilations of one schema
 
 
 def narrowed(fitted: Fitted, compiles: Callable[[Mapping[str, Any]], bool]) -> Fitted:
-    """Leave to the model what a grammar of the schema cannot be compiled with.
-
-    Args:
-        fitted: A schema with which a grammar could not be compiled, maybe for another reason.
-        compiles: Whether one can be compiled with a schema.
-
-    Raises:
-        ValueError: The client asks for all of it.
-    """
+    """Leave to the model what a grammar of the schema cannot be compiled with; `ValueError` if it is strict."""
     search = _Search(fitted.schema, compiles)
     schema = search.schema()
     return replace(fitted, schema=schema, left=(*fitted.left, *search.left)).require()

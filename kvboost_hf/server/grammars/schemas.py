@@ -15,14 +15,9 @@ _ADDS = ("$ref", "allOf", "anyOf", "oneOf")
 
 
 def require_ends(schema: Mapping[str, Any]) -> None:
-    """Refuse a schema with a reference that leads only to itself, or with references that go too deep.
+    """Raise `ValueError` for references that lead only to themselves, out of the schema, or too deep.
 
-    Args:
-        schema: Nested 100 deep at most.
-
-    Raises:
-        ValueError: it is one of these, a reference is none to a place in the schema itself, or a part of the schema
-            has an `$id` of its own, from which its references would start.
+    Also for a part that has an `$id` of its own, from which its references would start.
 
     Example:
         >>> require_ends({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})

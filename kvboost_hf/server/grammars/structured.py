@@ -27,11 +27,7 @@ _QUOTE, _ESCAPE = b'"\\'
 
 
 def json_schema(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON that has a schema. Objects have no properties but those that it names; see `closed`.
-
-    Raises:
-        ValueError: its references have no end, or go too deep.
-    """
+    """The grammar of JSON that has a schema. Objects have no properties but those that it names; see `closed`."""
     require_ends(schema)
     return LLMatcher.grammar_from_json_schema(json.dumps(closed(schema)), defaults={"whitespace_pattern": _SPACE})
 
@@ -93,8 +89,7 @@ def choice(texts: Sequence[str]) -> str:
 def written(grammar: str) -> str:
     """The grammar that somebody has written, in GBNF as llama.cpp has it, or in Lark as llguidance has it.
 
-    Raises:
-        ValueError: it has a schema in it, whose references could not be checked.
+    A schema in it is refused: its references could not be checked.
     """
     if "%json" in grammar or grammar.lstrip().startswith("{"):
         raise ValueError("A grammar must be GBNF or Lark without `%json`. Pass the schema alone, as `json_schema`.")
@@ -150,10 +145,8 @@ def tool_calls(
 def _tagged(tags: Tags, schema: Mapping[str, Any], name: str, json_of: Callable[[Mapping[str, Any]], str]) -> str:
     """The rule of arguments that are written as tags, and behind it those of their values, whose names begin alike.
 
-    Texts are free up to the tag behind them; what else a schema says of them is left to the model.
-
-    Raises:
-        ValueError: the schema does not name its properties at its top.
+    Texts are free up to the tag behind them; what else a schema says of them is left to the model. Raises
+    `ValueError` for a schema that does not name its properties at its top.
     """
     properties = schema.get("properties") or {}
     if not isinstance(properties, dict) or ("properties" not in schema and any(name in schema for name in _COMBINE)):
@@ -195,11 +188,7 @@ class GrammarConstraint:
         self._runs = Runs(tokens, vocab_size) if is_json else None
 
     def allowed(self) -> Tensor:
-        """[vocab_size], bool, on the host: the tokens that may come next.
-
-        Raises:
-            ConstraintError: the grammar has become too large to follow.
-        """
+        """[vocab_size], bool, on the host: the tokens that may come next; `ConstraintError` for none."""
         mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
         self._check()
         allowed = mask[: self._vocab_size].bool()
@@ -209,11 +198,7 @@ class GrammarConstraint:
         return fewer if fewer.any() else allowed
 
     def advance(self, token: int) -> None:
-        """Follow the grammar by one token.
-
-        Raises:
-            ConstraintError: it was not allowed, or the grammar has become too large to follow.
-        """
+        """Follow the grammar by one token; `ConstraintError` if it was not allowed, or the grammar got too large."""
         self._matcher.consume_token(token)
         self._check()
         if self._runs is not None:

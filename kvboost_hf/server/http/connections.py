@@ -140,11 +140,7 @@ class Connections:
             self._addresses.give_back(address)
 
     def _make_room(self, address: str) -> bool:
-        """Drop what has waited for the longest time: of an address if it has some, else of any.
-
-        Returns:
-            Whether something was dropped.
-        """
+        """Drop what has waited longest: of an address if it has some, else of any; tells whether there was any."""
         has_own = self._addresses.held(address) > 0
         for connection in self._waiting:
             if not has_own or self._all[connection] == address:

@@ -79,11 +79,7 @@ class RequestBody:
         self._unpacked = Unpacked(headers.get("content-encoding", ""))
 
     async def receive(self) -> Message:
-        """Return the next message of the request, as ASGI has it.
-
-        Raises:
-            HTTPException: it is too large, takes too long, or there is no memory for it beside others.
-        """
+        """The next message; `HTTPException` for a body that is too large, too slow, or has no room beside others."""
         if self._whole:
             return await self._receive()
         self._on_demand = False  # now it was asked for
@@ -175,11 +171,7 @@ class Unpacked:
         )
 
     async def read(self, piece: bytes, most: int, *, last: bool) -> bytes:
-        """Unpack the next piece, in a thread; one byte more than `most` bytes at most.
-
-        Raises:
-            HTTPException: It is not packed so.
-        """
+        """Unpack the next piece, in a thread; one byte more than `most` bytes at most."""
         try:
             found = await in_thread(lambda: self._read(piece, most + 1))
         except zlib.error as error:
@@ -411,11 +403,9 @@ class Hosts:
         self._names = {name.lower().rstrip(".") for name in names}
 
     def takes(self, host: str | None, address: str | None) -> bool:
-        """Whether a request is for this server.
+        """Whether a request with this header `Host`, which no browser leaves out, is for this server.
 
-        Args:
-            host: The header; None without one, which no browser leaves out.
-            address: At which the connection has arrived, if that is known; a name where there is no connection.
+        `address` is where the connection has arrived, if that is known; a name where there is no connection.
         """
         if "*" in self._names or host is None:
             return True

@@ -22,11 +22,7 @@ _BACKLOG = 2048  # connections that are not accepted yet
 
 
 def require_free(host: str, port: int) -> None:
-    """Refuse an address that nobody can listen at, before a model is loaded for it.
-
-    Raises:
-        ValueError: for one that is taken, is not of this machine, or is none.
-    """
+    """Raise `ValueError` for an address that nobody can listen at, before a model is loaded for it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         socket.create_server(address[:2], family=family).close()

@@ -5,7 +5,8 @@ Requests to the other APIs' chats are turned into it.
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from kvboost_hf.server.chats.template import RESERVED, Rendering, reasoning_arguments
 from kvboost_hf.server.requests.edits import MAX_EDITS, Edit
@@ -210,6 +211,14 @@ class ChatRequest(ReasoningFields, Sampled):
     """True keeps the messages, and `history` of the answer names them. With such a name, `messages` are only those
     behind these. Needs `prompt_cache_key`."""
 
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "ChatRequest":
+        """A request to another API as one to this; `RequestValidationError` if its parts do not fit together."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
+
     @model_validator(mode="before")
     @classmethod
     def _modern(cls, given: Any) -> Any:
@@ -236,11 +245,7 @@ class ChatRequest(ReasoningFields, Sampled):
             raise ValueError("continue_final_message needs a last message of the assistant, without calls")
 
     def with_messages(self, messages: list[Message]) -> "ChatRequest":
-        """The request with other messages, one at least.
-
-        Raises:
-            ValueError: its other fields do not go with these.
-        """
+        """The request with other messages, one at least; `ValueError` if its other fields do not go with these."""
         self._require_last(messages[-1])
         return self.model_copy(update={"messages": messages})
 

@@ -46,8 +46,7 @@ class Edit(Body):
 def edited_messages(messages: Sequence[Message], edits: Sequence[Edit]) -> list[Message]:
     """A chat after an edit. All numbers are those of the messages before it.
 
-    Raises:
-        ValueError: for messages that there are not, spans that overlap, and an edit that leaves no message.
+    Raises `ValueError` for messages that there are not, spans that overlap, and an edit that leaves no message.
 
     Example:
         >>> chat = [Message(role="user", content=text) for text in "abc"]

@@ -137,11 +137,7 @@ def require_few_parts(texts: Sequence[bytes]) -> None:
 
 
 def read_json(raw: bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        LargeJsonError: it has too many parts, or they are nested too deep.
-        json.JSONDecodeError: it is no JSON, or has texts that are no Unicode.
+    """Parse JSON, or raise `LargeJsonError` or `json.JSONDecodeError`.
 
     A mark of the byte order is skipped, and UTF-16 and UTF-32 are read as Python's `json` reads them.
 

@@ -31,10 +31,6 @@ def text_of_media(part: Mapping[str, Any], place: str) -> str:
 
     A document of text, and a result of a search, keep their texts.
 
-    Args:
-        part: A part of a message, with a `type`, as any of the APIs has it.
-        place: Where such parts are in a request.
-
     Example:
         >>> image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
         >>> text_of_media(image, "messages.content")

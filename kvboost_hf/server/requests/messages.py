@@ -166,11 +166,7 @@ class Message(Body):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As chat templates take it: the content as one text, and arguments of calls as objects.
-
-        Raises:
-            LargeJsonError: Arguments of calls have too many parts, or too deep ones.
-        """
+        """As chat templates take it, with one text and arguments as objects, or `LargeJsonError` for those."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         told: dict[str, Any] = {"role": role, "content": self.text}
         if role == "assistant" and self.thoughts:

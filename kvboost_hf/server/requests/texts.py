@@ -137,11 +137,7 @@ class WarmRequest(ReasoningFields):
 
 
 def read_chat(path: Path) -> WarmRequest:
-    """The first messages of chats from a file: a list of messages, or the body of a request to `/v1/warm`, as JSON.
-
-    Raises:
-        ValueError: The file cannot be read, or has something else.
-    """
+    """The first messages of chats from a file: a list of messages, or the body of a request to `/v1/warm`, as JSON."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
         found = WarmRequest.model_validate({"messages": given} if isinstance(given, list) else given)

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from kvboost_hf.server.http.metrics import note_ignored
 from kvboost_hf.server.requests.chat import MAX_TOOLS, ChatRequest, ToolName
@@ -309,15 +308,8 @@ class CountRequest(Body):
 
     @property
     def chat(self) -> ChatRequest:
-        """The same as a chat.
-
-        Raises:
-            RequestValidationError: The parts of the request do not fit together.
-        """
-        try:
-            return ChatRequest.model_validate(self._chat_fields())
-        except ValidationError as error:
-            raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
+        """The same as a chat."""
+        return ChatRequest.of(self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Tool
 from kvboost_hf.server.requests.fields import MAX_STOPS, Body, Many, Refusal, absent, only
@@ -111,11 +110,7 @@ class _Asked(Body):
         return self.keep_alive in (0, "0", "0s", "0m") and self.keep_alive is not False
 
     def chat_of(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] | None = None) -> ChatRequest:
-        """The request as a chat of these messages.
-
-        Raises:
-            RequestValidationError: The parts of the request do not fit together.
-        """
+        """The request as a chat of these messages."""
         fields = (self.options or OllamaOptions()).sampling | {
             "model": self.model,
             "messages": messages,
@@ -125,10 +120,7 @@ class _Asked(Body):
             "response_format": _response_format(self.format),
             "think": self.think,
         }
-        try:
-            return ChatRequest.model_validate(fields)
-        except ValidationError as error:
-            raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
+        return ChatRequest.of(fields)
 
 
 class OllamaChatRequest(_Asked):

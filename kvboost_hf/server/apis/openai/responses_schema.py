@@ -4,8 +4,7 @@ import json
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from kvboost_hf.server.requests.chat import (
     MAX_TOOLS,
@@ -308,11 +307,7 @@ class ResponseRequest(ReasoningFields, TextRequest):
 
     @property
     def chat(self) -> ChatRequest:
-        """The same as a chat.
-
-        Raises:
-            RequestValidationError: its parts do not fit together.
-        """
+        """The same as a chat."""
         form = self.text.format if self.text is not None else None
         choice: Any = self.tool_choice
         if isinstance(choice, FlatChoice | FlatAllowed):
@@ -334,10 +329,7 @@ class ResponseRequest(ReasoningFields, TextRequest):
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         elif form is not None:
             fields["response_format"] = form.model_dump()
-        try:
-            return ChatRequest.model_validate(fields)
-        except ValidationError as error:
-            raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
+        return ChatRequest.of(fields)
 
     @property
     def functions(self) -> list[FlatFunction]:
