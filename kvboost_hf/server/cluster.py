@@ -44,14 +44,7 @@ class ReplicaLostError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The whole answer of one replica.
-
-    Args:
-        replica: Name of the replica.
-        status: Status of the HTTP response.
-        headers: Headers of the response, as ASGI has them.
-        body: Body of the response.
-    """
+    """The whole answer of one replica."""
 
     replica: str
     status: int
@@ -119,12 +112,7 @@ async def _follow(replicas: Replicas, router: PrefixRouter) -> None:
 
 
 class Forwarding:
-    """Hands requests to replicas, and their answers back.
-
-    Args:
-        replicas: They answer.
-        settings: How much of one client may wait.
-    """
+    """Hands requests to replicas, and their answers back."""
 
     def __init__(self, replicas: Replicas, settings: ServerSettings) -> None:
         self._replicas, self._turns = replicas, Turns(2, settings.max_queue_size)

@@ -174,9 +174,6 @@ class Startup:
     """Reports the stages of a start, and its end: to standard error if it is a terminal, else to the log.
 
     With a log level above `"info"` nothing is reported.
-
-    Args:
-        terminal: Whether standard error is a terminal; None to find out.
     """
 
     def __init__(self, *, terminal: bool | None = None) -> None:

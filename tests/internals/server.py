@@ -32,12 +32,11 @@ from kvboost_hf.server.engine.phases import Prefill
 from kvboost_hf.server.engine.task import Task
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.fair_share import FairCache, FairShare, FairTurns, Turns, may_hold
+from kvboost_hf.server.generation.answer import Sampler, TextStream, choose_rows
 from kvboost_hf.server.generation.batch import BatchKV, _BatchLayer
 from kvboost_hf.server.generation.prefix_tree import PrefixTree
-from kvboost_hf.server.generation.sampling import Sampler, choose_rows
 from kvboost_hf.server.generation.sharing import choose_attention, sharing_reason
 from kvboost_hf.server.generation.speculation import DraftedText
-from kvboost_hf.server.generation.text import TextStream
 from kvboost_hf.server.grammars import program
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.grammars.fitting import fit

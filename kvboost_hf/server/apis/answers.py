@@ -25,21 +25,12 @@ T = TypeVar("T")
 class RequestJobs:
     """The jobs of one request, submitted together.
 
-    Args:
-        engine: The engine that runs the jobs.
-        jobs: The jobs; either all of them are submitted or none.
-        meter: Counts tokens and ends for `/metrics`.
-        figures: A `Counter` that receives the same counts, and the times of the first answer, for the request's line
-            in the log.
+    Either all of them are submitted or none. `figures` receives the counts of the meter, and the times of the first
+    answer, for the request's line in the log.
 
     Attributes:
         first: The first job.
         finished: By the index of the job, how it has ended.
-
-    Raises:
-        QueueFullError: The queue has no room for one of the jobs.
-        TooLongError: One of the jobs can never run.
-        DrainingError: The engine takes no more jobs.
     """
 
     def __init__(self, engine: Engine, jobs: Sequence[Job], meter: Meter, figures: dict[str, Any]) -> None:

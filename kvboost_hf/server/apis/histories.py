@@ -32,10 +32,7 @@ class Histories:
     A name stands for the same messages for ever: a request that is sent again gives the same prompt again, and two
     may go on from one chat. For the event loop's thread alone.
 
-    Args:
-        max_bytes: The most bytes that the chats of all clients may take. Where there is no room, the client that has
-            most loses what it used least recently.
-        clock: Seconds.
+    The chats of all clients take `max_bytes` at most: the client that has most loses what it used least recently.
     """
 
     def __init__(self, max_bytes: int = _MAX_BYTES, clock: Callable[[], float] = time.monotonic) -> None:

@@ -88,11 +88,6 @@ def _is_json(kind: str) -> bool:
 class _Posted(Request):
     """A request whose body is JSON.
 
-    Args:
-        scope: The ASGI scope of the request.
-        receive: The ASGI callable that gives the body.
-        route: The route, which knows the type of the body.
-
     Attributes:
         refusal: The error that the body has, once it is found here.
     """
@@ -185,11 +180,7 @@ JSON_LINES = StreamForm(
 class EventStream(StreamingResponse):
     """Sends objects as they come, and cancels their jobs when the client disconnects.
 
-    Args:
-        events: What to send.
-        jobs: The jobs that the objects are made of.
-        ping_s: After so many silent seconds a ping is sent.
-        form: How the objects are written.
+    After `ping_s` silent seconds a ping is sent.
     """
 
     def __init__(

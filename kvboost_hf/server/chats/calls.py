@@ -40,13 +40,7 @@ def new_id() -> str:
 
 
 class _Call:
-    """One call, told in pieces.
-
-    Args:
-        known: The format.
-        tools: The parameters of the tools that were offered, by name.
-        streams: Whether pieces are told before the call is complete.
-    """
+    """One call, told in pieces."""
 
     def __init__(self, known: ToolFormat, tools: Mapping[str, Any], *, streams: bool) -> None:
         self.name: str | None = None
@@ -83,11 +77,8 @@ class _Call:
 class CallsReader:
     """Reads calls of one format, one after the other.
 
-    Args:
-        known: The format.
-        tools: Those that were offered.
-        streams: Tell pieces of a call as soon as they are certain. Otherwise a call is told when it is complete, so
-            that one that turns out to be none can stay text.
+    With `streams` pieces of a call are told as soon as they are certain. Otherwise a call is told when it is complete,
+    so that one that turns out to be none can stay text.
 
     Attributes:
         count: Calls that have ended.

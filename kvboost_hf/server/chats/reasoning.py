@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvboost_hf.server.chats.tools import Parsed, joined
+from kvboost_hf.server.chats.values import overlap
 from kvboost_hf.server.jobs import Constraint
 
 
@@ -49,10 +50,7 @@ class AnswerReader(Protocol):
 class ReasoningReader:
     """Finds the reasoning at the beginning of an answer; without the white space around it.
 
-    Args:
-        marks: Those of the model.
-        opened: Whether the prompt ends with the opening mark.
-        rest: Reads what comes behind the reasoning; None for text alone.
+    `rest` reads what comes behind the reasoning; None for text alone.
 
     Attributes:
         thinking: Whether the next text is reasoning.
@@ -102,7 +100,7 @@ class ReasoningReader:
             thought = Parsed(reasoning=self._stripped(reasoning.rstrip()))
             self._held, self.thinking, self._bare = "", False, True
             return joined([thought, self._said(rest)])
-        sure = len(self._held) - _overlap(self._held, self._marks.close)
+        sure = len(self._held) - overlap(self._held, self._marks.close)
         reasoning = self._held[:sure].rstrip()
         self._held = self._held[len(reasoning) :]
         return Parsed(reasoning=self._stripped(reasoning))
@@ -119,20 +117,8 @@ class ReasoningReader:
         return text
 
 
-def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of a text may begin a mark."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
-
-
 class AfterReasoning:
-    """A constraint that holds behind the reasoning; see `Constraint`. Reasoning is free, but must end.
-
-    Args:
-        constraint: The constraint of the answer.
-        close: The token that ends the reasoning.
-        ends: Tokens that end an answer.
-        vocab_size: How many logits the model has.
-    """
+    """A constraint that holds behind the reasoning; see `Constraint`. Reasoning is free, but must end."""
 
     def __init__(self, constraint: Constraint, close: int, ends: Collection[int], vocab_size: int) -> None:
         self._constraint, self._close, self._thinking = constraint, close, True

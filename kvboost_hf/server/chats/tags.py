@@ -19,16 +19,6 @@ class TagsReader:
     A text is told as it comes; a value of another type when it is complete. Without a schema, a value is a text. Of
     arguments that come twice the first one counts.
 
-    Args:
-        tags: How arguments are written.
-        schema: The JSON schema of the arguments.
-
-    Attributes:
-        kind: `{`.
-        begun: Whether any argument has come.
-        done: Whether the call is complete.
-        stuck: Whether the text goes on as no call does.
-
     Example:
         >>> from kvboost_hf.server.chats.tool_formats import QWEN_XML
         >>> reader = TagsReader(QWEN_XML.tags, {"properties": {"days": {"type": "integer"}}})

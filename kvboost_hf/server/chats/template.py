@@ -94,9 +94,6 @@ class Markers:
     """The special tokens of a tokenizer. May be used by several threads.
 
     Those of one character are left alone: no template marks a message with them.
-
-    Args:
-        tokenizer: The tokenizer of the model.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -298,9 +295,7 @@ def _finder(texts: Sequence[str]) -> Tokenizer:
 class TokenCache:
     """Tokenizes texts, and keeps the tokens of their parts. May be used by several threads.
 
-    Args:
-        tokenizer: The tokenizer of the model.
-        max_bytes: What is kept for one client, at most; what was not used for the longest time is given up.
+    What a client has not used for the longest time is given up beyond `max_bytes`.
 
     Attributes:
         works: Whether anything is kept: a few texts that are tokenized at the start have shown that the parts of this

@@ -18,9 +18,7 @@ _log = logging.getLogger("kvboost_hf.server")
 class EmbeddingJob:
     """Texts to embed, one after the other, each piece by piece with the K/V of the pieces before.
 
-    Args:
-        texts: Token ids of each; one at least. A model that was not trained for this makes poor embeddings.
-        client: Who asks. Clients take turns.
+    Clients take turns. A model that was not trained for this makes poor embeddings.
 
     Attributes:
         future: Receives the embeddings; may be cancelled.

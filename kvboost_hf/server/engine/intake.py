@@ -51,9 +51,6 @@ class EngineLimits:
             start, and more when it gets longer. Where there is no room for more, a job is set aside until there is.
         max_client_share: The share of `max_queue_size` and of `max_live_tokens` that one client may take alone, as
             `may_hold` has it.
-
-    Raises:
-        ValueError: A limit is out of its range.
     """
 
     max_batch_size: int = same(ServerSettings, "max_batch_size")
@@ -116,9 +113,6 @@ class Intake:
     """The tasks that wait and those that were admitted, the requests for embeddings, and calls of other threads.
 
     Methods say which thread may call them; `changed` is held while anything here changes.
-
-    Args:
-        limits: How many jobs may wait, and how many may run at the same time.
     """
 
     def __init__(self, limits: EngineLimits) -> None:
@@ -338,9 +332,6 @@ class WaitingLine(Generic[Waiting]):
     smallest `Job.priority` come first, and of these, one that begins like its last one: it reuses what that computed.
     The order depends on how much clients ask, and on nothing that the prompts of other salts say; priorities do not
     count between clients.
-
-    Args:
-        job: Returns the job of an item that waits.
     """
 
     def __init__(self, job: Callable[[Waiting], Job]) -> None:

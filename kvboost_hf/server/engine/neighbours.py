@@ -20,8 +20,7 @@ class MemoryPlans:
 
     A plan counts as long as its process runs: the bytes that it may still come to use.
 
-    Args:
-        folder: Where they are; None for one beside the temporary files. On Windows none are known.
+    They are beside the temporary files. On Windows none are known.
     """
 
     def __init__(self, folder: Path | None = None) -> None:

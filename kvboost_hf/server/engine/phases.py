@@ -34,9 +34,6 @@ Round = Callable[[Add], FinishReason | None]  # runs the forward, and returns wh
 class Prefill:
     """The tasks whose prompts are being computed.
 
-    Args:
-        runner: Runs the model.
-
     Attributes:
         tasks: In the order in which they were added.
         pieces: Forwards so far.
@@ -113,9 +110,7 @@ def _piece_end(start: int, room: int, spans: Sequence[tuple[int, int]], end: int
 class Decoding:
     """The tasks whose prompts are computed, and the batch that they run in.
 
-    Args:
-        runner: Runs the model.
-        last: The layers whose hidden states drafts read of the last token of a row.
+    `last` are the layers whose hidden states drafts read of the last token of a row.
 
     Attributes:
         tasks: In the order of the batch's rows, and then those that are not in it.
@@ -277,12 +272,7 @@ class Decoding:
 
 
 class Speculation:
-    """Chooses how answers get several tokens in one forward.
-
-    Args:
-        runner: Has the model.
-        drafts: The draft model; None for no drafts.
-    """
+    """Chooses how answers get several tokens in one forward."""
 
     def __init__(self, runner: ModelRunner, drafts: Drafts | None) -> None:
         self._runner, self._drafts = runner, drafts

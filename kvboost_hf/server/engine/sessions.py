@@ -39,13 +39,7 @@ class SessionTable:
 
     For the engine's thread alone.
 
-    Args:
-        runner: Has the store.
-        clock: Seconds since 1970.
-        clients: Those whose sessions at other servers are listed before they ask here.
-
-    Attributes:
-        pins: What is pinned.
+    Sessions of `clients` at other servers are listed before they ask here.
     """
 
     def __init__(
@@ -289,12 +283,7 @@ class Pin:
 
 
 class Pins:
-    """The pins of each client. For the engine's thread alone.
-
-    Args:
-        runner: Has the store.
-        clock: Seconds since 1970.
-    """
+    """The pins of each client. For the engine's thread alone."""
 
     def __init__(self, runner: ModelRunner, clock: Callable[[], float] = time.time) -> None:
         self._runner, self._clock = runner, clock

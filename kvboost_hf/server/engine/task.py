@@ -15,9 +15,8 @@ from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.config import Progressive
 from kvboost_hf.server.engine.belongings import Beginnings, Belongings
-from kvboost_hf.server.generation.sampling import Sampler, score
+from kvboost_hf.server.generation.answer import Sampler, TextStream, score
 from kvboost_hf.server.generation.speculation import DraftedText, PredictedText
-from kvboost_hf.server.generation.text import TextStream
 from kvboost_hf.server.jobs import (
     FIRST_TOKENS,
     Finished,

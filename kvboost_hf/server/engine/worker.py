@@ -37,7 +37,7 @@ from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.phases import Decoding, Prefill, Round, Speculation
 from kvboost_hf.server.engine.sessions import SessionTable
 from kvboost_hf.server.engine.task import MORE_TOKENS, SessionRecord, Task
-from kvboost_hf.server.generation.sampling import choose_rows
+from kvboost_hf.server.generation.answer import choose_rows
 from kvboost_hf.server.generation.speculation import Choosing, Drafts, RowDrafts, keeping_states
 from kvboost_hf.server.jobs import ConstraintError, FinishReason, Job, Listener, Session, SessionChange, TokenLogprob
 from kvboost_hf.server.protocol import UNLIMITED, DrainingError, ModelCard, TooLongError, UnreachableTierError

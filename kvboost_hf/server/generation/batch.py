@@ -156,8 +156,7 @@ class _HybridLayer(_BatchLayer, LinearAttentionAndFullAttentionLayer):  # type: 
 class _RowStates:
     """The states of a layer, [rows, …] each, in buffers with rows to spare.
 
-    Args:
-        layer: The layer that transformers sees; models write the states of a step in place.
+    Models write the states of a step in place, in the layer that transformers sees.
     """
 
     def __init__(self, layer: LinearAttentionLayer) -> None:

@@ -46,8 +46,7 @@ class SharedPart(Generic[Held]):
 class PrefixTree(Generic[Held]):
     """Texts in an order of their own, in which the last one takes the place of one that leaves.
 
-    Args:
-        least: Tokens that texts share at least, if they share any.
+    If texts share any tokens, they share `least` at least.
     """
 
     def __init__(self, least: int) -> None:

@@ -23,7 +23,7 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.compat import input_device, steps_reason
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.ngrams import MAX_NGRAM, longest_match
-from kvboost_hf.server.generation.sampling import Sampler
+from kvboost_hf.server.generation.answer import Sampler
 from kvboost_hf.server.jobs import FinishReason, Job, TokenLogprob
 
 _log = logging.getLogger("kvboost_hf.server")
@@ -187,14 +187,7 @@ class _Guarded:
 
 
 class DraftedText:
-    """The drafting of one answer, with the draft model's K/V.
-
-    Args:
-        drafts: The draft model and its statistics.
-        job: The job of the answer.
-        sampler: Chooses its tokens.
-        store: Where text is looked up, without a draft model.
-    """
+    """The drafting of one answer, with the draft model's K/V."""
 
     def __init__(self, drafts: Drafts, job: Job, sampler: Sampler, store: TextStore) -> None:
         self._drafts, self._job, self._sampler, self._states = drafts, job, sampler, drafts.states()
@@ -248,10 +241,7 @@ class DraftedText:
 class RowDrafts:
     """A step of several answers, of which some may have drafts.
 
-    Args:
-        drafts: Has the statistics.
-        texts: The drafting of each answer; None for those that get no drafts.
-        show: Has heads see what they read of the text of an answer, by its place.
+    `texts` has the drafting of each answer, None for those that get no drafts; `show` has heads see what they read.
     """
 
     def __init__(
@@ -332,10 +322,6 @@ class RowDrafts:
 class Choosing:
     """Follows a tree of drafts with the tokens that a sampler chooses.
 
-    Args:
-        sampler: Chooses the tokens of the answer.
-        add: Called with each token, one after the other.
-
     Attributes:
         reason: Why the answer has ended; None if it goes on.
     """
@@ -405,12 +391,6 @@ def keeping_states(
 
 class PredictedText:
     """Drafts of one answer from the text that its client has predicted.
-
-    Args:
-        model: The model.
-        device: The device of the model's inputs.
-        job: The job of the answer, with a prediction.
-        sampler: Chooses its tokens.
 
     Attributes:
         drafted: Tokens of the prediction that were checked so far.

@@ -243,11 +243,7 @@ class Grammars:
 
 
 class _Process:
-    """Runs `program`. Used by one thread at a time.
-
-    Args:
-        settings: The settings of the tokenizer.
-    """
+    """Runs `program`. Used by one thread at a time."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._process = subprocess.Popen(

@@ -4,53 +4,29 @@ What means the same in other words is put so. References are resolved, whatever 
 `$defs` then. Annotations and unknown keywords are left out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 from kvboost_hf.server.grammars.patterns import rust
-from kvboost_hf.server.grammars.schemas import objects_in, require_ends
+from kvboost_hf.server.grammars.schemas import objects_in, require_ends, steps, target_of
 
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
 )
-_COUNTS = (
-    ("minLength", "maxLength"),
-    ("minItems", "maxItems"),
-    ("minProperties", "maxProperties"),
-)
+_COUNTS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
 _COUNTABLE = range(2**31)
 _AS_GIVEN = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 LISTS = ("anyOf", "oneOf", "allOf")
+_DEPENDENT = ("if", "dependentRequired", "dependentSchemas", "dependencies")
 _NEVER_HELD = (
-    "if",
-    "then",
-    "else",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
-    "unevaluatedItems",
-    "unevaluatedProperties",
-    "propertyNames",
-    "contains",
-    "maxContains",
-    "uniqueItems",
-    "not",
+    *(*_DEPENDENT, "then", "else", "unevaluatedItems", "unevaluatedProperties", "propertyNames", "contains"),
+    *("maxContains", "uniqueItems", "not"),
 )
 _JOINS = ("$ref", *LISTS, "if", "dependentSchemas")
 # What is left out of these may tell of other properties, so that an object cannot be closed.
-_MAY_NAME_MORE = (
-    "$ref",
-    "$dynamicRef",
-    "$recursiveRef",
-    "patternProperties",
-    "if",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
-)
+_MAY_NAME_MORE = ("$ref", "$dynamicRef", "$recursiveRef", "patternProperties", *_DEPENDENT)
 _NOTES = ("contentEncoding", "contentMediaType", "contentSchema")
 _MOST_PATHS = 32
 OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -151,14 +127,7 @@ def opened(fitted: Fitted) -> Fitted:
 
 @dataclass
 class _Fitter:
-    """Fits one schema.
-
-    Args:
-        root: The schema.
-
-    Attributes:
-        left: What is left to the model.
-    """
+    """Fits one schema."""
 
     root: Any
     left: list[Left] = field(default_factory=list)
@@ -181,7 +150,7 @@ class _Fitter:
         defs: dict[str, Any] = {}
         while self._new:
             pointer, target = self._new.pop()
-            path = ".".join(_steps(pointer))
+            path = ".".join(steps(pointer))
             defs[self._names[pointer]] = self.schema(target, path)
         return {**found, "$defs": defs} if defs else found
 
@@ -376,9 +345,8 @@ class _Fitter:
         if not isinstance(names, dict) or "properties" in found or "patternProperties" in found:
             return
         rest = found.get("additionalProperties", True)
-        values = names.get("enum", [names["const"]] if "const" in names else None)
-        pattern = names.get("pattern")
-        if isinstance(values, list) and all(isinstance(value, str) for value in values):
+        values, pattern = _values(names), names.get("pattern")
+        if values is not None and all(isinstance(value, str) for value in values):
             found |= {"properties": {value: rest for value in values}, "additionalProperties": False}
         elif isinstance(pattern, str) and names.keys() <= {"type", "pattern", *_SAYS_NOTHING}:
             patterns, exact = rust(pattern)
@@ -414,17 +382,17 @@ class _Fitter:
         local = self._local(pointer)
         if local == "#":
             return {"$ref": "#"}
-        target = _target(self.root, local) if local is not None else None
+        target = target_of(self.root, local) if local is not None else None
         if local is None or not isinstance(target, dict | bool):
             self._leave(path, f"there is nothing in the schema that {pointer[:100]!r} refers to")
             return {}
         if local not in self._names:
-            last = (_steps(local) or ["root"])[-1]
+            last = (steps(local) or ["root"])[-1]
             name = next(each for each in _numbered(last) if each not in self._taken)
             self._names[local] = name
             self._taken.add(name)
             self._new.append((local, target))
-        name = self._names[local].replace("~", "~0").replace("/", "~1").replace("%", "%25")
+        name = _escaped(self._names[local])
         return {"$ref": f"#/$defs/{name}"}
 
     def _local(self, pointer: str) -> str | None:
@@ -451,7 +419,7 @@ class _Fitter:
             if not isinstance(part, dict) or not isinstance(part.get("$ref"), str):
                 return part
             local = self._local(part["$ref"])
-            part = self.root if local == "#" else _target(self.root, local) if local is not None else None
+            part = self.root if local == "#" else target_of(self.root, local) if local is not None else None
         return part
 
     def _says_nothing(self, name: str, given: dict[str, Any], found: dict[str, Any]) -> bool:
@@ -490,7 +458,7 @@ class _Fitter:
         """Whether what `not` denies is not among what was found."""
         denied, types = _denied(value), _denied_types(value)
         if denied is not None:
-            values = found.get("enum", [found["const"]] if "const" in found else None)
+            values = _values(found)
             return values is not None and not any(one in denied for one in values)
         return bool(types) and "type" in found and not set(_types(found["type"])) & set(types)
 
@@ -511,29 +479,20 @@ def _types(kind: Any) -> list[str]:
     return kind if isinstance(kind, list) else [kind]
 
 
+_IS: Mapping[str, Callable[[Any], bool]] = {
+    "object": lambda value: isinstance(value, dict),
+    "array": lambda value: isinstance(value, list),
+    "string": lambda value: isinstance(value, str),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "integer": lambda value: _IS["number"](value) and value == value // 1,
+    "boolean": lambda value: isinstance(value, bool),
+    "null": lambda value: value is None,
+}
+
+
 def _is_of(value: Any, kind: Any, given: Mapping[str, Any]) -> bool:
     """Whether a value is of a type, or of one of several."""
-    if value is None and given.get("nullable") is True:
-        return True
-    for name in _types(kind):
-        match name:
-            case "boolean":
-                fits = isinstance(value, bool)
-            case "integer":
-                fits = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
-            case "number":
-                fits = isinstance(value, int | float) and not isinstance(value, bool)
-            case "string":
-                fits = isinstance(value, str)
-            case "null":
-                fits = value is None
-            case "array":
-                fits = isinstance(value, list)
-            case _:
-                fits = isinstance(value, dict)
-        if fits:
-            return True
-    return False
+    return (value is None and given.get("nullable") is True) or any(_IS[name](value) for name in _types(kind))
 
 
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
@@ -559,10 +518,7 @@ def _is_any_text(schema: Any) -> bool:
 
 def _denied(schema: Any) -> list[Any] | None:
     """The values of a schema that has nothing but such."""
-    if not isinstance(schema, dict) or not schema.keys() <= {"const", "enum"}:
-        return None
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return values if isinstance(values, list) else None
+    return _values(schema) if isinstance(schema, dict) and schema.keys() <= {"const", "enum"} else None
 
 
 def _denied_types(schema: Any) -> list[str]:
@@ -646,21 +602,6 @@ def _anchors(root: Any) -> Iterator[tuple[str, str]]:
 
 def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1").replace("%", "%25")
-
-
-def _steps(pointer: str) -> list[str]:
-    return [step.replace("~1", "/").replace("~0", "~") for step in unquote(pointer).split("/")[1:]]
-
-
-def _target(root: Any, pointer: str) -> Any:
-    for step in _steps(pointer):
-        if isinstance(root, dict):
-            root = root.get(step)
-        elif isinstance(root, list) and step.isdecimal() and int(step) < len(root):
-            root = root[int(step)]
-        else:
-            return None
-    return root
 
 
 def _numbered(name: str) -> Iterator[str]:

@@ -18,15 +18,7 @@ def narrowed(fitted: Fitted, compiles: Callable[[Mapping[str, Any]], bool]) -> F
 
 @dataclass
 class _Search:
-    """Finds what a grammar cannot be compiled with, by compiling it without.
-
-    Args:
-        root: The schema.
-        compiles: Whether a grammar can be compiled with a schema.
-
-    Attributes:
-        left: What was left out.
-    """
+    """Finds what a grammar cannot be compiled with, by compiling it without."""
 
     root: Mapping[str, Any]
     compiles: Callable[[Mapping[str, Any]], bool]

@@ -28,7 +28,7 @@ def require_ends(schema: Mapping[str, Any]) -> None:
     _refuse_inner_ids(schema)
     new, levels = _references(schema), _depth(schema)
     while new:
-        found |= {pointer: _target(schema, pointer) for pointer in new}
+        found |= {pointer: target_of(schema, pointer) for pointer in new}
         levels += sum(_depth(found[pointer]) for pointer in new)
         if levels > MAX_LEVELS:
             raise ValueError(
@@ -86,10 +86,14 @@ def objects_in(whole: Any) -> Iterator[dict[str, Any]]:
             left += part
 
 
-def _target(schema: Any, pointer: str) -> Any:
-    """The target of a reference; None for none, which is refused later."""
-    for step in unquote(pointer).split("/")[1:]:  # in this order: an escaped "/" is one, too
-        name = step.replace("~1", "/").replace("~0", "~")
+def steps(pointer: str) -> list[str]:
+    """The names that a reference leads by; an escaped "/" is one, too."""
+    return [step.replace("~1", "/").replace("~0", "~") for step in unquote(pointer).split("/")[1:]]
+
+
+def target_of(schema: Any, pointer: str) -> Any:
+    """The target of a reference; None for none."""
+    for name in steps(pointer):
         if isinstance(schema, dict):
             schema = schema.get(name)
         elif isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):

@@ -175,11 +175,7 @@ def _tagged(tags: Tags, schema: Mapping[str, Any], name: str, json_of: Callable[
 class GrammarConstraint:
     """Allows the tokens that a grammar does. It is a `Constraint` of :mod:`kvboost_hf.server.jobs`.
 
-    Args:
-        matcher: At the start of the grammar.
-        tokens: The tokenizer of the model, as llguidance has it.
-        vocab_size: How many logits the model has.
-        is_json: Whether runs of digits and spaces are limited; see `Runs`.
+    Where it is one of JSON, runs of digits and spaces are limited; see `Runs`.
     """
 
     def __init__(self, matcher: LLMatcher, tokens: LLTokenizer, vocab_size: int, *, is_json: bool = True) -> None:
@@ -219,10 +215,6 @@ class Runs:
 
     No grammar limits how many digits a number of JSON has, and a greedy model that begins to repeat one goes on until
     it has no tokens left.
-
-    Args:
-        tokens: The tokenizer of the model, as llguidance has it.
-        vocab_size: How many logits the model has.
     """
 
     def __init__(self, tokens: LLTokenizer, vocab_size: int) -> None:

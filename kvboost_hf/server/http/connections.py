@@ -77,10 +77,6 @@ class Connections:
 
     Where there is no room for a new one, the one that has waited for its client for the longest time is dropped: of
     the same address, if it has some. Only where all of these are busy is the new one refused.
-
-    Args:
-        limits: How many, and how long.
-        tls: What connections are encrypted with; None for plain HTTP.
     """
 
     def __init__(self, limits: ConnectionLimits, tls: ssl.SSLContext | None = None) -> None:

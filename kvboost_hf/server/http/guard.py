@@ -50,13 +50,8 @@ class RequestBody:
     would be reset under it. So what it still sends is read and thrown away when it is answered, for as long as a body
     may take and up to eight times the limit; then the connection is closed.
 
-    Args:
-        headers: The headers of the request.
-        receive: ASGI's `receive` of the server.
-        send: ASGI's `send` of the server.
-        max_bytes: The most bytes of the body, as it comes and as it is unpacked.
-        timeout_s: Seconds for all of it.
-        held: The bytes of bodies in memory, where they stay until their requests are answered.
+    `max_bytes` bounds the body as it comes and as it is unpacked, `timeout_s` the time for all of it. `held` counts
+    the bytes of bodies in memory, where they stay until their requests are answered.
 
     Attributes:
         client: Whose it is.
@@ -143,14 +138,7 @@ class RequestBody:
 
 
 class Unpacked:
-    """Unpacks a body that comes in pieces.
-
-    Args:
-        encoding: The header `Content-Encoding`.
-
-    Attributes:
-        packed: Whether there is anything to unpack.
-    """
+    """Unpacks a body that comes in pieces."""
 
     def __init__(self, encoding: str) -> None:
         name = encoding.strip().lower()
@@ -201,11 +189,6 @@ class RequestGuard:
     Sets `scope["api_key"]` to the key that a request was let in with, `scope["operator"]` to whether it may read
     figures of all clients, and `scope["is_anthropic"]` to whether it is one of Anthropic's API: by its path, or by the
     header that all of its clients send.
-
-    Args:
-        app: What it guards.
-        settings: The keys, names and limits of the server.
-        paths: The paths of all routes.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, paths: Collection[str] = ()) -> None:
@@ -329,8 +312,7 @@ def meant_path(path: str, known: Collection[str]) -> str:
 class PrivateNetwork:
     """Middleware that answers browsers which ask whether a page of the public internet may call this machine.
 
-    Args:
-        app: Decides of which origins pages may call the server at all.
+    The app decides of which origins pages may call the server at all.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -22,11 +22,7 @@ _MOST_FIELDS = 100  # ignored ones that are counted by name: clients may invent 
 
 
 class Meter:
-    """Counts the events of an engine's jobs.
-
-    Args:
-        engine: The engine, whose figures are read each time they are asked for.
-    """
+    """Counts the events of an engine's jobs."""
 
     def __init__(self, engine: Engine) -> None:
         self._registry = registry = CollectorRegistry()

@@ -115,11 +115,7 @@ _under_way: ContextVar[_Traced | None] = ContextVar("kvboost_hf_traced", default
 
 
 class TracedEngine:
-    """An engine whose jobs are noted in the span of the request that submits them.
-
-    Args:
-        engine: The engine that runs them.
-    """
+    """An engine whose jobs are noted in the span of the request that submits them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -142,13 +138,7 @@ class TracedEngine:
 
 
 class TraceRequests:
-    """Middleware that makes a span of each `POST` request, below that of its header `traceparent`.
-
-    Args:
-        app: What it traces.
-        provider: Makes the spans.
-        model: What clients call the model.
-    """
+    """Middleware that makes a span of each `POST` request, below that of its header `traceparent`."""
 
     def __init__(self, app: ASGIApp, provider: trace.TracerProvider, model: str) -> None:
         self._app, self._model = app, model
