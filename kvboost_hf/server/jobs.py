@@ -45,72 +45,45 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How the tokens of one job are chosen.
+    """How the tokens of one job are chosen."""
 
-    Args:
-        max_tokens: Tokens of the answer, at most; with 0 the prompt is computed and kept in the store.
-        min_tokens: Tokens of the answer before any token, or text, may end it.
-        temperature: Divides the logits; 0 takes the likeliest token.
-        top_p: Sample from the likeliest tokens whose probabilities sum up to this.
-        top_k: Sample from this many of the likeliest tokens; 0 for all.
-        min_p: Sample from tokens with at least this share of the probability of the likeliest.
-        presence_penalty: Subtracted from the logit of each token that was generated before.
-        frequency_penalty: Subtracted from the logit of a token for each time that it was generated before.
-        repetition_penalty: Divides positive logits of tokens in prompt and answer, and multiplies negative ones.
-        logit_bias: By token, added to its logit.
-        seed: The seed of sampling; None for a different one each time.
-        logprobs: Report the log probability of each token, and of this many likeliest ones; None reports none.
-        prompt_logprobs: Report those of the prompt's tokens, too. All of it is computed then.
-        constraint: Restricts the tokens that may come; None for no constraint.
-    """
-
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    max_tokens: int  # tokens of the answer, at most; with 0 the prompt is computed and kept in the store
+    min_tokens: int = 0  # tokens of the answer before any token, or text, may end it
+    temperature: float = 0.0  # divides the logits; 0 takes the likeliest token
+    top_p: float = 1.0  # sample from the likeliest tokens whose probabilities sum up to this
+    top_k: int = 0  # sample from this many of the likeliest tokens; 0 for all
+    min_p: float = 0.0  # sample from tokens with at least this share of the probability of the likeliest
+    presence_penalty: float = 0.0  # subtracted from the logit of each token that was generated before
+    frequency_penalty: float = 0.0  # subtracted from the logit of a token for each time that it was generated before
+    # Divides positive logits of tokens in prompt and answer, and multiplies negative ones.
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token, added to its logit
+    seed: int | None = None  # the seed of sampling; None for a different one each time
+    # Report the log probability of each token, and of this many likeliest ones; None reports none.
     logprobs: int | None = None
-    prompt_logprobs: bool = False
-    constraint: Constraint | None = None
+    prompt_logprobs: bool = False  # report those of the prompt's tokens, too. All of it is computed then
+    constraint: Constraint | None = None  # restricts the tokens that may come; None for no constraint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """The first tokens of a prompt, to be pinned in host memory once they are computed.
+    """The first tokens of a prompt, to be pinned in host memory once they are computed."""
 
-    Args:
-        ttl_s: Seconds after the last use of these tokens after which they may be evicted; None for never.
-        tokens: How many first tokens; None for all. More than the prompt has are all.
-        share: Share of the store's budget that the pins of one client may take together. Where they would take more,
-            others of this client give way: those with the largest `Job.priority` first, of them those that were not
-            used for longest. None is for the operator: such a pin counts for no share, and stays.
-    """
-
+    # Seconds after the last use of these tokens after which they may be evicted; None for never.
     ttl_s: float | None = None
-    tokens: int | None = None
+    tokens: int | None = None  # how many first tokens; None for all. More than the prompt has are all
+    # Share of the store's budget that the pins of one client may take together. Where they would take more, others of
+    # this client give way: those with the largest `Job.priority` first, of them those that were not used for longest.
+    # None is for the operator: such a pin counts for no share, and stays.
     share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values of fields that a request leaves out. These are those of OpenAI's API; models may bring others.
+    """Values of fields that a request leaves out. These are those of OpenAI's API; models may bring others."""
 
-    Args:
-        temperature: Divides the logits.
-        top_p: Sample from the likeliest tokens whose probabilities sum up to this.
-        top_k:
-        min_p:
-        repetition_penalty:
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float = 1.0  # divides the logits
+    top_p: float = 1.0  # sample from the likeliest tokens whose probabilities sum up to this
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -128,62 +101,41 @@ class SamplingDefaults:
 
 
 class ReasoningSpan(NamedTuple):
-    """The reasoning at the beginning of an answer.
+    """The reasoning at the beginning of an answer."""
 
-    Args:
-        open: The text before it.
-        close: The text behind it.
-        opened: Whether the prompt ends with `open`.
-    """
-
-    open: str
-    close: str
-    opened: bool
+    open: str  # the text before it
+    close: str  # the text behind it
+    opened: bool  # whether the prompt ends with `open`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One text to continue.
+    """One text to continue."""
 
-    Args:
-        ids: Token ids of the prompt; at least one.
-        options: How the tokens of the answer are chosen.
-        stop: Texts that end the answer.
-        ends: Tokens that end the answer.
-        include_stop: Leave the stop text, or the token, that ends the answer in it.
-        reasoning: The reasoning of the answer, which stop texts do not end; None where the model marks none.
-        salt: Jobs share K/V only with jobs of the same salt.
-        client: The client. Clients take turns, whatever their salts are.
-        priority: The client's waiting jobs with the smallest number run first. It does not count between
-            clients.
-        session: Names the conversation that the job belongs to, for `Engine.sessions`; None for a name that is made
-            of the first chunk of the prompt.
-        reuse: How K/V of the prompt's text that stands elsewhere may be used, in place of the engine's policy; None
-            for that policy. A job without an answer is always computed exactly.
-        keep: Beginnings of the prompt to pin in host memory.
-        timeout_s: Seconds from `submit` after which the job ends; None for no limit.
-        skip_special_tokens: Leave special tokens out of the text. Some models mark calls of tools with them.
-        prediction: Token ids of a text that the answer may have parts of, which then come with fewer forwards.
-        limited_by: What `SamplingOptions.max_tokens` comes from.
-        text_keys: Keys of the pieces of the request's text, by which the front of a cluster knows the prompt.
-    """
-
-    ids: Sequence[int]
-    options: SamplingOptions
-    stop: tuple[str, ...] = ()
-    ends: frozenset[int] = frozenset()
-    include_stop: bool = False
+    ids: Sequence[int]  # token ids of the prompt; at least one
+    options: SamplingOptions  # how the tokens of the answer are chosen
+    stop: tuple[str, ...] = ()  # texts that end the answer
+    ends: frozenset[int] = frozenset()  # tokens that end the answer
+    include_stop: bool = False  # leave the stop text, or the token, that ends the answer in it
+    # The reasoning of the answer, which stop texts do not end; None where the model marks none.
     reasoning: ReasoningSpan | None = None
-    salt: bytes = b""
-    client: bytes = b""
+    salt: bytes = b""  # jobs share K/V only with jobs of the same salt
+    client: bytes = b""  # the client. Clients take turns, whatever their salts are
+    # The client's waiting jobs with the smallest number run first. It does not count between clients.
     priority: int = 0
+    # Names the conversation that the job belongs to, for `Engine.sessions`; None for a name that is made of the first
+    # chunk of the prompt.
     session: str | None = None
+    # How K/V of the prompt's text that stands elsewhere may be used, in place of the engine's policy; None for that
+    # policy. A job without an answer is always computed exactly.
     reuse: Reuse | None = None
-    keep: tuple[Keep, ...] = ()
-    timeout_s: float | None = None
-    skip_special_tokens: bool = True
+    keep: tuple[Keep, ...] = ()  # beginnings of the prompt to pin in host memory
+    timeout_s: float | None = None  # seconds from `submit` after which the job ends; None for no limit
+    skip_special_tokens: bool = True  # leave special tokens out of the text. Some models mark calls of tools with them
+    # Token ids of a text that the answer may have parts of, which then come with fewer forwards.
     prediction: Sequence[int] = ()
-    limited_by: LimitedBy = "request"
+    limited_by: LimitedBy = "request"  # what `SamplingOptions.max_tokens` comes from
+    # Keys of the pieces of the request's text, by which the front of a cluster knows the prompt.
     text_keys: Sequence[bytes] = ()
 
     @property
@@ -199,127 +151,80 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """Figures of the requests that belong together: those with a name, or those that begin alike.
+    """Figures of the requests that belong together: those with a name, or those that begin alike."""
 
-    Args:
-        id: The name of the session, or a hash of its first chunk.
-        client: Whose it is.
-        first_seen: When its first request ran, in seconds since 1970.
-        last_used: When its last one ran.
-        requests: How many ran.
-        tokens: The number of tokens of the last prompt and its answer.
-        prompt_tokens: The number of tokens of all prompts.
-        cached_tokens: The number of prompt tokens that were reused.
-        nbytes: Bytes of its K/V in host memory.
-        priority: The priority of the session's pins: those with the largest number give way first.
-        ttl_s: Seconds for which all of it is pinned after each use, as was asked afterwards; None for no limit, and
-            where nothing was asked.
-        pinned: Whether any of its K/V is pinned.
-        pinned_until: When the last of its pins ends, if it is not used before; None without one, and for no end.
-    """
-
-    id: str
-    client: bytes
-    first_seen: float
-    last_used: float
-    requests: int
-    tokens: int
-    prompt_tokens: int
-    cached_tokens: int
-    nbytes: int
-    priority: int
+    id: str  # the name of the session, or a hash of its first chunk
+    client: bytes  # whose it is
+    first_seen: float  # when its first request ran, in seconds since 1970
+    last_used: float  # when its last one ran
+    requests: int  # how many ran
+    tokens: int  # the number of tokens of the last prompt and its answer
+    prompt_tokens: int  # the number of tokens of all prompts
+    cached_tokens: int  # the number of prompt tokens that were reused
+    nbytes: int  # bytes of its K/V in host memory
+    priority: int  # the priority of the session's pins: those with the largest number give way first
+    # Seconds for which all of it is pinned after each use, as was asked afterwards; None for no limit, and where
+    # nothing was asked.
     ttl_s: float | None
-    pinned: bool
+    pinned: bool  # whether any of its K/V is pinned
+    # When the last of its pins ends, if it is not used before; None without one, and for no end.
     pinned_until: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionChange:
-    """What to change of a session; None leaves it as it is.
+    """What to change of a session; None leaves it as it is."""
 
-    Args:
-        keep: Pin all of its K/V, now and with each later request; False lets go of all its pins.
-        priority: The new priority of the session's pins.
-    """
-
+    # Pin all of its K/V, now and with each later request; False lets go of all its pins.
     keep: Keep | Literal[False] | None = None
-    priority: int | None = None
+    priority: int | None = None  # the new priority of the session's pins
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log probability of a token, and those of the likeliest ones at its place.
+    """The log probability of a token, and those of the likeliest ones at its place."""
 
-    Args:
-        token: The id of the token.
-        logprob: Natural logarithm of its probability; None for the first token of a prompt.
-        top: The likeliest tokens and theirs, the likeliest first.
-    """
-
-    token: int
-    logprob: float | None
-    top: tuple[tuple[int, float], ...] = ()
+    token: int  # the id of the token
+    logprob: float | None  # natural logarithm of its probability; None for the first token of a prompt
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and theirs, the likeliest first
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The next part of an answer.
+    """The next part of an answer."""
 
-    Args:
-        text: New text, without parts of a stop text or of a character; may be empty.
-        tokens: The number of new tokens.
-        logprobs: The log probability of each token, if asked for. Those of the prompt come without new tokens.
-    """
-
-    text: str
-    tokens: int
+    text: str  # new text, without parts of a stop text or of a character; may be empty
+    tokens: int  # the number of new tokens
+    # The log probability of each token, if asked for. Those of the prompt come without new tokens.
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The end of a job, and its last event.
+    """The end of a job, and its last event."""
 
-    Args:
-        reason: `"stop"`: an end of the text, a stop text or the end of a constraint. `"length"`: `max_tokens`.
-            `"constraint"`: the constraint could not be followed.
-        prompt_tokens: Tokens of the prompt.
-        completion_tokens: Generated tokens, the one that ends the text included.
-        cached_tokens: Tokens of the prompt that were reused.
-        moved_tokens: Reused tokens whose K/V was computed at another place, or behind another text.
-        repaired_tokens: Tokens that went through the model again to repair moved K/V.
-        computed_tokens: Tokens that went through the model for the prompt, the repaired ones included.
-        tiers: Reused tokens by the tier that they came from.
-        queue_s: Seconds from `submit` to the first forward.
-        ttft_s: Seconds from `submit` to the first token on the host; None without one.
-        total_s: Seconds from `submit` to the end.
-        error: What went wrong, for `"constraint"` and `"error"`.
-        stop: The stop text that has ended it; None for none.
-        ids: The generated tokens.
-        pinned: Whether all that `Job.keep` asks for is pinned; None if it asks for nothing.
-        accepted_prediction: Tokens of the prediction that were checked and are in the answer; None without one.
-        rejected_prediction: Those that were checked and are not.
-        reasons: Why nothing of the prompt was moved (`"moved_reason"`), and why moved tokens were not repaired along
-            with new ones (`"riding_reason"`), where moving was allowed.
-    """
-
+    # `"stop"`: an end of the text, a stop text or the end of a constraint. `"length"`: `max_tokens`. `"constraint"`:
+    # the constraint could not be followed.
     reason: FinishReason
-    prompt_tokens: int
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    moved_tokens: int = 0
-    repaired_tokens: int = 0
-    computed_tokens: int = 0
-    tiers: Mapping[str, int] = field(default_factory=dict)
-    queue_s: float = 0.0
-    ttft_s: float | None = None
-    total_s: float = 0.0
-    error: str | None = None
-    stop: str | None = None
-    ids: Sequence[int] = ()
-    pinned: bool | None = None
+    prompt_tokens: int  # tokens of the prompt
+    completion_tokens: int = 0  # generated tokens, the one that ends the text included
+    cached_tokens: int = 0  # tokens of the prompt that were reused
+    moved_tokens: int = 0  # reused tokens whose K/V was computed at another place, or behind another text
+    repaired_tokens: int = 0  # tokens that went through the model again to repair moved K/V
+    computed_tokens: int = 0  # tokens that went through the model for the prompt, the repaired ones included
+    tiers: Mapping[str, int] = field(default_factory=dict)  # reused tokens by the tier that they came from
+    queue_s: float = 0.0  # seconds from `submit` to the first forward
+    ttft_s: float | None = None  # seconds from `submit` to the first token on the host; None without one
+    total_s: float = 0.0  # seconds from `submit` to the end
+    error: str | None = None  # what went wrong, for `"constraint"` and `"error"`
+    stop: str | None = None  # the stop text that has ended it; None for none
+    ids: Sequence[int] = ()  # the generated tokens
+    pinned: bool | None = None  # whether all that `Job.keep` asks for is pinned; None if it asks for nothing
+    # Tokens of the prediction that were checked and are in the answer; None without one.
     accepted_prediction: int | None = None
-    rejected_prediction: int | None = None
+    rejected_prediction: int | None = None  # those that were checked and are not
+    # Why nothing of the prompt was moved (`"moved_reason"`), and why moved tokens were not repaired along with new
+    # ones (`"riding_reason"`), where moving was allowed.
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -83,22 +83,15 @@ class Ticket(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What a model is.
+    """What a model is."""
 
-    Args:
-        family: The type of its architecture, such as `"llama"`.
-        parameters: The number of its parameters.
-        num_bytes: Bytes of its weights.
-        gpu_bytes: Those of them that are on a GPU.
-        quantization: How its weights are stored: `"F32"`, `"F16"`, `"BF16"`, or the method of quantization.
-        sizes: Numbers of layers, heads and features, as GGUF files name them.
-    """
-
-    family: str
-    parameters: int = 0
-    num_bytes: int = 0
-    gpu_bytes: int = 0
+    family: str  # the type of its architecture, such as `"llama"`
+    parameters: int = 0  # the number of its parameters
+    num_bytes: int = 0  # bytes of its weights
+    gpu_bytes: int = 0  # those of them that are on a GPU
+    # How its weights are stored: `"F32"`, `"F16"`, `"BF16"`, or the method of quantization.
     quantization: str = "unknown"
+    # Numbers of layers, heads and features, as GGUF files name them.
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod

@@ -37,35 +37,21 @@ _FIELDS = ("tools", "instructions", "system", "context", "messages", "prompt", "
 
 
 class Place(NamedTuple):
-    """How far a router has followed a replica.
+    """How far a router has followed a replica."""
 
-    Args:
-        epoch: Names the process of the replica.
-        events: How many of its events are known.
-    """
-
-    epoch: str
-    events: int
+    epoch: str  # names the process of the replica
+    events: int  # how many of its events are known
 
 
 class News(NamedTuple):
-    """The pieces that a replica holds, or what has changed since some event.
+    """The pieces that a replica holds, or what has changed since some event."""
 
-    Args:
-        replica: Name of the replica.
-        epoch: Names its process: another one holds something else.
-        start: The number of the first event; None where this is all that the replica holds.
-        stop: How many events there were.
-        keys: The keys of the pieces, in the order of events.
-        tiers: For each key, `GONE`, `BELOW` or `MEMORY`.
-    """
-
-    replica: str
-    epoch: str
-    start: int | None
-    stop: int
-    keys: Sequence[bytes]
-    tiers: bytes
+    replica: str  # name of the replica
+    epoch: str  # names its process: another one holds something else
+    start: int | None  # the number of the first event; None where this is all that the replica holds
+    stop: int  # how many events there were
+    keys: Sequence[bytes]  # the keys of the pieces, in the order of events
+    tiers: bytes  # for each key, `GONE`, `BELOW` or `MEMORY`
 
 
 class PrefixRouter:

@@ -33,19 +33,12 @@ _LOSSY = ("int8", "int8:4", "int4", "int2", "turboquant", "turboquant:3.5", "tur
 
 @dataclass(frozen=True, slots=True)
 class InTiers:
-    """The chunks that the tiers of a server hold.
+    """The chunks that the tiers of a server hold."""
 
-    Args:
-        held: All entries, of other models, too; the first 10,000.
-        own: Those of them that are of this model.
-        found: Those of `own` that this server finds.
-        roots: The roots that this server searches under.
-    """
-
-    held: Sequence[Entry]
-    own: Sequence[Entry]
-    found: Sequence[Entry]
-    roots: frozenset[bytes]
+    held: Sequence[Entry]  # all entries, of other models, too; the first 10,000
+    own: Sequence[Entry]  # those of them that are of this model
+    found: Sequence[Entry]  # those of `own` that this server finds
+    roots: frozenset[bytes]  # the roots that this server searches under
 
     @classmethod
     def of(

@@ -164,40 +164,24 @@ async def _gone(request: Request) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next part of one answer.
+    """The next part of one answer."""
 
-    Args:
-        choice: The index of the answer.
-        text: New text; may be empty.
-        reasoning: New text of the reasoning before the answer, where the model marks it.
-        calls: New pieces of tool calls; those of one call are in a row.
-        logprobs: Log probabilities of the new tokens, if they were asked for.
-        reason: The finish reason of the answer, if it ends here; else None.
-    """
-
-    choice: int
-    text: str = ""
-    reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    reason: str | None = None
+    choice: int  # the index of the answer
+    text: str = ""  # new text; may be empty
+    reasoning: str = ""  # new text of the reasoning before the answer, where the model marks it
+    calls: tuple[ToolCall, ...] = ()  # new pieces of tool calls; those of one call are in a row
+    logprobs: tuple[TokenLogprob, ...] = ()  # log probabilities of the new tokens, if they were asked for
+    reason: str | None = None  # the finish reason of the answer, if it ends here; else None
 
 
 @dataclass(frozen=True, slots=True)
 class CallReaders:
-    """Find tool calls and reasoning in the text of answers.
+    """Find tool calls and reasoning in the text of answers."""
 
-    Args:
-        streams: One for each choice; empty where an answer is text alone.
-        one_call: Whether all calls but the first of an answer are left out.
-        shows_reasoning: Whether reasoning is in the deltas.
-        thought: Counts the tokens of reasoning, by choice.
-    """
-
-    streams: Sequence[AnswerReader] = ()
-    one_call: bool = False
-    shows_reasoning: bool = True
-    thought: Counter[int] = field(default_factory=Counter)
+    streams: Sequence[AnswerReader] = ()  # one for each choice; empty where an answer is text alone
+    one_call: bool = False  # whether all calls but the first of an answer are left out
+    shows_reasoning: bool = True  # whether reasoning is in the deltas
+    thought: Counter[int] = field(default_factory=Counter)  # counts the tokens of reasoning, by choice
 
     def read(self, choice: int, event: JobEvent) -> Parsed:
         """The part of an answer that an event adds."""

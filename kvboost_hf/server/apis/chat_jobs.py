@@ -77,24 +77,16 @@ async def start_chat(
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the answers to one request are read.
+    """How the answers to one request are read."""
 
-    Args:
-        context: The parts of the server.
-        asked: The request.
-        prefix: The prompt's text for the tokenizer's own response template, and empty for a format that marks answers
-            without calls, too; None for all others.
-        marks: The marks of reasoning; None where the model has none, or a response template.
-        opened: Whether the prompt has begun the reasoning.
-        close: The token that ends the reasoning; None where it is none of its own.
-    """
-
-    context: RouteContext
-    asked: ChatRequest
+    context: RouteContext  # the parts of the server
+    asked: ChatRequest  # the request
+    # The prompt's text for the tokenizer's own response template, and empty for a format that marks answers without
+    # calls, too; None for all others.
     prefix: str | None
-    marks: ReasoningMarks | None
-    opened: bool
-    close: int | None
+    marks: ReasoningMarks | None  # the marks of reasoning; None where the model has none, or a response template
+    opened: bool  # whether the prompt has begun the reasoning
+    close: int | None  # the token that ends the reasoning; None where it is none of its own
 
     def readers(self, choices: int) -> CallReaders:
         """A reader of each answer."""

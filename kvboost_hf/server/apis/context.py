@@ -54,35 +54,20 @@ class Length(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RouteContext:
-    """The parts of a server that its routes use.
+    """The parts of a server that its routes use."""
 
-    Args:
-        engine: Runs jobs.
-        tokenizer: The tokenizer of the model.
-        settings: The settings of the server.
-        ends: Tokens that end an answer.
-        sampling: How tokens are chosen where a request leaves it open.
-        meter: Counts figures for `/metrics`.
-        grammars: Compiles grammars for constraints.
-        reading: Turns of clients to have a request read.
-        compiling: Turns of clients to have a grammar compiled.
-        encoder: Encodes texts and chats.
-        created: When the server started, in seconds since 1970.
-        histories: Keeps messages of chats for requests that ask for it.
-    """
-
-    engine: Engine
-    tokenizer: Any
-    settings: ServerSettings
-    ends: frozenset[int]
-    sampling: SamplingDefaults
-    meter: Meter
-    grammars: Grammars
-    reading: Turns
-    compiling: Turns
-    encoder: Encoder
-    created: int
-    histories: Histories = field(default_factory=Histories)
+    engine: Engine  # runs jobs
+    tokenizer: Any  # the tokenizer of the model
+    settings: ServerSettings  # the settings of the server
+    ends: frozenset[int]  # tokens that end an answer
+    sampling: SamplingDefaults  # how tokens are chosen where a request leaves it open
+    meter: Meter  # counts figures for `/metrics`
+    grammars: Grammars  # compiles grammars for constraints
+    reading: Turns  # turns of clients to have a request read
+    compiling: Turns  # turns of clients to have a grammar compiled
+    encoder: Encoder  # encodes texts and chats
+    created: int  # when the server started, in seconds since 1970
+    histories: Histories = field(default_factory=Histories)  # keeps messages of chats for requests that ask for it
     _token_texts: dict[int, str] = field(default_factory=dict)
     _token_bytes: dict[int, list[int]] = field(default_factory=dict)
 

@@ -138,21 +138,14 @@ class _Posted(Request):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamForm:
-    """How a stream is written.
+    """How a stream is written."""
 
-    Args:
-        media_type: The content type of the response.
-        line: Writes an object.
-        failed: What the object has besides the error that ends a stream which fails.
-        ping: Sent when nothing else comes; clients skip it.
-        end: Sent behind the last object.
-    """
-
-    media_type: str
-    line: Callable[[dict[str, Any]], str]
-    ping: str
+    media_type: str  # the content type of the response
+    line: Callable[[dict[str, Any]], str]  # writes an object
+    ping: str  # sent when nothing else comes; clients skip it
+    # What the object has besides the error that ends a stream which fails.
     failed: Mapping[str, Any] = field(default_factory=dict)
-    end: str = ""
+    end: str = ""  # sent behind the last object
 
 
 def _event(told: dict[str, Any]) -> str:

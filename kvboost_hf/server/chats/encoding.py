@@ -259,15 +259,10 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How many characters one token can stand for.
+    """How many characters one token can stand for."""
 
-    Args:
-        ascii: In a text of ASCII alone.
-        other: In any other text.
-    """
-
-    ascii: int
-    other: int
+    ascii: int  # in a text of ASCII alone
+    other: int  # in any other text
 
     def most(self, text: str, tokens: int) -> int:
         """How many characters `tokens` tokens can have at most, in a text such as this one."""

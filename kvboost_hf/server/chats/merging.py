@@ -31,33 +31,19 @@ _BREAKS = "\r\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What a chat template does with messages that not all of them take; by default it refuses them.
+    """What a chat template does with messages that not all of them take; by default it refuses them."""
 
-    Args:
-        system: With a message of the system before all others.
-        lone_system: With one of the system and no others.
-        late_system: With others of the system.
-        users: With two of the user in a row.
-        assistants: With two of the assistant in a row.
-        first_assistant: With one of the assistant before all others.
-        tool: With results of tools.
-        user_after_tool: With one of the user behind a result.
-        calls: With calls whose arguments are objects.
-        text_calls: With calls whose arguments are JSON as a text.
-        long_ids: With ids of calls that are longer than nine characters.
-    """
-
-    system: Ability = "refused"
-    lone_system: Ability = "refused"
-    late_system: Ability = "refused"
-    users: Ability = "refused"
-    assistants: Ability = "refused"
-    first_assistant: Ability = "refused"
-    tool: Ability = "refused"
-    user_after_tool: Ability = "refused"
-    calls: Ability = "refused"
-    text_calls: Ability = "refused"
-    long_ids: Ability = "refused"
+    system: Ability = "refused"  # with a message of the system before all others
+    lone_system: Ability = "refused"  # with one of the system and no others
+    late_system: Ability = "refused"  # with others of the system
+    users: Ability = "refused"  # with two of the user in a row
+    assistants: Ability = "refused"  # with two of the assistant in a row
+    first_assistant: Ability = "refused"  # with one of the assistant before all others
+    tool: Ability = "refused"  # with results of tools
+    user_after_tool: Ability = "refused"  # with one of the user behind a result
+    calls: Ability = "refused"  # with calls whose arguments are objects
+    text_calls: Ability = "refused"  # with calls whose arguments are JSON as a text
+    long_ids: Ability = "refused"  # with ids of calls that are longer than nine characters
 
 
 def abilities_of(render: Callable[[Messages], str | None]) -> Abilities:

@@ -58,16 +58,12 @@ Owner = tuple[bytes, bytes]  # client and salt: what is kept for one is not used
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """How a chat template writes a chat.
+    """How a chat template writes a chat."""
 
-    Args:
-        answer: Whether the start of an answer is at its end.
-        continues: The field of the last message that the answer continues, such as `"content"`; None for none.
-        arguments: Other arguments of the template; those that it does not read change nothing.
-    """
-
-    answer: bool = True
+    answer: bool = True  # whether the start of an answer is at its end
+    # The field of the last message that the answer continues, such as `"content"`; None for none.
     continues: str | None = None
+    # Other arguments of the template; those that it does not read change nothing.
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 

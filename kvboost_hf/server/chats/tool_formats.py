@@ -16,21 +16,13 @@ Fields = Mapping[str, Mapping[str, Any]]
 
 
 class Tags(NamedTuple):
-    """How arguments are written as tags, one for each.
+    """How arguments are written as tags, one for each."""
 
-    Args:
-        open: A pattern of what comes before a value, with its `key`.
-        close: The text behind a value.
-        call_close: The text behind the last value.
-        lines: Whether a line end at each end of a value belongs to the tags.
-        written: A tag with `{key}` and `{value}`, as the model writes it.
-    """
-
-    open: str
-    close: str
-    call_close: str
-    lines: bool
-    written: str
+    open: str  # a pattern of what comes before a value, with its `key`
+    close: str  # the text behind a value
+    call_close: str  # the text behind the last value
+    lines: bool  # whether a line end at each end of a value belongs to the tags
+    written: str  # a tag with `{key}` and `{value}`, as the model writes it
 
     @property
     def end(self) -> str:
@@ -40,45 +32,29 @@ class Tags(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """The format in which a family of models writes tool calls.
+    """The format in which a family of models writes tool calls."""
 
-    Args:
-        name: The models, for messages.
-        sign: A pattern that the chat templates of such models have, and no others.
-        fields: The regions of an answer, as the `fields` of a response template of transformers. The text of the
-            region `tool_calls` is read as `head` and the next ones say; an object with name and arguments is one, too.
-        head: A pattern of what comes before the arguments, with the `name`, and an `id` if there is one. The arguments
-            begin behind it, or at its group `args`. None where calls are JSON objects alone.
-        spelling: How values are written, besides JSON.
-        python: Whether arguments are those of a call of Python.
-        tags: How arguments are written as tags; None for an object.
-        marker: A text that nothing but calls begins with.
-        marked: Whether no other text looks like a call.
-        starts: Characters that a mark may begin with.
-        always: Whether answers without calls have marks of the format, too.
-        nothing: A tool that is not offered, and whose call does nothing.
-        before: Text before the first call, as a model must write it.
-        call: Text before the name, before the arguments and behind them; None where calls cannot be forced.
-        between: Text between calls; None if there is one call at most.
-        after: Text behind the last call.
-    """
-
-    name: str
-    sign: str
+    name: str  # the models, for messages
+    sign: str  # a pattern that the chat templates of such models have, and no others
+    # The regions of an answer, as the `fields` of a response template of transformers. The text of the region
+    # `tool_calls` is read as `head` and the next ones say; an object with name and arguments is one, too.
     fields: Fields
+    # A pattern of what comes before the arguments, with the `name`, and an `id` if there is one. The arguments begin
+    # behind it, or at its group `args`. None where calls are JSON objects alone.
     head: str | None = None
-    spelling: Spelling = JSON
-    python: bool = False
-    tags: Tags | None = None
-    marker: str
-    marked: bool = True
-    starts: str = "<[{`"
-    always: bool = False
-    nothing: str | None = None
-    before: str = ""
+    spelling: Spelling = JSON  # how values are written, besides JSON
+    python: bool = False  # whether arguments are those of a call of Python
+    tags: Tags | None = None  # how arguments are written as tags; None for an object
+    marker: str  # a text that nothing but calls begins with
+    marked: bool = True  # whether no other text looks like a call
+    starts: str = "<[{`"  # characters that a mark may begin with
+    always: bool = False  # whether answers without calls have marks of the format, too
+    nothing: str | None = None  # a tool that is not offered, and whose call does nothing
+    before: str = ""  # text before the first call, as a model must write it
+    # Text before the name, before the arguments and behind them; None where calls cannot be forced.
     call: tuple[str, str, str] | None = None
-    between: str | None = None
-    after: str = ""
+    between: str | None = None  # text between calls; None if there is one call at most
+    after: str = ""  # text behind the last call
 
 
 def _regions(open: str | list[str], close: str | list[str] | None = None, **more: Mapping[str, Any]) -> Fields:
@@ -419,17 +395,11 @@ def known_format(template: str) -> ToolFormat | None:
 
 
 class ToolSupport(NamedTuple):
-    """Whether requests to a model may have tools.
+    """Whether requests to a model may have tools."""
 
-    Args:
-        told: In whose format calls are found, or why requests with tools are refused: a line for people.
-        served: Whether they may.
-        unknown: Whether the chat template has a place for tools, but shows no format that is known.
-    """
-
-    told: str
-    served: bool
-    unknown: bool = False
+    told: str  # in whose format calls are found, or why requests with tools are refused: a line for people
+    served: bool  # whether they may
+    unknown: bool = False  # whether the chat template has a place for tools, but shows no format that is known
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "ToolSupport":

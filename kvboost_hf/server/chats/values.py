@@ -20,15 +20,10 @@ MAX_DEPTH = 100  # of lists and objects in each other, as in requests
 
 
 class Spelling(NamedTuple):
-    """How a family of models writes values, besides JSON.
+    """How a family of models writes values, besides JSON."""
 
-    Args:
-        bare_keys: Whether keys stand without quotes.
-        delimiters: Texts that begin and end strings in which nothing is escaped.
-    """
-
-    bare_keys: bool = False
-    delimiters: tuple[str, ...] = ()
+    bare_keys: bool = False  # whether keys stand without quotes
+    delimiters: tuple[str, ...] = ()  # texts that begin and end strings in which nothing is escaped
 
 
 JSON = Spelling()

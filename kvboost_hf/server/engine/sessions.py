@@ -254,27 +254,16 @@ class SessionTable:
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """A beginning of prompts, or all K/V of a session, that a client has asked to keep.
+    """A beginning of prompts, or all K/V of a session, that a client has asked to keep."""
 
-    Args:
-        holder: Names it to the store.
-        session: The id of the session that the pin belongs to.
-        root: Where the text begins; empty for a whole session.
-        ttl_s: Seconds after its last use; None for no limit.
-        priority: Those with the largest number give way first.
-        used: When it was last used.
-        tokens: How many tokens the text has; 0 for a whole session.
-        digest: A hash of root and tokens.
-    """
-
-    holder: bytes
-    session: str
-    root: bytes
-    ttl_s: float | None
-    priority: int
-    used: float
-    tokens: int = 0
-    digest: bytes = b""
+    holder: bytes  # names it to the store
+    session: str  # the id of the session that the pin belongs to
+    root: bytes  # where the text begins; empty for a whole session
+    ttl_s: float | None  # seconds after its last use; None for no limit
+    priority: int  # those with the largest number give way first
+    used: float  # when it was last used
+    tokens: int = 0  # how many tokens the text has; 0 for a whole session
+    digest: bytes = b""  # a hash of root and tokens
 
     @property
     def until(self) -> float:

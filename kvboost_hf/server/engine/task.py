@@ -39,30 +39,21 @@ _SPARE_TOKENS = 64  # more than one forward adds
 
 @dataclass(slots=True, eq=False)
 class SessionRecord:
-    """A session.
+    """A session."""
 
-    Args:
-        id: The name of the session, or a hash of its first chunk.
-        client: Whose it is.
-        first_seen: When its first request ran.
-        last_used: When its last request ran.
-        keep: What to pin of each of its prompts, as was asked afterwards.
-        priority: The priority of the session's pins, as was asked afterwards; None for that of each job.
-        roots: Where its K/V begins.
-        heads: The first chunks of its prompts, by their bytes; the newest 64.
-    """
-
-    id: str
-    client: bytes
-    first_seen: float
-    last_used: float
+    id: str  # the name of the session, or a hash of its first chunk
+    client: bytes  # whose it is
+    first_seen: float  # when its first request ran
+    last_used: float  # when its last request ran
     requests: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    keep: Keep | None = None
+    keep: Keep | None = None  # what to pin of each of its prompts, as was asked afterwards
+    # The priority of the session's pins, as was asked afterwards; None for that of each job.
     priority: int | None = None
-    roots: set[bytes] = field(default_factory=set)
+    roots: set[bytes] = field(default_factory=set)  # where its K/V begins
+    # The first chunks of its prompts, by their bytes; the newest 64.
     heads: dict[bytes, Tokens] = field(default_factory=dict)
     _pieces: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
     _has_more_pieces: bool = False
@@ -114,22 +105,13 @@ class RowRepair:
                 row 1   [ new token, as often     | new token ]      the others are filled up
 
     The batch's copy of the K/V is repaired. When the row leaves, its own cache takes over what is exact.
-
-    Args:
-        start: The first tainted token when the row joined.
-        progressive: How many tokens a step takes along: a number, or `"ride"`.
-
-    Attributes:
-        at: The first tainted token now. All behind it are tainted, too.
-        count: Tokens that were computed again.
-        done: No token is tainted any more, and new ones are exact.
     """
 
-    start: int
-    progressive: Progressive
-    at: int = -1
-    count: int = 0
-    done: bool = False
+    start: int  # the first tainted token when the row joined
+    progressive: Progressive  # how many tokens a step takes along: a number, or `"ride"`
+    at: int = -1  # the first tainted token now. All behind it are tainted, too
+    count: int = 0  # tokens that were computed again
+    done: bool = False  # no token is tainted any more, and new ones are exact
 
     def __post_init__(self) -> None:
         self.at = self.start

@@ -33,36 +33,22 @@ OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 class Left(NamedTuple):
-    """A part of a schema that is left to the model.
+    """A part of a schema that is left to the model."""
 
-    Args:
-        path: The names and places that lead to it from the schema, such as `properties.tags.uniqueItems`.
-        why: Why a grammar does not hold it.
-        note: Whether it only says how to read a value, so that leaving it out breaks no promise.
-    """
-
-    path: str
-    why: str
-    note: bool = False
+    path: str  # the names and places that lead to it from the schema, such as `properties.tags.uniqueItems`
+    why: str  # why a grammar does not hold it
+    note: bool = False  # whether it only says how to read a value, so that leaving it out breaks no promise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """A schema as a grammar holds it.
+    """A schema as a grammar holds it."""
 
-    Args:
-        schema: For the grammar.
-        left: What is left to the model.
-        name: The schema in errors, such as "The parameters of the tool 'look'".
-        place: The field that it is in, such as `tools.look.parameters`.
-        strict: Whether the client asks for all of it.
-    """
-
-    schema: Mapping[str, Any]
-    left: tuple[Left, ...] = ()
-    name: str
-    place: str
-    strict: bool
+    schema: Mapping[str, Any]  # for the grammar
+    left: tuple[Left, ...] = ()  # what is left to the model
+    name: str  # the schema in errors, such as "The parameters of the tool 'look'"
+    place: str  # the field that it is in, such as `tools.look.parameters`
+    strict: bool  # whether the client asks for all of it
 
     def require(self) -> "Fitted":
         """Raise `ValueError` if the client asks for all of it, and something is left to the model."""

@@ -18,15 +18,10 @@ _NOT_WITHIN = re.compile(rf"\^?\.\*{_ITEM}(?P<again>\\?.)?")
 
 
 class Translation(NamedTuple):
-    """Patterns of Rust, all of which a text must match.
+    """Patterns of Rust, all of which a text must match."""
 
-    Args:
-        patterns: One or more.
-        exact: Whether they match the same texts as the pattern that was given; otherwise they match others, too.
-    """
-
-    patterns: tuple[str, ...]
-    exact: bool
+    patterns: tuple[str, ...]  # one or more
+    exact: bool  # whether they match the same texts as the pattern that was given; otherwise they match others, too
 
 
 def rust(pattern: str) -> Translation:

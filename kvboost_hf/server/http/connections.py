@@ -35,18 +35,13 @@ _RELIEF = 16  # connections that are dropped when there are no descriptors left
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """How many connections may be open, and how long they may keep the server waiting.
+    """How many connections may be open, and how long they may keep the server waiting."""
 
-    Args:
-        most: In all.
-        header_s: Seconds for the handshake of TLS and the header of a request, from the beginning of a connection or
-            from the end of the last answer.
-        write_s: Seconds in which a client must read something of what was written for it.
-    """
-
-    most: int
+    most: int  # in all
+    # Seconds for the handshake of TLS and the header of a request, from the beginning of a connection or from the end
+    # of the last answer.
     header_s: float
-    write_s: float
+    write_s: float  # seconds in which a client must read something of what was written for it
 
     @property
     def accepted_at_once(self) -> int:

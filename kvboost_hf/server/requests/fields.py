@@ -80,15 +80,10 @@ class Body(BaseModel):
 
 @dataclass(frozen=True)
 class Refusal:
-    """The type of a field that asks for what the server cannot do, so that ignoring it would give another answer.
+    """The type of a field that asks for what the server cannot do, so that ignoring it would give another answer."""
 
-    Args:
-        why: What it asks for, and what to do.
-        accepted: A value that asks for nothing, besides empty ones.
-    """
-
-    why: str
-    accepted: Any = None
+    why: str  # what it asks for, and what to do
+    accepted: Any = None  # a value that asks for nothing, besides empty ones
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return no_info_after_validator_function(self._check, handler(source))
@@ -248,19 +243,13 @@ class TextRequest(Body):
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The form that an answer must have.
+    """The form that an answer must have."""
 
-    Args:
-        field: The field that asks for it.
-        kind: `"json"` by a schema, a text that `"regex"` matches, one of some texts (`"choice"`), or `"grammar"`.
-        value: The schema, the regular expression, the texts, or the grammar in GBNF or Lark.
-        strict: Whether what a grammar cannot hold of a schema is refused, in place of left to the model.
-    """
-
-    field: str
+    field: str  # the field that asks for it
+    # `"json"` by a schema, a text that `"regex"` matches, one of some texts (`"choice"`), or `"grammar"`.
     kind: FormKind
-    value: Any
-    strict: bool = False
+    value: Any  # the schema, the regular expression, the texts, or the grammar in GBNF or Lark
+    strict: bool = False  # whether what a grammar cannot hold of a schema is refused, in place of left to the model
 
 
 class TextFormat(Body):

@@ -56,15 +56,10 @@ def message_routes(context: RouteContext) -> APIRouter:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The beginning of a prompt that `cache_control` asks to keep.
+    """The beginning of a prompt that `cache_control` asks to keep."""
 
-    Args:
-        ttl: As the request has it, such as `"5m"`.
-        ids: The tokens up to there, and some that end it; None for the whole prompt.
-    """
-
-    ttl: str
-    ids: Sequence[int] | None
+    ttl: str  # as the request has it, such as `"5m"`
+    ids: Sequence[int] | None  # the tokens up to there, and some that end it; None for the whole prompt
 
     def tokens(self, prompt: Sequence[int]) -> int:
         """How many tokens of the prompt it has."""
