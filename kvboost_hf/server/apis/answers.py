@@ -164,7 +164,7 @@ async def _gone(request: Request) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next part of one answer."""
+    """A part of one answer, or all of it."""
 
     choice: int  # the index of the answer
     text: str = ""  # new text; may be empty
@@ -218,36 +218,27 @@ async def deltas(jobs: RequestJobs, readers: CallReaders) -> AsyncIterator[Delta
         yield Delta(choice, read.content, reasoning, tuple(calls), logprobs, reason)
 
 
-@dataclass(slots=True)
-class Answer:
-    """A whole answer: the deltas of one choice, joined."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    reason: str | None = None
-
-
 async def large(build: Callable[[], dict[str, Any]]) -> JSONResponse:
     """Build a response with a large body in a thread, so that the event loop is free meanwhile."""
     return await anyio.to_thread.run_sync(lambda: JSONResponse(build()))
 
 
-async def whole(found: AsyncIterator[Delta], choices: int) -> list[Answer]:
-    """Join the deltas of each choice."""
-    answers = [Answer() for _ in range(choices)]
+async def whole(found: AsyncIterator[Delta], choices: int) -> list[Delta]:
+    """Whole answers: the deltas of each choice, joined."""
+    parts: list[list[Delta]] = [[] for _ in range(choices)]
     async for delta in found:
-        answer = answers[delta.choice]
-        answer.text += delta.text
-        answer.reasoning += delta.reasoning
-        answer.calls += delta.calls
-        answer.logprobs += delta.logprobs
-        answer.reason = delta.reason or answer.reason
-    for answer in answers:
-        if answer.calls:
-            answer.calls = list(joined_calls(answer.calls))
-    return answers
+        parts[delta.choice].append(delta)
+    return [
+        Delta(
+            choice,
+            "".join(part.text for part in own),
+            "".join(part.reasoning for part in own),
+            joined_calls(call for part in own for call in part.calls),
+            tuple(logprob for part in own for logprob in part.logprobs),
+            next((part.reason for part in reversed(own) if part.reason), None),
+        )
+        for choice, own in enumerate(parts)
+    ]
 
 
 def usage(finished: Mapping[int, Finished], n: int, readers: CallReaders | None = None) -> dict[str, Any]:

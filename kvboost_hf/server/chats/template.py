@@ -326,7 +326,8 @@ class TokenCache:
         found: list[int] = []
         unknown: list[str] = []  # parts in a row
         for part in self._parts(text):
-            known = self._get(owner, part)
+            with self._lock:
+                known = self._kept.get(owner[0], (owner[1], part))
             if known is None:
                 unknown.append(part)
                 continue
@@ -359,10 +360,6 @@ class TokenCache:
     def _begins(self, part: str) -> bool:
         found = self._finder.match(part)
         return found is not None and found[0] in self._cuts
-
-    def _get(self, owner: Owner, part: str) -> "array[int] | None":
-        with self._lock:
-            return self._kept.get(owner[0], (owner[1], part))
 
     def _is_exact(self, tokenizer: Any) -> bool:
         for special in list(self._cuts)[:_PROBED]:

@@ -83,14 +83,7 @@ class Grammars:
         Raises `ValueError` for a grammar that is none, asks for what cannot be enforced, or takes too much to compile.
         How long that takes tells nothing of what clients with other salts have asked.
         """
-        with self._lock:
-            found = self._kept.get(salt, grammar)
-        if found is None:
-            found = self._compile(grammar)
-            with self._lock:
-                self._kept.put(salt, grammar, found)
-        if isinstance(found, str):
-            raise ValueError(found)
+        found = self._known(self._kept, salt, grammar, lambda: self._compile(grammar))
         return GrammarConstraint(found.deep_copy(), self._tokens, self._vocab_size, is_json=is_json)
 
     def fitting(
@@ -104,15 +97,20 @@ class Grammars:
         if (error := self._why_not(grammar, salt)) is None:
             return grammar, schemas
         grammar += repr([(fitted.name, fitted.strict) for fitted in schemas])
+        found = self._known(self._narrowed, salt, grammar, lambda: self._narrow(grammar_of, schemas, salt, error))
+        return grammar_of([fitted.schema for fitted in found]), found
+
+    def _known(self, kept: FairCache[bytes, T | str], salt: bytes, key: str, make: Callable[[], T | str]) -> T:
+        """What is kept of a salt under a key, or made for it; raises `ValueError` where that is why there is none."""
         with self._lock:
-            found = self._narrowed.get(salt, grammar)
+            found = kept.get(salt, key)
         if found is None:
-            found = self._narrow(grammar_of, schemas, salt, error)
+            found = make()
             with self._lock:
-                self._narrowed.put(salt, grammar, found)
+                kept.put(salt, key, found)
         if isinstance(found, str):
             raise ValueError(found)
-        return grammar_of([fitted.schema for fitted in found]), found
+        return found
 
     def _narrow(
         self,

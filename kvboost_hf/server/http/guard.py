@@ -67,22 +67,22 @@ class RequestBody:
         self._bytes = 0
         length = headers.get("content-length", "")
         self.length = int(length) if length.isdecimal() else 0
-        self._whole = not self.length and "transfer-encoding" not in headers
+        self.whole = not self.length and "transfer-encoding" not in headers
         self._on_demand = headers.get("expect", "").lower() == "100-continue"
         self.gone, self.client = False, ""
         self._all, self._held = held, 0
-        self._unpacked = Unpacked(headers.get("content-encoding", ""))
+        self.unpacked = Unpacked(headers.get("content-encoding", ""))
 
     async def receive(self) -> Message:
         """The next message; `HTTPException` for a body that is too large, too slow, or has no room beside others."""
-        if self._whole:
+        if self.whole:
             return await self._receive()
         self._on_demand = False  # now it was asked for
         message = await self._next()
         if self._bytes > self._max_bytes:
             raise HTTPException(413, self.too_large)
-        if self._unpacked.packed and message["type"] == "http.request":
-            body = await self._unpacked.read(message.get("body", b""), self._max_bytes - self._held, last=self._whole)
+        if self.unpacked.packed and message["type"] == "http.request":
+            body = await self.unpacked.read(message.get("body", b""), self._max_bytes - self._held, last=self.whole)
             message = {**message, "body": body}
             if len(body) + self._held > self._max_bytes:
                 raise HTTPException(413, self.too_large)
@@ -93,18 +93,13 @@ class RequestBody:
         self._held += count
         return message
 
-    @property
-    def unknown_encoding(self) -> ApiError | None:
-        """Why the body, if there is one, cannot be unpacked; or None."""
-        return None if self._whole else self._unpacked.refusal
-
     def forget(self) -> None:
         """Note that the body is no longer in memory."""
         self._all.give_back(self.client, self._held)
         self._held = 0
 
     async def send(self, message: Message) -> None:
-        if not self._whole:
+        if not self.whole:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["Connection"] = "close"
             elif not message.get("more_body"):
@@ -126,14 +121,14 @@ class RequestBody:
             raise HTTPException(408, f"A body must come within {self._timeout_s:g} s. Send it faster.") from None
         self._bytes += len(message.get("body", b""))
         self.gone = message["type"] == "http.disconnect"
-        self._whole = self.gone or not message.get("more_body")
+        self.whole = self.gone or not message.get("more_body")
         return message
 
     async def _hear_out(self) -> None:
         if self._on_demand:
             return  # none comes any more
         with suppress(HTTPException):
-            while not self._whole and self._bytes <= _HEARD * self._max_bytes:
+            while not self.whole and self._bytes <= _HEARD * self._max_bytes:
                 await self._next()
 
 
@@ -239,7 +234,9 @@ class RequestGuard:
         except asyncio.CancelledError:
             # The server ends, and has waited for as long as it may.
             if not answered:
-                await _ending().response(scope)(scope, body.receive, tell)
+                ending = "The server ends, and gave the request up."
+                error = ApiError(503, ending, code="draining", headers={"Retry-After": "5"})
+                await error.response(scope)(scope, body.receive, tell)
         except Exception:
             status = 500
             raise
@@ -270,7 +267,7 @@ class RequestGuard:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if (unknown := body.unknown_encoding) is not None:
+        if not body.whole and (unknown := body.unpacked.refusal) is not None:
             return unknown
         if body.length > self._settings.max_body_bytes:
             return ApiError(413, body.too_large, code="body_too_large")
@@ -348,10 +345,6 @@ def require_operator(scope: Scope) -> None:
 def _is_one_of(given: bytes, keys: Sequence[bytes]) -> bool:
     # All are compared, each in constant time: how long it takes tells nothing of the keys.
     return any([hmac.compare_digest(given, key) for key in keys])
-
-
-def _ending() -> ApiError:
-    return ApiError(503, "The server ends, and gave the request up.", code="draining", headers={"Retry-After": "5"})
 
 
 class JsonLines(logging.Formatter):

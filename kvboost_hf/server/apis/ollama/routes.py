@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvboost_hf import __version__
-from kvboost_hf.server.apis.answers import Answer, CallReaders, Delta, RequestJobs, deltas, large, unless_gone, whole
+from kvboost_hf.server.apis.answers import CallReaders, Delta, RequestJobs, deltas, large, unless_gone, whole
 from kvboost_hf.server.apis.chat_jobs import start_chat
 from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.apis.ollama.schema import (
@@ -31,7 +31,7 @@ from kvboost_hf.server.jobs import Finished
 from kvboost_hf.server.requests.chat import ChatRequest
 from kvboost_hf.server.requests.messages import Message
 
-Form = Callable[[Answer | Delta], dict[str, Any]]  # of a part of an answer
+Form = Callable[[Delta], dict[str, Any]]  # of a part of an answer
 _API_VERSION = "0.12.11"  # of Ollama, whose API this is: clients ask for the one that has what they need
 _NEVER = "9999-12-31T23:59:59Z"
 _CHANGES = {"pull": "POST", "push": "POST", "create": "POST", "copy": "POST", "delete": "DELETE"}
@@ -46,7 +46,7 @@ def ollama_routes(context: RouteContext) -> APIRouter:
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         context.require_model(body.model)
         if not body.messages:
-            return _loaded(body, _message(Answer()))
+            return _loaded(body, _message(Delta(0)))
         asked = await context.read(request, lambda: body.chat)
         jobs, readers = await start_chat(context, asked, request)
         return await _answered(_Reply(context, body, jobs, readers, _message), request)
@@ -55,7 +55,7 @@ def ollama_routes(context: RouteContext) -> APIRouter:
     async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
         context.require_model(body.model)
         if not body.prompt:
-            return _loaded(body, _text(Answer()))
+            return _loaded(body, _text(Delta(0)))
         asked = await context.read(request, lambda: body.chat)
         ids = await _prompt_ids(context, body, asked, request)
         jobs, readers = await start_chat(context, asked, request, ids=ids)
@@ -133,9 +133,9 @@ class _Reply:
             if delta.text or delta.reasoning or delta.calls or delta.logprobs:
                 yield self._part(delta)
             reason = delta.reason or reason
-        yield self._part(Answer()) | self._end(reason)
+        yield self._part(Delta(0)) | self._end(reason)
 
-    def _part(self, part: Answer | Delta) -> dict[str, Any]:
+    def _part(self, part: Delta) -> dict[str, Any]:
         told = _head(self.asked.model) | self.form(part) | {"done": False}
         if part.logprobs:
             told["logprobs"] = [self.context.logprob_body(one) for one in part.logprobs]
@@ -168,7 +168,7 @@ def _head(model: str) -> dict[str, Any]:
     return {"model": model, "created_at": datetime.now(UTC).isoformat()}
 
 
-def _message(part: Answer | Delta) -> dict[str, Any]:
+def _message(part: Delta) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": part.text}
     if part.reasoning:
         message["thinking"] = part.reasoning
@@ -183,7 +183,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "function": {"index": call.number, "name": call.name, "arguments": arguments}}
 
 
-def _text(part: Answer | Delta) -> dict[str, Any]:
+def _text(part: Delta) -> dict[str, Any]:
     return {"response": part.text} | ({"thinking": part.reasoning} if part.reasoning else {})
 
 

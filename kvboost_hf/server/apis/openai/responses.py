@@ -147,14 +147,10 @@ class _Reply:
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
-    @property
-    def _incomplete(self) -> dict[str, Any]:
-        return {"reason": "max_output_tokens"} | self.jobs.limit(0, "length")
-
-    @property
-    def _reasoning(self) -> dict[str, Any]:
-        options = self.asked.reasoning
-        return {"effort": options and options.effort, "summary": options and options.summary}
+    def _chosen(self, name: str) -> Any:
+        """The value of a field, or its default."""
+        asked = getattr(self.asked, name)
+        return getattr(self.context.sampling, name) if asked is None else asked
 
     def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
         """Add a piece to the call that is open, or to a new one."""
@@ -189,14 +185,15 @@ class _Reply:
 
     def _response(self, status: str) -> dict[str, Any]:
         asked = self.asked.model_dump(include={"text", "tool_choice", "tools"}, by_alias=True)
-        ended = status != "in_progress"
+        ended, reasoning = status != "in_progress", self.asked.reasoning
+        cut = {"reason": "max_output_tokens"} | self.jobs.limit(0, "length") if status == "incomplete" else None
         return {
             "id": self.id,
             "object": "response",
             "created_at": int(self.created),
             "status": status,
             "error": None,
-            "incomplete_details": self._incomplete if status == "incomplete" else None,
+            "incomplete_details": cut,
             "model": self.model,
             "output": list(self.output),
             "instructions": self.asked.instructions,
@@ -205,21 +202,15 @@ class _Reply:
             "parallel_tool_calls": self.asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": self.context.sampling.temperature
-            if self.asked.temperature is None
-            else self.asked.temperature,
+            "temperature": self._chosen("temperature"),
             "text": asked["text"] or {"format": {"type": "text"}},
             "tool_choice": asked["tool_choice"] or "auto",
             "tools": asked["tools"] or [],
-            "top_p": _or(self.asked.top_p, self.context.sampling.top_p),
+            "top_p": self._chosen("top_p"),
             "truncation": self.asked.truncation or "disabled",
-            "reasoning": self._reasoning,
+            "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
             "usage": _usage(usage(self.jobs.finished, 1, self.readers)) if ended else None,
         }
-
-
-def _or(asked: float | None, default: float) -> float:
-    return default if asked is None else asked
 
 
 def _usage(found: dict[str, Any]) -> dict[str, Any]:

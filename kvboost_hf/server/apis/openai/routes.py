@@ -3,7 +3,7 @@
 import base64
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -12,7 +12,6 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from kvboost_hf.server.apis.answers import (
-    Answer,
     CallReaders,
     Delta,
     RequestJobs,
@@ -69,7 +68,7 @@ class _ChatForm:
         answers = await whole(deltas(self.jobs, self.readers), self.asked.n or 1)
         return await large(lambda: self._completion(answers))
 
-    def _completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def _completion(self, answers: Sequence[Delta]) -> dict[str, Any]:
         return self._head("chat.completion") | {
             "choices": [
                 {
@@ -124,7 +123,7 @@ class _ChatForm:
             return None
         return {"content": [self.context.logprob_body(one) for one in found], "refusal": None}
 
-    def _message(self, answer: Answer) -> dict[str, Any]:
+    def _message(self, answer: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None} | _reasoned(answer)
         if answer.calls:
             message["content"] = answer.text or None
@@ -138,7 +137,7 @@ class _ChatForm:
         return "function_call" if reason == "tool_calls" and self.asked.functions else reason
 
 
-def _reasoned(part: Answer | Delta) -> dict[str, Any]:
+def _reasoned(part: Delta) -> dict[str, Any]:
     """Reasoning by its two names: that of DeepSeek's API, and that of vLLM and OpenRouter."""
     return {"reasoning_content": part.reasoning, "reasoning": part.reasoning} if part.reasoning else {}
 
@@ -223,19 +222,19 @@ class _TextForm:
         answers = await whole(deltas(self.jobs, CallReaders()), len(self.asked.prompts) * self.asked.computed)
         return await large(lambda: self._completion(self._best(answers)))
 
-    def _best(self, answers: Sequence[Answer]) -> list[Answer]:
+    def _best(self, answers: Sequence[Delta]) -> list[Delta]:
         """The answers that are returned: of each prompt those with the highest mean log probability."""
         n, computed = self.asked.answers, self.asked.computed
         if computed == n:
             return list(answers)
         means = [_mean(answer.logprobs, self.jobs.finished[at].completion_tokens) for at, answer in enumerate(answers)]
-        found: list[Answer] = []
+        found: list[Delta] = []
         for first in range(0, len(answers), computed):
             ranked = sorted(range(first, first + computed), key=lambda at: -means[at])
             found += [answers[at] for at in ranked[:n]]
         return found
 
-    def _completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def _completion(self, answers: Sequence[Delta]) -> dict[str, Any]:
         choices = []
         for choice, answer in enumerate(answers):
             text, logprobs = self._echo(choice) + answer.text, self._logprobs(answer.logprobs, 0)
@@ -280,14 +279,16 @@ class _TextForm:
     def _logprobs(self, found: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
         if self.asked.logprobs is None:
             return None
-        tokens = [self.context.token_text(one.token) for one in found]
-        offsets = [offset]
+        text = self.context.token_text
+        tokens, offsets = [text(one.token) for one in found], [offset]
         for token in tokens:
             offsets.append(offsets[-1] + len(token))
         return {
             "tokens": tokens,
             "token_logprobs": [one.logprob for one in found],
-            "top_logprobs": [_top(one, self.context.token_text) for one in found],
+            "top_logprobs": [
+                None if one.logprob is None else {text(token): logprob for token, logprob in one.top} for one in found
+            ],
             "text_offset": offsets[: len(tokens)],
         }
 
@@ -296,10 +297,6 @@ def _mean(logprobs: Sequence[TokenLogprob], tokens: int) -> float:
     """The mean log probability of the last `tokens` of them: those before are of the prompt."""
     values = [one.logprob or 0.0 for one in logprobs[len(logprobs) - tokens :]]
     return sum(values) / len(values) if values else 0.0
-
-
-def _top(one: TokenLogprob, text: Callable[[int], str]) -> dict[str, float] | None:
-    return None if one.logprob is None else {text(token): logprob for token, logprob in one.top}
 
 
 def _choice(
@@ -317,7 +314,11 @@ def embedding_routes(context: RouteContext) -> APIRouter:
         require_embeddings(context)
         model = context.require_model(body.model)
         found, tokens = await embed(context, body.texts, request, "input")
-        tell = _as_base64 if body.encoding_format == "base64" else list
+
+        def tell(numbers: Sequence[float]) -> str | list[float]:
+            if body.encoding_format != "base64":
+                return list(numbers)
+            return base64.b64encode(np.asarray(numbers, dtype="<f4").tobytes()).decode()  # float32, little-endian
 
         def embedded() -> dict[str, Any]:
             data = [{"object": "embedding", "index": n, "embedding": tell(numbers)} for n, numbers in enumerate(found)]
@@ -327,11 +328,6 @@ def embedding_routes(context: RouteContext) -> APIRouter:
         return await large(embedded)
 
     return router
-
-
-def _as_base64(numbers: Sequence[float]) -> str:
-    """Base64 of the numbers as float32, little-endian."""
-    return base64.b64encode(np.asarray(numbers, dtype="<f4").tobytes()).decode()
 
 
 def model_routes(context: RouteContext) -> APIRouter:
