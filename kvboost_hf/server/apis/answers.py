@@ -1,25 +1,33 @@
-"""The jobs of a request and its answers: deltas of text and tool calls, why they end, and the usage of tokens."""
+"""The jobs of a request and its answers: deltas of text and tool calls, why they end, and the usage of tokens.
+
+`EventStream` sends the objects that an API makes of them.
+"""
 
 import asyncio
+import json
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import anyio
 from fastapi.responses import JSONResponse
 from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.chats.reasoning import AnswerReader
 from kvboost_hf.server.chats.tools import Parsed, joined_calls
-from kvboost_hf.server.http.errors import ApiError
+from kvboost_hf.server.http.errors import ApiError, api_error
 from kvboost_hf.server.http.metrics import Meter
 from kvboost_hf.server.jobs import Finished, Job, JobEvent, TokenLogprob
 from kvboost_hf.server.protocol import Engine, Ticket
 
 T = TypeVar("T")
+_log = logging.getLogger("kvboost_hf.server")
 
 
 class RequestJobs:
@@ -233,7 +241,7 @@ async def whole(found: AsyncIterator[Delta], choices: int) -> list[Delta]:
             choice,
             "".join(part.text for part in own),
             "".join(part.reasoning for part in own),
-            joined_calls(call for part in own for call in part.calls),
+            joined_calls(calls) if (calls := [call for part in own for call in part.calls]) else (),
             tuple(logprob for part in own for logprob in part.logprobs),
             next((part.reason for part in reversed(own) if part.reason), None),
         )
@@ -273,3 +281,89 @@ def _sum(counts: Iterable[int | None]) -> int | None:
     """The sum of what was counted; None if nothing was."""
     found = [count for count in counts if count is not None]
     return sum(found) if found else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamForm:
+    """How a stream is written."""
+
+    media_type: str  # the content type of the response
+    line: Callable[[dict[str, Any]], str]  # writes an object
+    ping: str  # sent when nothing else comes; clients skip it
+    # What the object has besides the error that ends a stream which fails.
+    failed: Mapping[str, Any] = field(default_factory=dict)
+    end: str = ""  # sent behind the last object
+
+
+def _event(told: dict[str, Any]) -> str:
+    """A server-sent event. Objects with a `"type"` have that as the name of their event."""
+    name = f"event: {told['type']}\n" if "type" in told else ""
+    # In ASCII: some clients take U+2028 and its like for the end of a line.
+    return f"{name}data: {json.dumps(told)}\n\n"
+
+
+EVENTS = StreamForm(
+    media_type="text/event-stream",
+    line=_event,
+    ping=": still running\n\n",
+    end="data: [DONE]\n\n",
+)
+NAMED_EVENTS = replace(EVENTS, failed={"type": "error"}, end="")
+PINGED_EVENTS = replace(NAMED_EVENTS, ping=_event({"type": "ping"}))
+JSON_LINES = StreamForm(
+    media_type="application/x-ndjson",
+    line=lambda told: f"{json.dumps(told)}\n",
+    ping=" ",  # before an object, space means nothing; an empty line would be no JSON
+)
+
+
+class EventStream(StreamingResponse):
+    """Sends objects as they come, and cancels their jobs when the client disconnects.
+
+    After `ping_s` silent seconds a ping is sent.
+    """
+
+    def __init__(
+        self, events: AsyncIterator[dict[str, Any]], jobs: RequestJobs, ping_s: float, *, form: StreamForm = EVENTS
+    ) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__((), headers=headers, media_type=form.media_type)
+        self._jobs, self._events, self._ping_s, self._form = jobs, events, ping_s, form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.body_iterator = _lines(self._events, self._ping_s, self._form, scope)
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._jobs.cancel()
+
+
+async def _lines(
+    events: AsyncIterator[dict[str, Any]], ping_s: float, form: StreamForm, scope: Scope
+) -> AsyncIterator[str]:
+    task: asyncio.Task[dict[str, Any] | None] | None = None
+    try:
+        while True:
+            task = task or asyncio.create_task(_next(events))
+            if not (await asyncio.wait({task}, timeout=ping_s))[0]:
+                yield form.ping
+                continue
+            event, task = task.result(), None
+            if event is None:
+                break
+            yield form.line(event)
+    except Exception as error:
+        # The status was sent long ago: the error takes the place of what would have come.
+        if not isinstance(error, ApiError):
+            _log.exception("a stream failed")
+        yield form.line({**api_error(error).told(scope), **form.failed})
+        return
+    finally:
+        if task is not None:
+            task.cancel()
+    if form.end:
+        yield form.end
+
+
+async def _next(events: AsyncIterator[dict[str, Any]]) -> dict[str, Any] | None:
+    return await anext(events, None)

@@ -1,11 +1,21 @@
-"""`RouteContext`: the engine, tokenizer and settings that all routes share; makes jobs of prompts."""
+"""What all routes share: the engine, tokenizer and settings (`RouteContext`), and how bodies are read (`PostedRoute`).
 
+Large bodies are parsed and checked in a thread, and the client is told which fields were ignored.
+"""
+
+import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
+from fastapi import Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.types import Receive, Scope
 
 from kvboost_hf.cache.prompt.chats import Start
 from kvboost_hf.server.apis.answers import RequestJobs, unless_gone
@@ -14,8 +24,8 @@ from kvboost_hf.server.chats.encoding import Encoder, Told
 from kvboost_hf.server.chats.merging import without_changing_lines
 from kvboost_hf.server.fair_share import Turns
 from kvboost_hf.server.grammars.compiling import Grammars
-from kvboost_hf.server.http.errors import ApiError, refused
-from kvboost_hf.server.http.metrics import Meter
+from kvboost_hf.server.http.errors import ApiError, most_telling, refused
+from kvboost_hf.server.http.metrics import Meter, noting
 from kvboost_hf.server.jobs import (
     Constraint,
     Job,
@@ -29,7 +39,7 @@ from kvboost_hf.server.jobs import (
 )
 from kvboost_hf.server.protocol import Engine, QueueFullError, TooLongError
 from kvboost_hf.server.requests.chat import ChatRequest, Tool
-from kvboost_hf.server.requests.fields import LargeJsonError, Sampled, require_few_parts
+from kvboost_hf.server.requests.fields import LargeJsonError, Sampled, read_json, require_few_parts
 from kvboost_hf.server.requests.fields import TextRequest as Asked
 from kvboost_hf.server.requests.messages import Message
 from kvboost_hf.server.requests.texts import WarmRequest
@@ -42,6 +52,10 @@ _ANSWER_PART = 8  # of the context, that a prompt which is cut leaves for an ans
 _PINNED_SHARE = 0.5  # of the store's budget, that all clients together may have pinned
 _RETENTION_S = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86_400.0}
 _REPAIR_HEADER = "x-kvboost-repair"
+_JSON = "application/json"
+_KIND = 64  # characters of a content type in an error
+_GZIP = b"\x1f\x8b"
+_SMALL = 2**16  # bytes that are read faster than a thread could be asked to
 _REUSES = ("exact", *get_args(get_args(Reuse)[1]))
 
 
@@ -338,3 +352,108 @@ def _reuse(request: Request) -> Any:
     if found is not None and found not in _REUSES:
         raise refused(_REPAIR_HEADER, f"The header {_REPAIR_HEADER!r} must be one of {_REUSES}, got {found[:64]!a}.")
     return found
+
+
+class PostedRoute(APIRoute):
+    """A route with a body of JSON, of any content type, as `curl -d` sends it. The app's `state.context` is its
+    `RouteContext`.
+
+    Pages in browsers, whose requests have an origin, must send the content type of JSON: then the browser asks first
+    whether the server lets pages of that origin call it.
+
+    The names of unknown fields are in the header `x-kvboost-ignored` of the answer and in the log, and are counted.
+    What of the messages was changed for the model is in the header `x-kvboost-changed`, and in the log.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_posted(request: Request) -> Response:
+            context: RouteContext = request.app.state.context
+            kind = request.headers.get("content-type", "")
+            if not _is_json(kind):
+                if "origin" in request.headers and request.method == "POST":
+                    raise ApiError(
+                        415,
+                        f"Web pages must send JSON as such, got the content type {kind[:_KIND]!a}. Send the header "
+                        f"'Content-Type: {_JSON}'.",
+                        code="unsupported_media_type",
+                    )
+                others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
+                request.scope["headers"] = [*others, (b"content-type", _JSON.encode())]
+                request.scope["sent_type"] = kind
+            posted = _Posted(request.scope, request.receive, self)
+            with noting(refuse=context.settings.strict_requests) as unknown:
+                try:
+                    response = await handle(posted)
+                except HTTPException:
+                    if posted.refusal is not None:
+                        raise posted.refusal from None
+                    raise
+            if ignored := [*unknown.names, *unknown.left]:
+                request.scope["ignored"] = ignored
+                response.headers["x-kvboost-ignored"] = ", ".join(ignored)
+                context.meter.ignored(unknown.names)
+            if unknown.changes:
+                request.scope["changed"] = unknown.changes
+                response.headers["x-kvboost-changed"] = ", ".join(unknown.changes)
+            return response
+
+        return handle_posted
+
+
+def _is_json(kind: str) -> bool:
+    """Whether a content type is one of JSON, such as `application/json; charset=utf-8`."""
+    name = kind.partition(";")[0].strip().lower()
+    return name == _JSON or (name.startswith("application/") and name.endswith("+json"))
+
+
+class _Posted(Request):
+    """A request whose body is JSON.
+
+    Attributes:
+        refusal: The error that the body has, once it is found here.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, route: APIRoute) -> None:
+        super().__init__(scope, receive)
+        self._field = route.body_field
+        self.refusal: RequestValidationError | None = None
+
+    async def json(self) -> Any:
+        """The body, parsed; a large one is an instance of its type, which FastAPI does not check again."""
+        raw = await self.body()
+        try:
+            return await self._read(raw)
+        except json.JSONDecodeError as error:
+            raise json.JSONDecodeError(f"{error.msg}{self._hint(raw)}", "", 0) from error
+
+    def _hint(self, raw: bytes) -> str:
+        """What a body that is no JSON may be."""
+        if raw.startswith(_GZIP):
+            return ". It begins as gzip does: send the header 'Content-Encoding: gzip' with it"
+        kind = self.scope.get("sent_type")
+        if kind is None:
+            return ""
+        given = f"says {kind[:_KIND]!a}" if kind else "is not there"
+        return f". The header Content-Type {given}: send JSON, and 'Content-Type: {_JSON}'"
+
+    async def _read(self, raw: bytes) -> Any:
+        try:
+            if len(raw) <= _SMALL:
+                return read_json(raw)
+            context: RouteContext = self.app.state.context
+            return await context.reading.run(client(self), partial(self._checked, raw))
+        except LargeJsonError as error:
+            raise HTTPException(400 if error.deep else 413, str(error)) from error
+
+    def _checked(self, raw: bytes) -> Any:
+        """The body as an instance of its type. The event loop would do nothing else while it is checked."""
+        parsed = read_json(raw)
+        if self._field is None:
+            return parsed
+        found, errors = self._field.validate(parsed, {}, loc=("body",))
+        if errors:
+            self.refusal = RequestValidationError([most_telling(errors)], body=parsed)
+            raise HTTPException(422)
+        return found

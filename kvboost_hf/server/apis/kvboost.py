@@ -14,8 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvboost_hf.cache.prompt.chats import why_not_stored
 from kvboost_hf.server.apis.answers import RequestJobs, unless_gone
-from kvboost_hf.server.apis.context import RouteContext, client
-from kvboost_hf.server.apis.wire import PostedRoute
+from kvboost_hf.server.apis.context import PostedRoute, RouteContext, client
 from kvboost_hf.server.fair_share import Turns
 from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.http.guard import require_operator

@@ -11,11 +11,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvboost_hf.ngrams import common_prefix
-from kvboost_hf.server.apis.answers import CallReaders, RequestJobs, deltas, unless_gone
+from kvboost_hf.server.apis.answers import PINGED_EVENTS, CallReaders, EventStream, RequestJobs, deltas, unless_gone
 from kvboost_hf.server.apis.anthropic.schema import Breakpoint, CountRequest, MessagesRequest
 from kvboost_hf.server.apis.chat_jobs import start_chat
-from kvboost_hf.server.apis.context import RouteContext
-from kvboost_hf.server.apis.wire import PINGED_EVENTS, EventStream, PostedRoute
+from kvboost_hf.server.apis.context import PostedRoute, RouteContext
 from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.protocol import TooLongError

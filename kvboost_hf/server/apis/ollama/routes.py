@@ -12,9 +12,19 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvboost_hf import __version__
-from kvboost_hf.server.apis.answers import CallReaders, Delta, RequestJobs, deltas, large, unless_gone, whole
+from kvboost_hf.server.apis.answers import (
+    JSON_LINES,
+    CallReaders,
+    Delta,
+    EventStream,
+    RequestJobs,
+    deltas,
+    large,
+    unless_gone,
+    whole,
+)
 from kvboost_hf.server.apis.chat_jobs import start_chat
-from kvboost_hf.server.apis.context import RouteContext
+from kvboost_hf.server.apis.context import PostedRoute, RouteContext
 from kvboost_hf.server.apis.ollama.schema import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -23,7 +33,6 @@ from kvboost_hf.server.apis.ollama.schema import (
     OllamaShowRequest,
 )
 from kvboost_hf.server.apis.texts import embed, filled, require_embeddings
-from kvboost_hf.server.apis.wire import JSON_LINES, EventStream, PostedRoute
 from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.chats.tool_formats import ToolSupport
 from kvboost_hf.server.http.errors import ApiError, refused

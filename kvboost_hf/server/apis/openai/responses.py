@@ -9,11 +9,19 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvboost_hf.server.apis.answers import CallReaders, Delta, RequestJobs, deltas, unless_gone, usage
+from kvboost_hf.server.apis.answers import (
+    NAMED_EVENTS,
+    CallReaders,
+    Delta,
+    EventStream,
+    RequestJobs,
+    deltas,
+    unless_gone,
+    usage,
+)
 from kvboost_hf.server.apis.chat_jobs import start_chat
-from kvboost_hf.server.apis.context import RouteContext
+from kvboost_hf.server.apis.context import PostedRoute, RouteContext
 from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest, custom_input
-from kvboost_hf.server.apis.wire import NAMED_EVENTS, EventStream, PostedRoute
 from kvboost_hf.server.chats.calls import ToolCall
 
 

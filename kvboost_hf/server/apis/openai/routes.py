@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from kvboost_hf.server.apis.answers import (
     CallReaders,
     Delta,
+    EventStream,
     RequestJobs,
     deltas,
     large,
@@ -22,9 +23,8 @@ from kvboost_hf.server.apis.answers import (
     whole,
 )
 from kvboost_hf.server.apis.chat_jobs import constraints_of, start_chat
-from kvboost_hf.server.apis.context import RouteContext, client
+from kvboost_hf.server.apis.context import PostedRoute, RouteContext, client
 from kvboost_hf.server.apis.texts import embed, filled, require_embeddings
-from kvboost_hf.server.apis.wire import EventStream, PostedRoute
 from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.jobs import Job, TokenLogprob
 from kvboost_hf.server.protocol import UNLIMITED
