@@ -25,15 +25,7 @@ _STEPS: dict[str, tuple[tuple[str, ...], str]] = {
 
 @contextmanager
 def needs_extra(extra: str, command: str) -> Iterator[None]:
-    """Turn an import that fails inside the context into an error that names the extra to install.
-
-    Args:
-        extra: The name of an extra of this package, such as `"demo"`.
-        command: The name of the command of `kvboost-hf`.
-
-    Raises:
-        ValueError: a package is not installed.
-    """
+    """Turn an import that fails inside the context into a `ValueError` that names the extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -41,11 +33,7 @@ def needs_extra(extra: str, command: str) -> Iterator[None]:
 
 
 def require_figures(path: Path | None) -> None:
-    """Import what draws figures, if one is to be written: before anything is measured, not after it.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Import what draws figures, if one is to be written: before anything is measured, not after it."""
     if path is not None:
         import matplotlib  # noqa: F401
 
@@ -66,11 +54,7 @@ def figure(text: str) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
-
-    Raises:
-        ValueError: it cannot be read, is not UTF-8, or is empty.
-    """
+    """The text of a file; `ValueError` if it cannot be read, is not UTF-8, or is empty."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -112,24 +96,13 @@ class ModelFlags:
 
 
 def next_steps(options: argparse.Namespace, *steps: str | tuple[str, str]) -> str:
-    """The last lines of a command.
-
-    Args:
-        options: The options of the command that has run.
-        steps: What to type: names of commands, for the same model, or whole commands, each with what it is for.
-    """
+    """The last lines of a command: names of commands for the same model, or whole ones with their use."""
     pairs = [_named(step, options) if isinstance(step, str) else step for step in steps]
     return "".join(["\nNext:\n", *(f"  {command}   # {what}\n" for command, what in pairs)])
 
 
 def typed(command: str, options: argparse.Namespace, *flags: object) -> str:
-    """A command on the same model, as it is typed; `NAME` stands for the model where the embedded one has run.
-
-    Args:
-        command: The name of the command of `kvboost-hf`.
-        options: The options of the command that has run.
-        flags: And their values, for this command.
-    """
+    """A command on the same model, as it is typed with some flags; `NAME` stands for the embedded model."""
     dtype = ("--dtype", options.dtype) if getattr(options, "dtype", "auto") != "auto" else ()
     return shlex.join(["kvboost-hf", command, "--model", options.model or "NAME", *dtype, *map(str, flags)])
 

@@ -31,14 +31,8 @@ class ConfigFlag:
 def apply_config(typed: argparse.Namespace, whole: argparse.ArgumentParser) -> None:
     """Make the values of the file of `--config` the defaults of its command; the command line is to be parsed again.
 
-    Args:
-        typed: The command line, parsed without the file.
-        whole: The parser of all commands. Flags that only others of those with `--config` have are left out, so that
-            they can read the same file.
-
-    Raises:
-        ValueError: The file cannot be read, has an unknown name or a value of a wrong type, or has secrets and is open
-            to other users.
+    Flags that only other commands with `--config` have are left out, so that all can read one file. `ValueError` for a
+    file that cannot be read, has an unknown name or a wrong value, or has secrets and is open to other users.
     """
     path, parser = typed.config, typed.parser
     commands = next(action for action in whole._actions if isinstance(action, argparse._SubParsersAction)).choices
@@ -84,11 +78,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _value(parser: argparse.ArgumentParser, action: argparse.Action, value: object) -> Any:
-    """The value of a flag, as the command line would give it.
-
-    Raises:
-        ValueError: It has a wrong type, or the flag refuses it.
-    """
+    """The value of a flag, as the command line would give it, or `ValueError`."""
     if action.help == argparse.SUPPRESS:
         refuse(REFUSED, action.option_strings)
     if isinstance(action, argparse.BooleanOptionalAction | argparse._StoreTrueAction):

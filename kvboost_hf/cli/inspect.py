@@ -125,12 +125,7 @@ class Line:
 
 
 def contents(tiers: Sequence[Tier], decode: DecodeText | None = None) -> list[Line]:
-    """List the contents of tiers, by tier, model and root, in the order of tokens.
-
-    Args:
-        tiers: Open tiers.
-        decode: Decodes token ids to text.
-    """
+    """List the contents of tiers, by tier, model and root, in the order of tokens."""
     found: list[tuple[tuple[Any, ...], Line]] = []
     for tier in tiers:
         hits = tier.hits()

@@ -20,11 +20,7 @@ def default_device() -> str:
 
 
 def set_device(options: argparse.Namespace) -> None:
-    """Set the device of the options where none was given: cuda where there is one, or cpu.
-
-    Raises:
-        ValueError: there is no such device here.
-    """
+    """Set the device of the options where none was given, or raise `ValueError` if there is no such device."""
     if options.device is None:
         options.device = default_device()
         options.parser.set_defaults(device=options.device)
@@ -39,15 +35,7 @@ def set_device(options: argparse.Namespace) -> None:
 
 
 def load_model(options: argparse.Namespace, streaming: StreamingConfig | None = None) -> tuple[Any, Any, str]:
-    """The model of the options on its device, its tokenizer, and the name to show.
-
-    Args:
-        options: Parsed, with `ModelFlags`.
-        streaming: Which layers are streamed; None for none.
-
-    Raises:
-        ValueError: the model does not load, or the embedded one is to be streamed.
-    """
+    """The model of the options on its device, its tokenizer, and the name to show, or `ValueError`."""
     if options.device is None:
         options.device = default_device()
     if options.model is not None:

@@ -150,11 +150,7 @@ def _next(options: argparse.Namespace, report: CorrectnessReport) -> str:
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """The prompts of a file: its lines, or the items of its JSON list.
-
-    Raises:
-        ValueError: the file cannot be read, is empty, or begins with a bracket and is no JSON.
-    """
+    """The prompts of a file: its lines, or the items of its JSON list."""
     text = read_text(path)
     if not text.lstrip().startswith("["):
         return [line for line in text.splitlines() if line.strip()]

@@ -20,16 +20,7 @@ _SECRETS = ("api_key", "operator_key")
 
 
 def add_secrets(options: argparse.Namespace, environment: Mapping[str, str], names: Sequence[str] = _SECRETS) -> None:
-    """Add keys from files and from the environment to the parsed flags.
-
-    Args:
-        options: The parsed flags; keys that are found are added to them.
-        environment: The environment of the process.
-        names: The kinds of keys to look for.
-
-    Raises:
-        ValueError: A file cannot be read, holds no key, or is open to other users.
-    """
+    """Add keys from files and from the environment to the parsed flags; `ValueError` for a bad file."""
     for name in names:
         file, value = getattr(options, f"{name}_file"), environment.get(f"KVBOOST_HF_{name.upper()}")
         keys = [*getattr(options, name), *(read_keys(file) if file is not None else ())]
@@ -43,15 +34,9 @@ def wants_traces(options: argparse.Namespace, environment: Mapping[str, str]) ->
 
 
 def server_settings(options: argparse.Namespace, name: str, positions: int | None) -> ServerSettings:
-    """The `ServerSettings` of the parsed flags.
+    """The `ServerSettings` of the parsed flags, or `ValueError`.
 
-    Args:
-        options: The parsed flags.
-        name: What clients call the model without `--model-name`.
-        positions: The number of positions of the model; None where it is not known.
-
-    Raises:
-        ValueError: A value is out of its range, or values do not go together.
+    `name` is what clients call the model without `--model-name`, `positions` how many the model has, if that is known.
     """
     told = given(ServerSettings, options)
     told["model_name"] = told["model_name"] or name
@@ -62,12 +47,7 @@ def server_settings(options: argparse.Namespace, name: str, positions: int | Non
 
 
 def engine_settings(options: argparse.Namespace) -> EngineSettings:
-    """The `EngineSettings` of the parsed flags of a server, or of what is warmed for one.
-
-    Raises:
-        ValueError: A value is out of its range, or values do not go together.
-        OSError: The file of `--tier-key-file` cannot be read.
-    """
+    """The `EngineSettings` of the parsed flags of a server, or of what is warmed for one, or `ValueError`."""
     told = given(EngineSettings, options)
     strategy, ratio = told.get("recompute_strategy") or "exact", told.get("recompute_ratio")
     if ratio is not None and strategy not in _WITH_RATIO:
@@ -83,12 +63,9 @@ def engine_settings(options: argparse.Namespace) -> EngineSettings:
 
 
 def streaming_config(options: argparse.Namespace) -> StreamingConfig | None:
-    """The `StreamingConfig` of the parsed flags; None without `--awq-streaming`.
+    """The `StreamingConfig` of the parsed flags, or `ValueError`; None without `--awq-streaming`.
 
     A budget makes room for as much K/V as requests may take, where flags say how much that is.
-
-    Raises:
-        ValueError: A value is out of its range, or given without `--awq-streaming`.
     """
     told = {name: value for name, value in given(StreamingConfig, options, STREAMED).items() if value is not None}
     if not options.awq_streaming:
@@ -110,11 +87,7 @@ _HEADS = ("eagle", "dflash")
 
 
 def draft_kind(options: argparse.Namespace) -> tuple[str, str]:
-    """What drafts, by the parsed flags: one of `_DRAFTS`, or `"draft"` or `"heads"` and the name of these.
-
-    Raises:
-        ValueError: There is no such kind, or two flags name other drafts.
-    """
+    """What drafts, by the parsed flags: one of `_DRAFTS`, or `"draft"` or `"heads"` and the name of these."""
     asked, name = options.speculative, options.speculative_draft_model
     kind, _, named = (asked or "").partition(":")
     if asked is None or (asked == "auto" and name is not None):
@@ -145,11 +118,7 @@ def keeps_hidden_states(options: argparse.Namespace) -> bool:
 
 
 def draft_trees(options: argparse.Namespace) -> DraftTreeConfig | None:
-    """The `DraftTreeConfig` of the parsed flags; None for no drafts.
-
-    Raises:
-        ValueError: A value is out of its range, values do not go together, or there is no draft model.
-    """
+    """The `DraftTreeConfig` of the parsed flags, or `ValueError`; None for no drafts."""
     policy, gamma = options.speculative_mode_policy, options.speculative_gamma
     sizes = {name: value for name, value in given(DraftTreeConfig, options).items() if value is not None}
     kind, _ = draft_kind(options)

@@ -63,11 +63,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def load_draft(options: argparse.Namespace, model: Any) -> Any:
-    """What drafts for `model`; None for no drafts.
-
-    Raises:
-        ValueError: The model has no such heads, or they do not fit it.
-    """
+    """What drafts for `model`, or `ValueError` if that does not fit it; None for no drafts."""
     if draft_trees(options) is None:
         return None
     kind, name = draft_kind(options)

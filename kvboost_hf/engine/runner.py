@@ -122,17 +122,7 @@ class CallRunner:
     def run(
         self, rows: Sequence[Tokens], mode: GenerationMode, options: dict[str, Any], watch: Watch
     ) -> tuple[list[list[int]], ReuseReport]:
-        """Call generate() for prompts.
-
-        Args:
-            rows: Token ids [n] of each prompt.
-            mode: Which K/V may be reused.
-            options: For generate().
-            watch: Sees the tokens as they come.
-
-        Returns:
-            The new tokens of each row, and what was reused.
-        """
+        """Call generate() for prompts; returns the new tokens of each row, and what was reused."""
         given = dict(options)
         if self._prefill_chunk_size:
             given.setdefault("prefill_chunk_size", self._prefill_chunk_size)
@@ -275,17 +265,9 @@ def call_options(
 def generate_rows(
     model: PreTrainedModel, rows: Sequence[Tokens], pad: int, watch: Watch, options: Mapping[str, Any]
 ) -> list[list[int]]:
-    """Call generate() for prompts of any lengths.
+    """Call generate() for prompts of any lengths; returns the new tokens of each row, with the one that ends it.
 
-    Args:
-        model: What generates.
-        rows: Token ids [n] of each prompt.
-        pad: An id for padding, which nothing attends to.
-        watch: Sees the call.
-        options: For generate().
-
-    Returns:
-        The new tokens of each row, with the one that ends it.
+    Rows are padded with `pad`, which nothing attends to. `watch` sees the call.
     """
     width = max(len(row) for row in rows)
     ids = torch.full((len(rows), width), pad)

@@ -28,8 +28,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import __version__
 from kvboost_hf.engine.settings import EngineSettings
-from kvboost_hf.server.cluster import Answer, ReplicaLostError, front_app, lacking, names_of, needed
-from kvboost_hf.server.cluster_args import ClusterArgs
+from kvboost_hf.server.cluster import Answer, ClusterArgs, ReplicaLostError, front_app, lacking, names_of, needed
 from kvboost_hf.server.http.guard import JsonLines
 from kvboost_hf.server.http.listen import FrontServer
 from kvboost_hf.server.protocol import QueueFullError
@@ -105,16 +104,7 @@ class Replica:
         self._app = front(self._engine, settings)
 
     async def ask(self, keys: Sequence[bytes], scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
-        """Answer a request.
-
-        Args:
-            keys: The keys of the prompt, by which the front knows what is held of it.
-            scope: The scope of the request, as ASGI has it.
-            body: The whole of it.
-
-        Yields:
-            The app's messages, as ASGI has them.
-        """
+        """Answer a request with the app's messages; by `keys` the front knows what is held of its prompt."""
         asked: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         said: asyncio.Queue[MutableMapping[str, Any] | None] = asyncio.Queue()
         asked.put_nowait({"type": "http.request", "body": body, "more_body": False})

@@ -4,27 +4,45 @@ What means the same in other words is put so. References are resolved, whatever 
 `$defs` then. Annotations and unknown keywords are left out.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from kvboost_hf.server.grammars.patterns import rust
-from kvboost_hf.server.grammars.schemas import objects_in, require_ends, steps, target_of
+from kvboost_hf.server.grammars.schemas import (
+    LISTS,
+    SAYS_NOTHING,
+    TYPES,
+    anchors_in,
+    are_apart,
+    as_types,
+    denied_types,
+    denied_values,
+    escaped,
+    holds_all,
+    is_any_text,
+    is_of,
+    joins,
+    nullable,
+    objects_in,
+    require_ends,
+    steps,
+    target_of,
+    type_named,
+    values_in,
+)
 
-_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
 )
 _COUNTS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
 _COUNTABLE = range(2**31)
 _AS_GIVEN = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-LISTS = ("anyOf", "oneOf", "allOf")
 _DEPENDENT = ("if", "dependentRequired", "dependentSchemas", "dependencies")
 _NEVER_HELD = (
     *(*_DEPENDENT, "then", "else", "unevaluatedItems", "unevaluatedProperties", "propertyNames", "contains"),
     *("maxContains", "uniqueItems", "not"),
 )
-_JOINS = ("$ref", *LISTS, "if", "dependentSchemas")
 # What is left out of these may tell of other properties, so that an object cannot be closed.
 _MAY_NAME_MORE = ("$ref", "$dynamicRef", "$recursiveRef", "patternProperties", *_DEPENDENT)
 _NOTES = ("contentEncoding", "contentMediaType", "contentSchema")
@@ -91,7 +109,7 @@ def fit(schema: Any, *, name: str, place: str, strict: bool, is_object: bool) ->
     fitter = _Fitter(schema)
     found = fitter.whole()
     result = Fitted(schema=found, left=tuple(fitter.left), name=name, place=place, strict=strict)
-    if is_object and "object" not in _types(found.get("type", list(_TYPES))):
+    if is_object and "object" not in as_types(found.get("type", list(TYPES))):
         result = replace(result, left=(*result.left, Left("type", "arguments are an object")), schema=OBJECT)
     elif is_object:
         result = replace(result, schema={**found, "type": "object"})
@@ -123,7 +141,7 @@ class _Fitter:
 
     def whole(self) -> dict[str, Any]:
         """The schema, whose references lead to `$defs`."""
-        self._anchors = dict(_anchors(self.root))
+        self._anchors = dict(anchors_in(self.root))
         # In a schema with a name of its own, references begin there.
         inner = list(self.root.values()) if isinstance(self.root, dict) else []
         named = [part for part in objects_in(inner) if isinstance(part.get("$id"), str)]
@@ -148,7 +166,7 @@ class _Fitter:
             self._leave(path, "it is no schema")
             return True
         found: dict[str, Any] = {}
-        if _is_never(given.get("not")):
+        if holds_all(given.get("not")):
             return False
         self._values(given, found, path)
         self._numbers(given, found, path)
@@ -164,7 +182,7 @@ class _Fitter:
         for name in _NOTES:
             if name in given:
                 self._leave(under(path, name), "it says how to read a text", note=True)
-        return _nullable(found) if given.get("nullable") is True else found
+        return nullable(found) if given.get("nullable") is True else found
 
     def _leave(self, path: str, why: str, *, note: bool = False) -> None:
         if len(self.left) < 4 * _MOST_PATHS or not note:
@@ -174,11 +192,11 @@ class _Fitter:
         """`type`, `enum` and `const`."""
         asked = given.get("type")
         names = asked if isinstance(asked, list) else [asked]
-        known = [_type(name) for name in names]
+        known = [type_named(name) for name in names]
         if asked is not None and "any" not in known:
-            kept = list(dict.fromkeys(name for name in known if name in _TYPES))
+            kept = list(dict.fromkeys(name for name in known if name in TYPES))
             if len(kept) < len(names) or not kept:
-                self._leave(under(path, "type"), f"a type must be one of {', '.join(_TYPES)}")
+                self._leave(under(path, "type"), f"a type must be one of {', '.join(TYPES)}")
             else:
                 found["type"] = kept if isinstance(asked, list) and len(kept) > 1 else kept[0]
         refused = given.get("not")
@@ -191,13 +209,13 @@ class _Fitter:
                 continue
             if given.get("nullable") is True and name == "enum" and None not in values:
                 values = [*values, None]
-            fitting = [value for value in values if "type" not in found or _is_of(value, found["type"], given)]
+            fitting = [value for value in values if "type" not in found or is_of(value, found["type"], given)]
             if not fitting:
                 self._leave(under(path, "type"), f"no value of `{name}` is of this type")
                 found.pop("type", None)
                 fitting = values
-            if _denied(refused) is not None:
-                fitting = [value for value in fitting if value not in (_denied(refused) or ())] or fitting
+            if denied_values(refused) is not None:
+                fitting = [value for value in fitting if value not in (denied_values(refused) or ())] or fitting
             if name in given:
                 found[name] = fitting if name == "enum" else fitting[0]
         if "const" in found:
@@ -206,8 +224,8 @@ class _Fitter:
                 each != only or isinstance(each, bool) != isinstance(only, bool) for each in found.pop("enum", [only])
             ):
                 self._leave(under(path, "enum"), "it does not have the value of `const`")
-        elif _denied_types(refused) and "type" in found:
-            kept = [name for name in _types(found["type"]) if name not in _denied_types(refused)]
+        elif denied_types(refused) and "type" in found:
+            kept = [name for name in as_types(found["type"]) if name not in denied_types(refused)]
             if kept:
                 found["type"] = kept
 
@@ -273,7 +291,7 @@ class _Fitter:
             ]
         if items is not None:
             found["items"] = self.schema(items, under(path, "items"))
-        if "items" not in found and "unevaluatedItems" in given and not _joins(given):
+        if "items" not in found and "unevaluatedItems" in given and not joins(given):
             found["items"] = self.schema(given["unevaluatedItems"], under(path, "unevaluatedItems"))
         if "contains" in given and given.get("minContains") != 0:
             count = given.get("minContains", 1)
@@ -297,7 +315,7 @@ class _Fitter:
             found["additionalProperties"] = self.schema(
                 given["additionalProperties"], under(path, "additionalProperties")
             )
-        elif "unevaluatedProperties" in given and not _joins(given):
+        elif "unevaluatedProperties" in given and not joins(given):
             found["additionalProperties"] = self.schema(
                 given["unevaluatedProperties"], under(path, "unevaluatedProperties")
             )
@@ -331,10 +349,10 @@ class _Fitter:
         if not isinstance(names, dict) or "properties" in found or "patternProperties" in found:
             return
         rest = found.get("additionalProperties", True)
-        values, pattern = _values(names), names.get("pattern")
+        values, pattern = values_in(names), names.get("pattern")
         if values is not None and all(isinstance(value, str) for value in values):
             found |= {"properties": {value: rest for value in values}, "additionalProperties": False}
-        elif isinstance(pattern, str) and names.keys() <= {"type", "pattern", *_SAYS_NOTHING}:
+        elif isinstance(pattern, str) and names.keys() <= {"type", "pattern", *SAYS_NOTHING}:
             patterns, exact = rust(pattern)
             if exact and len(patterns) == 1:
                 found |= {"patternProperties": {patterns[0]: rest}, "additionalProperties": False}
@@ -378,7 +396,7 @@ class _Fitter:
             self._names[local] = name
             self._taken.add(name)
             self._new.append((local, target))
-        name = _escaped(self._names[local])
+        name = escaped(self._names[local])
         return {"$ref": f"#/$defs/{name}"}
 
     def _local(self, pointer: str) -> str | None:
@@ -398,7 +416,7 @@ class _Fitter:
     def _are_apart(self, parts: list[Any]) -> bool:
         """Whether no value can be of two of these schemas."""
         flat = [self._flat(part) for part in parts]
-        return all(_apart(one, other) for n, one in enumerate(flat) for other in flat[:n]) if len(flat) < 65 else False
+        return len(flat) < 65 and all(are_apart(one, other) for n, one in enumerate(flat) for other in flat[:n])
 
     def _flat(self, part: Any) -> Any:
         for _ in range(8):
@@ -421,13 +439,13 @@ class _Fitter:
             case "then" | "else":
                 return True  # told with `if`
             case "unevaluatedProperties":
-                return value is True or not _joins(given) or found.get("additionalProperties") is False
+                return value is True or not joins(given) or found.get("additionalProperties") is False
             case "unevaluatedItems":
-                return value is True or not _joins(given) or found.get("items") is False
+                return value is True or not joins(given) or found.get("items") is False
             case "propertyNames":
                 held = found.get("additionalProperties") is False and "additionalProperties" not in given
                 known = isinstance(value, dict) and (value.keys() & {"enum", "const", "pattern"}) and held
-                return bool(known) or _is_any_text(value) or self._names_are_held(value, given, found)
+                return bool(known) or is_any_text(value) or self._names_are_held(value, given, found)
             case "contains":
                 return given.get("minContains") == 0 and "maxContains" not in given
             case "maxContains":
@@ -442,152 +460,15 @@ class _Fitter:
 
     def _is_denied(self, value: Any, found: dict[str, Any]) -> bool:
         """Whether what `not` denies is not among what was found."""
-        denied, types = _denied(value), _denied_types(value)
+        denied, types = denied_values(value), denied_types(value)
         if denied is not None:
-            values = _values(found)
+            values = values_in(found)
             return values is not None and not any(one in denied for one in values)
-        return bool(types) and "type" in found and not set(_types(found["type"])) & set(types)
-
-
-_SAYS_NOTHING = ("title", "description", "default", "examples", "$comment", "deprecated")
+        return bool(types) and "type" in found and not set(as_types(found["type"])) & set(types)
 
 
 def under(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _type(name: Any) -> Any:
-    """A name of a type, also in capitals, as Google's API has it."""
-    return name.lower() if isinstance(name, str) and name.lower() in (*_TYPES, "any") else None
-
-
-def _types(kind: Any) -> list[str]:
-    return kind if isinstance(kind, list) else [kind]
-
-
-_IS: Mapping[str, Callable[[Any], bool]] = {
-    "object": lambda value: isinstance(value, dict),
-    "array": lambda value: isinstance(value, list),
-    "string": lambda value: isinstance(value, str),
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "integer": lambda value: _IS["number"](value) and value == value // 1,
-    "boolean": lambda value: isinstance(value, bool),
-    "null": lambda value: value is None,
-}
-
-
-def _is_of(value: Any, kind: Any, given: Mapping[str, Any]) -> bool:
-    """Whether a value is of a type, or of one of several."""
-    return (value is None and given.get("nullable") is True) or any(_IS[name](value) for name in _types(kind))
-
-
-def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of the same, or null: OpenAPI's `nullable`."""
-    if "type" in schema and not any(name in schema for name in ("const", *_JOINS)):
-        types = _types(schema["type"])
-        return schema if "null" in types else {**schema, "type": [*types, "null"]}
-    if not schema:
-        return schema
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _is_never(schema: Any) -> bool:
-    """Whether every value is of this schema."""
-    return schema is True or (isinstance(schema, dict) and schema.keys() <= set(_SAYS_NOTHING))
-
-
-def _is_any_text(schema: Any) -> bool:
-    return _is_never(schema) or (
-        isinstance(schema, dict) and schema.get("type") == "string" and schema.keys() <= {"type", *_SAYS_NOTHING}
-    )
-
-
-def _denied(schema: Any) -> list[Any] | None:
-    """The values of a schema that has nothing but such."""
-    return _values(schema) if isinstance(schema, dict) and schema.keys() <= {"const", "enum"} else None
-
-
-def _denied_types(schema: Any) -> list[str]:
-    """The types of a schema that has nothing but such; none of numbers, of which one is a part of the other."""
-    if not isinstance(schema, dict) or schema.keys() != {"type"}:
-        return []
-    found = _types(schema["type"])
-    return [] if any(name not in _TYPES or name in ("number", "integer") for name in found) else found
-
-
-def _joins(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema puts several together."""
-    return any(name in schema for name in _JOINS)
-
-
-def _apart(one: Any, other: Any) -> bool:
-    """Whether no value can be of both schemas."""
-    if one is False or other is False:
-        return True
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return False
-    values = [_values(schema) for schema in (one, other)]
-    if None not in values:
-        return not any(value in values[1] for value in values[0])  # type: ignore[operator,union-attr]
-    kinds = [_kinds(schema) for schema in (one, other)]
-    if not kinds[0] & kinds[1]:
-        return True
-    if kinds[0] & kinds[1] != {"object"}:
-        return False
-    both = [
-        (left, right)
-        for name in set(_required(one)) & set(_required(other))
-        if (left := one["properties"].get(name)) is not None and (right := other["properties"].get(name)) is not None
-    ]
-    return any(
-        _values(left) is not None and _values(right) is not None and _apart(left, right) for left, right in both
-    )
-
-
-def _required(schema: Mapping[str, Any]) -> list[str]:
-    required, properties = schema.get("required"), schema.get("properties")
-    if not isinstance(required, list) or not isinstance(properties, dict):
-        return []
-    return [name for name in required if isinstance(name, str)]
-
-
-def _values(schema: Any) -> list[Any] | None:
-    if not isinstance(schema, dict):
-        return None
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return values if isinstance(values, list) else None
-
-
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The types of values that a schema allows, with "number" for integers, too."""
-    values = _values(schema)
-    if values is not None:
-        return {kind for value in values for kind in _TYPES if kind != "integer" and _is_of(value, kind, {})}
-    known = {_type(name) for name in _types(schema.get("type"))}
-    if not known <= set(_TYPES):
-        return set(_TYPES) - {"integer"}
-    found = {"number" if kind == "integer" else str(kind) for kind in known}
-    return found | {"null"} if schema.get("nullable") is True else found
-
-
-def _anchors(root: Any) -> Iterator[tuple[str, str]]:
-    """Names that references may have, and the pointers that they stand for."""
-    left: list[tuple[Any, str]] = [(root, "")]
-    for part, pointer in left:
-        if isinstance(part, dict):
-            for key, prefix in (("$id", ""), ("id", ""), ("$anchor", "#"), ("$dynamicAnchor", "#")):
-                name = part.get(key)
-                if isinstance(name, str) and name.strip("#"):
-                    yield (name if name.startswith("#") else prefix + name.rstrip("#")), pointer
-            left += [
-                (each, f"{pointer}/{_escaped(name)}") for name, each in part.items() if isinstance(each, dict | list)
-            ]
-        elif isinstance(part, list):
-            left += [(each, f"{pointer}/{n}") for n, each in enumerate(part) if isinstance(each, dict | list)]
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1").replace("%", "%25")
 
 
 def _numbered(name: str) -> Iterator[str]:

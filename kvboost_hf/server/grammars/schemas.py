@@ -1,6 +1,6 @@
-"""Checks the references of a JSON schema before a grammar is made of it, and closes its objects. Pure Python."""
+"""What JSON schemas say: references and whether they end, types, values, and objects that are closed. Pure Python."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -10,6 +10,10 @@ MAX_LEVELS = 1000
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "contains", "unevaluatedItems", "unevaluatedProperties")
+TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+LISTS = ("anyOf", "oneOf", "allOf")
+_JOINS = ("$ref", *LISTS, "if", "dependentSchemas")
+SAYS_NOTHING = ("title", "description", "default", "examples", "$comment", "deprecated")
 _SAYS_MORE = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _ADDS = ("$ref", "allOf", "anyOf", "oneOf")
 
@@ -173,3 +177,137 @@ def _close(schema: Any) -> Any:
         if not isinstance(required, list) or properties.keys() >= {name for name in required if isinstance(name, str)}:
             found["additionalProperties"] = False
     return found
+
+
+_IS: Mapping[str, Callable[[Any], bool]] = {
+    "object": lambda value: isinstance(value, dict),
+    "array": lambda value: isinstance(value, list),
+    "string": lambda value: isinstance(value, str),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "integer": lambda value: _IS["number"](value) and value == value // 1,
+    "boolean": lambda value: isinstance(value, bool),
+    "null": lambda value: value is None,
+}
+
+
+def type_named(name: Any) -> Any:
+    """A name of a type, also in capitals, as Google's API has it."""
+    return name.lower() if isinstance(name, str) and name.lower() in (*TYPES, "any") else None
+
+
+def as_types(kind: Any) -> list[str]:
+    return kind if isinstance(kind, list) else [kind]
+
+
+def is_of(value: Any, kind: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a value is of a type, or of one of several."""
+    return (value is None and given.get("nullable") is True) or any(_IS[name](value) for name in as_types(kind))
+
+
+def nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of the same, or null: OpenAPI's `nullable`."""
+    if "type" in schema and not any(name in schema for name in ("const", *_JOINS)):
+        types = as_types(schema["type"])
+        return schema if "null" in types else {**schema, "type": [*types, "null"]}
+    if not schema:
+        return schema
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def holds_all(schema: Any) -> bool:
+    """Whether every value is of this schema."""
+    return schema is True or (isinstance(schema, dict) and schema.keys() <= set(SAYS_NOTHING))
+
+
+def is_any_text(schema: Any) -> bool:
+    return holds_all(schema) or (
+        isinstance(schema, dict) and schema.get("type") == "string" and schema.keys() <= {"type", *SAYS_NOTHING}
+    )
+
+
+def denied_values(schema: Any) -> list[Any] | None:
+    """The values of a schema that has nothing but such."""
+    return values_in(schema) if isinstance(schema, dict) and schema.keys() <= {"const", "enum"} else None
+
+
+def denied_types(schema: Any) -> list[str]:
+    """The types of a schema that has nothing but such; none of numbers, of which one is a part of the other."""
+    if not isinstance(schema, dict) or schema.keys() != {"type"}:
+        return []
+    found = as_types(schema["type"])
+    return [] if any(name not in TYPES or name in ("number", "integer") for name in found) else found
+
+
+def joins(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema puts several together."""
+    return any(name in schema for name in _JOINS)
+
+
+def are_apart(one: Any, other: Any) -> bool:
+    """Whether no value can be of both schemas."""
+    if one is False or other is False:
+        return True
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    values = [values_in(schema) for schema in (one, other)]
+    if None not in values:
+        return not any(value in values[1] for value in values[0])  # type: ignore[operator,union-attr]
+    kinds = [_kinds(schema) for schema in (one, other)]
+    if not kinds[0] & kinds[1]:
+        return True
+    if kinds[0] & kinds[1] != {"object"}:
+        return False
+    both = [
+        (left, right)
+        for name in set(_required(one)) & set(_required(other))
+        if (left := one["properties"].get(name)) is not None and (right := other["properties"].get(name)) is not None
+    ]
+    return any(
+        values_in(left) is not None and values_in(right) is not None and are_apart(left, right) for left, right in both
+    )
+
+
+def _required(schema: Mapping[str, Any]) -> list[str]:
+    required, properties = schema.get("required"), schema.get("properties")
+    if not isinstance(required, list) or not isinstance(properties, dict):
+        return []
+    return [name for name in required if isinstance(name, str)]
+
+
+def values_in(schema: Any) -> list[Any] | None:
+    if not isinstance(schema, dict):
+        return None
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, list) else None
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """The types of values that a schema allows, with "number" for integers, too."""
+    values = values_in(schema)
+    if values is not None:
+        return {kind for value in values for kind in TYPES if kind != "integer" and is_of(value, kind, {})}
+    known = {type_named(name) for name in as_types(schema.get("type"))}
+    if not known <= set(TYPES):
+        return set(TYPES) - {"integer"}
+    found = {"number" if kind == "integer" else str(kind) for kind in known}
+    return found | {"null"} if schema.get("nullable") is True else found
+
+
+def anchors_in(root: Any) -> Iterator[tuple[str, str]]:
+    """Names that references may have, and the pointers that they stand for."""
+    left: list[tuple[Any, str]] = [(root, "")]
+    for part, pointer in left:
+        if isinstance(part, dict):
+            for key, prefix in (("$id", ""), ("id", ""), ("$anchor", "#"), ("$dynamicAnchor", "#")):
+                name = part.get(key)
+                if isinstance(name, str) and name.strip("#"):
+                    yield (name if name.startswith("#") else prefix + name.rstrip("#")), pointer
+            left += [
+                (each, f"{pointer}/{escaped(name)}") for name, each in part.items() if isinstance(each, dict | list)
+            ]
+        elif isinstance(part, list):
+            left += [(each, f"{pointer}/{n}") for n, each in enumerate(part) if isinstance(each, dict | list)]
+
+
+def escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1").replace("%", "%25")

@@ -10,8 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from kvboost_hf.server.http.metrics import note_ignored
 from kvboost_hf.server.requests.chat import MAX_TOOLS, ChatRequest, ToolName
 from kvboost_hf.server.requests.fields import MAX_STOPS, Body, JsonSchemaBody, Many, Refusal, absent, only
-from kvboost_hf.server.requests.media import text_of_media
-from kvboost_hf.server.requests.messages import CalledFunction, MadeCall, Message
+from kvboost_hf.server.requests.messages import CalledFunction, MadeCall, Message, text_of_media
 
 _BETWEEN = "\n\n"  # texts of several blocks
 

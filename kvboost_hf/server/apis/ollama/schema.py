@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Tool
 from kvboost_hf.server.requests.fields import MAX_STOPS, Body, Many, Refusal, absent, only
-from kvboost_hf.server.requests.media import images_left_out
+from kvboost_hf.server.requests.messages import images_left_out
 
 _Added = Annotated[float, Field(ge=-2, le=2)]
 _UNLIMITED = (0, -1, -2)
