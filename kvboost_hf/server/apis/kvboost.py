@@ -100,10 +100,13 @@ def _hash(key: bytes) -> str:
 
 def _body(session: Session, shows_key: bool) -> dict[str, Any]:
     share = session.cached_tokens / session.prompt_tokens if session.prompt_tokens else 0.0
-    told = asdict(session)
-    client, told["bytes"] = told.pop("client"), told.pop("nbytes")
-    told |= {"object": "kv.session", "cached_share": round(share, 4)}
-    return told | ({"key": _hash(client) if client else None} if shows_key else {})
+    told: dict[str, Any] = {"object": "kv.session"}
+    for name, value in asdict(session).items():
+        if name == "nbytes":
+            told |= {"cached_share": round(share, 4), "bytes": value}
+        elif name != "client":
+            told[name] = value
+    return told | ({"key": _hash(session.client) if session.client else None} if shows_key else {})
 
 
 def warm_routes(context: RouteContext) -> APIRouter:
