@@ -26,8 +26,7 @@ from simulate import CHUNK, UNDER_WAY, Replica, Room, Trace, _Lower, make_trace
 
 from kvboost_hf.cache.planning.plan import Border
 from kvboost_hf.server.engine.holdings import Holdings
-from kvboost_hf.server.routing import prompt_keys
-from kvboost_hf.server.routing import MEMORY, News, PrefixRouter
+from kvboost_hf.server.routing import MEMORY, News, PrefixRouter, prompt_keys
 
 _KEYS = 50_000  # that bytes are measured with
 _BODY = 7_000  # characters of a prompt
