@@ -8,6 +8,7 @@ never seen before, and `cold` prompts meet an empty store. One untimed round of 
 forward of the ending over a `DynamicCache` that holds the rest, cropped afterwards: what nobody can beat without
 another kernel. `stored` is a new cache each time, filled from host memory. `static cache` is transformers' own, whose
 decoding it compiles on a GPU, as `max_cache_len` compiles ours; `DynamicCache, again` is beside them in their loop.
+`live, in a graph` is a kept cache whose unseen tokens are computed in a CUDA graph, as a `compile_config` asks for.
 Two rows that hit read what is stored in `pieces`, where the attention can. An arm that fails is named, and the others
 go on.
 
@@ -32,13 +33,15 @@ from shapes import SHAPES, Shape, make_model
 from targets import Result, verdicts
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
-from transformers import DynamicCache, PreTrainedModel
+from transformers import CompileConfig, DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache
+from kvboost_hf.cache import costs
+from kvboost_hf.cache.live.suffix_graph import BUCKETS
 from kvboost_hf.verify.measure import timed_generate
 
 UNSEEN, STEPS = 128, 32
-FIRST = ("plain", "cold", "floor", "live", "stored")
+FIRST = ("plain", "cold", "floor", "live", "stored", "floor, again", "live, in a graph", "suffix_skips")
 NEXT = (
     *("DynamicCache", "live", "stored", "DynamicCache, again", "static cache", "max_cache_len", "graph_skips"),
     *("DynamicCache, 2 rows", "pieces, 2 rows"),
@@ -136,6 +139,29 @@ def graphs(model: PreTrainedModel, shape: Shape, length: int, rounds: int, peer:
         arms["static cache"] = lambda _: step(model, ids, cache_implementation="static")
     found = timed(arms, rounds)
     return {**found, "graph_skips": skips} if "max_cache_len" in found else found
+
+
+def suffixes(model: PreTrainedModel, shape: Shape, length: int, rounds: int) -> Result:
+    """First tokens of a kept cache whose unseen tokens run in a CUDA graph; and what inductor leaves out of graphs."""
+    costs.PROMPTS_PER_GRAPH = 0  # at once
+    fresh = Ids(length)
+    shared = fresh(length - UNSEEN)
+    held = prefilled(model, shared)
+    cache = ChunkReuseCache(model, shape.new_store(model), max_cache_len=length + BUCKETS[-1])
+    config = CompileConfig()
+    before = counters["inductor"]["cudagraph_skips"]
+    for _ in range(costs.CHECKED_STEPS + 2):  # compiled, recorded, and compared with eager ones
+        ttft(model, shared + fresh(UNSEEN), past_key_values=cache, compile_config=config)
+    endings = {n: fresh(UNSEEN) for n in range(-1, rounds)}
+
+    def in_graph(n: int) -> float:
+        ms = ttft(model, shared + endings[n], past_key_values=cache, compile_config=config)
+        if (why := costs.CompileCosts.of(model).suffix_failure) is not None:
+            raise RuntimeError(why)
+        return ms
+
+    found = timed({"floor, again": lambda n: floor(model, held, endings[n]), "live, in a graph": in_graph}, rounds)
+    return {**found, "suffix_skips": counters["inductor"]["cudagraph_skips"] - before}
 
 
 def two_rows(model: PreTrainedModel, shape: Shape, length: int, rounds: int) -> Result:
@@ -248,7 +274,7 @@ def markdown(result: Result) -> str:
 
 
 LENGTHS = ("short", "long")
-KINDS = ("first", "next", "graphs", "rows", "launches")
+KINDS = ("first", "suffixes", "next", "graphs", "rows", "launches")
 
 
 def main() -> None:
@@ -273,7 +299,7 @@ def main() -> None:
         found = by_kind(kind, tokens)
         for arm, why in found.pop("failed", {}).items():
             result["failed"].append(f"{kind}, {attention}, {tokens}: {arm}: {why}")
-        place = result["next" if kind in ("graphs", "rows") else kind]
+        place = result[{"suffixes": "first", "graphs": "next", "rows": "next"}.get(kind, kind)]
         row = next((row for row in place if (row["attention"], row["tokens"]) == (attention, tokens)), None)
         if row is None:
             place.append(row := {"attention": attention, "tokens": tokens})
@@ -290,7 +316,9 @@ def main() -> None:
             return found
         if kind == "graphs":
             return graphs(*given, options.rounds, not options.no_peer)
-        return {"first": first_tokens, "next": next_tokens, "rows": two_rows}[kind](*given, options.rounds)
+        return {"first": first_tokens, "suffixes": suffixes, "next": next_tokens, "rows": two_rows}[kind](
+            *given, options.rounds
+        )
 
     lengths = {"short": shape.prompts[0], "long": shape.prompts[-1]}
     for attention in options.attentions:

@@ -246,8 +246,8 @@ def _large() -> Iterator[Target]:
         found = row(result, **which)
         return found[way] / found[base], f"{found[way]:.1f} ms"
 
-    def skips(result: Result, **which: str) -> float:
-        count: float = row(result, **which)["graph_skips"]
+    def skips(result: Result, name: str = "graph_skips", **which: str) -> float:
+        count: float = row(result, **which)[name]
         return count
 
     def against_sdpa(result: Result, length: str) -> Found:
@@ -262,7 +262,7 @@ def _large() -> Iterator[Target]:
     for length, attention, step in (
         ("short", "sdpa", "first-sdpa"),
         ("short", "kvboost_fa2", "first-kvboost"),
-        ("long", "sdpa", "first-long"),
+        ("long", "sdpa", "large"),
         ("long", "kvboost_fa2", "large"),
     ):
         for (way, base, most), est in FIRST_TOKEN.items():
@@ -270,6 +270,12 @@ def _large() -> Iterator[Target]:
             case = f"first token, {attention}, {length} prompt: {way}"
             likely = est.get((length, attention), "")
             yield Target(step=step, case=case, base=base, find=find, most=most, est=likely)
+    which: dict[str, Any] = {"kind": "first", "length": "short", "attention": "sdpa"}
+    find = partial(ratio, way="live, in a graph", base="floor, again", **which)
+    case, step = "first token, sdpa, short prompt: live, in a graph", "first-graph"
+    yield Target(step=step, case=case, base="floor", find=find, most=0.7, est="0.4-0.6")
+    find = partial(skips, name="suffix_skips", **which)
+    yield Target(step=step, case="skipped graphs, ends of prompts", find=find, most=0, est="0")
     for length, attention, step in (
         ("short", "sdpa", "next-sdpa"),
         ("short", "kvboost_fa2", "next-kvboost"),
@@ -288,7 +294,7 @@ def _large() -> Iterator[Target]:
         likely = "1.04-1.3" if length == "short" else ""
         yield Target(step=step, case=case, base="sdpa", find=find, most=1.1, est=likely)
     for length in ("short", "long"):
-        which: dict[str, Any] = {"kind": "next", "length": length}
+        which = {"kind": "next", "length": length}
         find = partial(ratio, way="max_cache_len", base="static cache", attention="sdpa", **which)
         case = f"next token, sdpa, {length} prompt: max_cache_len"
         yield Target(step="large", case=case, base="static cache", find=find, most=SETTLED)

@@ -15,6 +15,7 @@ can have one at all.
 
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -151,15 +152,17 @@ TOKENS_PER_GRAPH = 4096
 _MOST_COMPILATIONS = 6  # PyTorch makes 8 graphs of a forward at most
 _MOST_BUFFERS = 100  # PyTorch records a graph for 128 sets of buffers at most
 _COMPILED_S = 2.0  # a first step that took less has found a graph that fits
+PROMPTS_PER_GRAPH = 32  # so that a call with a `compile_config` does not wait for what few prompts gain by
 CHECKED_STEPS = 3  # CUDA graphs: one runs the kernels, one records them, and one replays them
 
 
 class Graph(NamedTuple):
-    """What a graph of decoding is made for."""
+    """What a graph is made for."""
 
     columns: int  # of the buffers
     rows: int
     padded: bool
+    tokens: int = 1  # of a forward: more than one for the end of a prompt
 
 
 class CompileCosts(KeptOnModel):
@@ -170,13 +173,18 @@ class CompileCosts(KeptOnModel):
     waits longer for compilations than decoding has taken, and whoever decodes little never waits. The second size of
     buffers makes a graph for all sizes.
 
+    Graphs for the ends of prompts cost no tokens: see `reason_against_suffix`.
+
     Attributes:
         tokens: How many were decoded, in each row.
-        failure: Why no more graphs are used for the model; None if they are.
+        failure: Why no more tokens are decoded with graphs; None if they are.
+        suffix_failure: The same of the ends of prompts.
     """
 
     def __init__(self) -> None:
         self.failure: str | None = None
+        self.suffix_failure: str | None = None
+        self._suffixes: Counter[int] = Counter()  # ends of prompts by the tokens of their graph
         self.tokens = self._paid = self._compilations = self._buffers = 0
         self._compiling_s = 0.0  # that the last compilation has taken
         self._left: dict[Graph, int] = {}  # of each graph that was asked for, the steps to check
@@ -200,9 +208,24 @@ class CompileCosts(KeptOnModel):
             return f"compiling is worth it after {missing} more tokens"
         return None
 
+    def reason_against_suffix(self, tokens: int) -> str | None:
+        """Why a graph for the end of a prompt, of up to so many tokens, is not worth making now; None if it is.
+
+        To be called once for each such end.
+        """
+        if self.suffix_failure is not None:
+            return self.suffix_failure
+        self._suffixes[tokens] += 1
+        if (missing := PROMPTS_PER_GRAPH - self._suffixes[tokens]) >= 0:
+            return f"compiling is worth it after {missing + 1} more prompts that end in up to {tokens} new tokens"
+        return None
+
     def compiles(self, graph: Graph) -> bool:
         """Whether a graph has to be compiled: PyTorch takes what has changed once for something that changes."""
-        return len(self.sizes_like(graph)) < 2
+        ends = graph.tokens > 1
+        alike = [other for other in self._left if other[1:3] == graph[1:3] and (other.tokens > 1) == ends]
+        columns, tokens = {other.columns for other in alike}, {other.tokens for other in alike}
+        return (len(columns) < 2 and graph.columns not in columns) or (len(tokens) < 2 and graph.tokens not in tokens)
 
     def sizes_like(self, graph: Graph) -> set[int]:
         """Columns of the graphs so far that differ from one in these alone."""
@@ -219,7 +242,7 @@ class CompileCosts(KeptOnModel):
     def made(self, graph: Graph, seconds: float) -> None:
         """The first step with a graph took so long."""
         self._left[graph] = CHECKED_STEPS
-        if seconds >= _COMPILED_S:
+        if seconds >= _COMPILED_S and graph.tokens == 1:
             self._compilations += 1
             self._paid += self._price
             self._compiling_s = seconds
@@ -232,8 +255,11 @@ class CompileCosts(KeptOnModel):
         """A step with a graph gave what the model gives without one."""
         self._left[graph] -= 1
 
-    def fail(self, model_name: str, reason: str) -> None:
-        """Use no more graphs for the model."""
-        if self.failure is None:
+    def fail(self, model_name: str, graph: Graph, reason: str) -> None:
+        """Use no more graphs of this kind for the model."""
+        if graph.tokens > 1:
+            self.suffix_failure = reason
+            _log.warning("From now on, %s computes the ends of prompts without graphs: %s", model_name, reason)
+        elif self.failure is None:
             self.failure = reason
             _log.warning("From now on, %s decodes without graphs, which takes longer: %s", model_name, reason)

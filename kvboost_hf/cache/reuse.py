@@ -36,10 +36,11 @@ from kvboost_hf.cache.forward.repair_later import (
     repair_more,
     repair_while_idle,
 )
+from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.forward.running import CacheParts, CacheUse, Forward, Request, SettledLater, Step, note_hooks
 from kvboost_hf.cache.identity.foreign import is_own
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.live import LiveKV
+from kvboost_hf.cache.live import LiveKV, suffix_graph
 from kvboost_hf.cache.live.binding import Binding, StoreWriter, require_policy, require_store
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
@@ -240,6 +241,10 @@ class ChunkReuseCache(DynamicCache):
         """Run a decoding step of generate() for a model that was compiled."""
         self._settle_last()
         return self._form.decode(model, compiled, kwargs)
+
+    def compute_with(self, plain: Callable[..., Any], kwargs: Kwargs) -> Any:
+        """Run a forward of the model below its head, which `plain` does without a graph."""
+        return suffix_graph.compute(self._binding.model(), self._live, plain, kwargs)
 
     @property
     def is_compileable(self) -> bool:
@@ -457,6 +462,8 @@ class ChunkReuseCache(DynamicCache):
         given = self._forward.begin(request)
         if static is not None:
             static.open(live.static_layers, given, step=request.is_step)
+            if isinstance(self._forward, Reused):
+                suffix_graph.expect(model, live, given, running_config())
         return given
 
     def after_forward(self, output: Any) -> Any:

@@ -111,6 +111,31 @@ def test_compiled_by_default(name: str, attention: str, monkeypatch: pytest.Monk
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
+@needs_gpu("elsewhere, tests/parity/test_suffix_graphs.py does this with other backends")
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("llama", "sdpa"), ("llama", "kvboost_fa2"), ("mistral", "sdpa"), ("gemma2", "kvboost_fa2")],
+)
+def test_first_tokens_in_graphs(name: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends of prompts, padded to a few lengths: compiled, checked and replayed between steps that decode."""
+    monkeypatch.setattr(costs, "PROMPTS_PER_GRAPH", 0)
+    model = make_model(name).to(DEVICE)
+    model.set_attn_implementation(attention)
+    check_model_compatibility(model)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32), max_cache_len=256)
+    generate(model, left_pad(BASE[:, :60]), cache=cache, compile_config=CompileConfig())
+    counters.clear()
+    for turn, new in enumerate((5, 20, 5, 40, 5, 20, 9, 33, 16, 64)):
+        ids = torch.cat([BASE[:, :60], OTHER[:, 10 * turn : 10 * turn + new]], dim=1)
+        ids[:, 60] = 2 + 3 * turn
+        expected = generate(model, left_pad(ids))
+        assert torch.equal(generate(model, left_pad(ids), cache=cache, compile_config=CompileConfig()), expected)
+        assert cache.report.forwarded_tokens == new
+        assert CompileCosts.of(model).suffix_failure is None
+    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])
 def test_images(name: str) -> None:
     model = multimodal.make_model(name).to(DEVICE)

@@ -66,6 +66,8 @@ from kvboost_hf.cache.live import binding, decoding_form
 from kvboost_hf.cache.live.compiled import StaticDecoding, StepLog, Windows, seen_columns
 from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager
 from kvboost_hf.cache.live.ledger import copier, offer_content
+from kvboost_hf.cache.live.suffix_graph import BaseCall
+from kvboost_hf.cache.live.suffix_graph import reason_for_eager as reason_for_eager_suffix
 from kvboost_hf.cache.planning import content_index
 from kvboost_hf.cache.planning.beginnings import Stem, best_order, find_stems, in_groups, paths_of
 from kvboost_hf.cache.planning.chunks import (

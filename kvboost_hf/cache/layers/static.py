@@ -217,6 +217,12 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
             self.length_tensor.fill_(self.length)
         self.whole = True
 
+    def close_padded(self, stop: int, length: int) -> None:
+        """A graph has written columns up to `stop`, of which those from `length` on are padding, or are taken back."""
+        self._advance_to(stop)
+        self.truncate(length)
+        self.whole = False  # the forward goes on
+
     def catch_up(self) -> bool:
         """Notice what graphs have appended; whether that was anything."""
         length = int(self.length_tensor)

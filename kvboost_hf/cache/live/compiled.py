@@ -9,8 +9,8 @@ What generate() decides by asking the cache, and what it is told (the same in tr
 So the hook sees a prompt with its 2-D mask, as with any other cache, and a graph sees masks of one shape.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.costs import Graph
 from kvboost_hf.cache.layers import EmptyLayer, in_place_of
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
@@ -34,6 +35,14 @@ _NOTES = 5  # token id, place in the row, position, first visible column, visibl
 _WITH_COLUMNS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 _WITHOUT_COLUMNS = {"LinearAttentionLayer", "DummyLayer"}
 _ATTENTION = ("sdpa", "eager", ATTENTION)  # others want other masks than [batch, 1, m, columns]
+
+
+class Suffix(NamedTuple):
+    """The end of a prompt that is to be computed in a graph."""
+
+    input_ids: torch.Tensor  # [batch, m], the object that the model is given
+    graph: Graph
+    compiled: Callable[..., Any]  # the model below its head
 
 
 class StaticDecoding:
@@ -57,6 +66,7 @@ class StaticDecoding:
         self.padded = False  # the last generate() call may have padding
         self.in_step = False  # a step of a graph is under way, or was interrupted
         self._new = 0  # columns of the forward under way
+        self._suffix: Suffix | None = None  # it is to run in a graph
 
     def make_layers(self, model: PreTrainedModel) -> list[ReuseLayer]:
         """Empty layers."""
@@ -164,7 +174,7 @@ class StaticDecoding:
 
     def open(self, layers: Sequence[StaticReuseLayer], kwargs: dict[str, Any], *, step: bool) -> None:
         """An eager forward with `kwargs` is about to begin; `step` if it decodes a token."""
-        self._new, self.ahead = _columns(kwargs), 0
+        self._new, self.ahead, self._suffix = _columns(kwargs), 0, None
         masks = [mask for mask in _tensors(kwargs.get("attention_mask")) if mask.ndim == 4]
         if masks:
             step = all(is_of_all_columns(mask, self.max_cache_len) for mask in masks)
@@ -174,6 +184,15 @@ class StaticDecoding:
         ids = kwargs.get("input_ids")
         if isinstance(ids, torch.Tensor) and not step:
             self.step_log.reset(ids.shape[0], ids.device)
+
+    def expect_suffix(self, suffix: Suffix) -> None:
+        """The forward that has been opened is to run in a graph."""
+        self._suffix = suffix
+
+    def take_suffix(self) -> Suffix | None:
+        """What is to run in a graph, once."""
+        suffix, self._suffix = self._suffix, None
+        return suffix
 
     def close(self, layers: Sequence[StaticReuseLayer]) -> None:
         """The forward has ended."""

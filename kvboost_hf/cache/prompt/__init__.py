@@ -90,7 +90,7 @@ class ForwardHook:
     def _by_name(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
         """All arguments by name, with the cache by the one that the model's forward takes."""
         self._name = name = self._name or cache_argument(model)
-        kwargs = {**_names(model, args), **kwargs} if args else dict(kwargs)
+        kwargs = {**names_of(model, args), **kwargs} if args else dict(kwargs)
         return kwargs if name in kwargs else with_cache_by(name, kwargs)
 
     # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
@@ -131,7 +131,7 @@ class ForwardHook:
         return None
 
 
-def _names(model: PreTrainedModel, args: tuple[Any, ...]) -> dict[str, Any]:
+def names_of(model: PreTrainedModel, args: tuple[Any, ...]) -> dict[str, Any]:
     """Arguments that came by position, by their names."""
     parameters = inspect.signature(model.forward).parameters
     names = tuple(parameters)
