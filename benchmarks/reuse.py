@@ -35,7 +35,7 @@ from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.assets.texts import encode
 from kvboost_hf.bench import run as bench
 from kvboost_hf.bench.prompts import CHAT_SHAPE, chat_turn
-from kvboost_hf.cache.kv.layer_kv import LayerKV
+from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerKVReader
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import prefix_key
 from kvboost_hf.verify.measure import timed_generate
@@ -147,7 +147,7 @@ def fill_ms(model: PreTrainedModel, store: ChunkStore, ids: list[int]) -> float:
     for _ in range(5):
         start = time.perf_counter()
         copies = [
-            torch.cat([chunk.kv.reader().layer(layer)[kind] for chunk in chunks], dim=1).to(model.device)
+            torch.cat([LayerKVReader(chunk.kv).layer(layer)[kind] for chunk in chunks], dim=1).to(model.device)
             for layer in range(model.config.num_hidden_layers)
             for kind in (0, 1)
         ]

@@ -38,6 +38,7 @@ from reuse import Result, measured_on, provenance
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from kvboost_hf.cache.kv.layer_kv import LayerKVReader
 from kvboost_hf.cache.store.history import ComputePace
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.disk import DiskTier
@@ -355,7 +356,7 @@ class Stores:
         assert root is not None
         found = store.chain(root, tokens)
         for chunk, start, shared in found:
-            reader = chunk.kv.reader()
+            reader = LayerKVReader(chunk.kv)
             for idx, layer in enumerate(layers):
                 kept = reader.layer(idx)
                 if kept is None:  # states, which `check_integrity` compares

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, check_model_compatibility
 from tests.conftest import counted, left_pad, make_model, random_ids
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
-from tests.internals.cache import ComputePace, loading, prompt_plan
+from tests.internals.cache import ComputePace, LayerKVReader, loading, prompt_plan
 from tests.internals.top import device_link
 
 BASE = random_ids(2000, seed=1)
@@ -38,7 +38,7 @@ def test_what_is_stored_is_in_pinned_memory_and_arrives_whole() -> None:
     held = cache._live.layers[0].columns(0, 64, 128)
     chunk = next(chunk for chunk in store.inspect().chunks.values() if chunk.start == 64)
     assert all(plane.is_pinned() == ON_GPU for plane in chunk.kv.tensors)
-    for found, expected in zip(chunk.kv.reader().layer(0) or (), held or (), strict=True):
+    for found, expected in zip(LayerKVReader(chunk.kv).layer(0) or (), held or (), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -140,8 +140,13 @@ def test_codecs_give_on_the_device_what_they_give_on_the_host(codec: str) -> Non
     tokens(model, BASE, on_device)
     block = next(iter(store.inspect().chunks.values())).kv.blocks[0]
     run = block.run(0)
-    decoded = block.decode({name: plane.to(DEVICE) for name, plane in block.planes.items()}, run)
-    torch.testing.assert_close(decoded.cpu(), block.decode(block.planes, run), rtol=1e-3, atol=1e-3)
+
+    def decoded(device: torch.device | str) -> torch.Tensor:
+        planes = {name: plane[run.start : run.stop].to(device) for name, plane in block.planes.items()}
+        shape = (len(run), *block.shape)
+        return block.codec.decode(planes, shape, block.dtype, block.role, block.rotations[run.start]).cpu()
+
+    torch.testing.assert_close(decoded(DEVICE), decoded("cpu"), rtol=1e-3, atol=1e-3)
     again = ChunkReuseCache(model, store)
     tokens(model, BASE, again)
     assert again.report.reused_tokens >= 1920

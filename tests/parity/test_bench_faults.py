@@ -160,7 +160,7 @@ def test_what_else_a_process_writes_is_no_answer(monkeypatch: pytest.MonkeyPatch
 
 
 def test_without_plain_answers_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost_hf.bench.arms.served", lambda *_: Plain.answer(None, [], 0))
+    monkeypatch.setattr("kvboost_hf.bench.arms.served", lambda *_, **__: Plain.answer(None, [], 0))
     monkeypatch.setattr(Plain, "left", 0)
     with pytest.raises(RuntimeError, match="of luck"):
         small([], ["chat"])

@@ -12,7 +12,15 @@ from transformers import DynamicCache
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from tests import golden_store
 from tests.golden_store import write as golden
-from tests.internals.cache import StoredChunk, StoredStates, content_only_key, prefix_key, records_of, states_key
+from tests.internals.cache import (
+    LayerKVReader,
+    StoredChunk,
+    StoredStates,
+    content_only_key,
+    prefix_key,
+    records_of,
+    states_key,
+)
 
 REPAIRED = ReusePolicy(mode="blend", repair="first_k", recompute_ratio=1.0, min_prefill_saving=0, sink_tokens=0)
 STORED = {
@@ -102,7 +110,7 @@ def test_documents_hold_what_they_are_alone(folder: Path) -> None:
                     continue
                 (kept,) = store.moved_index(root).variants(document[0, start:stop].numpy())[:1]
                 assert (kept.start, kept.content_only) == (start, True)
-                read = store.fetch([kept])[kept.key].kv.reader()
+                read = LayerKVReader(store.fetch([kept])[kept.key].kv)
                 for index, layer in enumerate(alone.layers):
                     for ours, theirs in zip(read.layer(index), (layer.keys, layer.values), strict=True):
                         torch.testing.assert_close(ours, theirs[0, :, start:stop], atol=1e-4, rtol=1e-4)

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
-from tests.internals.cache import StoredChunk, make_layers
+from tests.internals.cache import LayerKVReader, StoredChunk, make_layers
 
 MODEL = make_model("llama")
 CHUNK = 16
@@ -121,7 +121,7 @@ class BlendMachine(RuleBasedStateMachine):
         layers = make_layers(MODEL)
         with torch.no_grad():
             MODEL(torch.from_numpy(tokens)[None], past_key_values=Cache(layers=[layer.native for layer in layers]))
-        reader = chunk.kv.reader()
+        reader = LayerKVReader(chunk.kv)
         for idx, layer in enumerate(layers):
             expected = layer.columns(0, chunk.start, len(tokens))
             torch.testing.assert_close(reader.layer(idx), expected, rtol=1e-3, atol=1e-3)

@@ -18,6 +18,7 @@ from tests.internals.cache import (
     ColumnForm,
     EvictionOrder,
     LayerKV,
+    LayerKVReader,
     ModelForm,
     Put,
     StoredChunk,
@@ -136,7 +137,7 @@ class StoreMachine(RuleBasedStateMachine):
         for segment in find_moved(tokens, 0, len(tokens), self.store.moved_index(root)):
             assert isinstance(segment.chunk, StoredChunk)
             assert segment.chunk.root == root
-            keys, values = segment.chunk.kv.reader().layer(0)
+            keys, values = LayerKVReader(segment.chunk.kv).layer(0)
             part = slice(segment.offset, segment.offset + segment.stop - segment.start)
             assert keys[0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()
             positions = range(segment.start - segment.shift, segment.stop - segment.shift)
@@ -175,7 +176,7 @@ class StoreMachine(RuleBasedStateMachine):
         for segment in plan.segments:
             assert not segment.chunk.content_only
             part = slice(segment.offset, segment.offset + segment.stop - segment.start)
-            keys, values = segment.chunk.kv.reader().layer(0)  # type: ignore[attr-defined]
+            keys, values = LayerKVReader(segment.chunk.kv).layer(0)  # type: ignore[attr-defined]
             assert keys[0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()
             assert values[0, part, 0].tolist() == list(range(segment.start, segment.stop))
         self.store.record_use([s.chunk for s in plan.segments], missed=plan.miss is not None)

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.internals.cache import ChunkStore, Put, StoredChunk, Tokens, find_moved, records_of
+from tests.internals.cache import ChunkStore, LayerKVReader, Put, StoredChunk, Tokens, find_moved, records_of
 from tests.internals.cache import lower as lower_memory
 from tests.property.test_store import BYTES_PER_TOKEN, kv_of
 from tests.unit.test_tiered_store import CHUNK, found_of, open_store, put_all
@@ -100,7 +100,7 @@ class TieredMachine(RuleBasedStateMachine):
             chunk = loaded.get(segment.chunk.key)
             if chunk is not None:
                 assert chunk.root == root
-                keys, values = chunk.kv.reader().layer(0)
+                keys, values = LayerKVReader(chunk.kv).layer(0)
                 part = slice(segment.offset, segment.offset + segment.stop - segment.start)
                 positions = range(segment.start - segment.shift, segment.stop - segment.shift)
                 assert keys[0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.internals.cache import Block, LayerKV, Planes, layer_kv, make_codec
+from tests.internals.cache import Block, LayerKV, LayerKVReader, Planes, layer_kv, make_codec
 from tests.internals.compat import LayerRotation
 
 SHAPE = (2, 32, 64)
@@ -27,7 +27,7 @@ def alone(block: Block, layer: int) -> torch.Tensor:
 @pytest.mark.parametrize("order", [range(7), [6, 0, 1, 5, 2, 1, 3], [4, 4, 3]], ids=["in order", "mixed", "back"])
 def test_layers_are_those_decoded_alone(spec: str, order: list[int]) -> None:
     stored = chunk(spec)
-    reader = stored.reader()
+    reader = LayerKVReader(stored)
     for layer in order:
         piece = reader.layer(layer)
         assert piece is not None

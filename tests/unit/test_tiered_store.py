@@ -27,6 +27,7 @@ from tests.internals.cache import (
     DeviceMemory,
     Entry,
     LayerKV,
+    LayerKVReader,
     MeasuredTier,
     ModelForm,
     Put,
@@ -137,7 +138,7 @@ def found_of(store: ChunkStore, tokens: Tokens, salt: bytes = b"") -> int:
         chunk = loaded.get(segment.chunk.key)
         if chunk is None:
             return segment.start
-        keys, values = chunk.kv.reader().layer(0)
+        keys, values = LayerKVReader(chunk.kv).layer(0)
         length = segment.stop - segment.start
         assert keys[0, :length, 0].tolist() == tokens[segment.start : segment.stop].tolist()
         assert values[0, :length, 0].tolist() == list(range(segment.start, segment.stop))

@@ -381,7 +381,7 @@ def test_moved_chunks_cost_so_much_a_layer_and_so_much_a_piece(gpu: DoubleDevice
     [(2**27, [2, 6, 14, 22, 30]), (2**25, [4, 12, 28, 60, 92]), (2**20, [128, 384, 896, 1920, 2944])],
 )
 def test_groups_are_larger_where_layers_are_small(layer_bytes: int, ends: list[int]) -> None:
-    groups, found = loading._groups(layer_bytes), [0]
+    groups, found = loading.groups_of(layer_bytes), [0]
     while len(found) <= len(ends):
         found.append(groups.end(found[-1]))
         assert groups.end(found[-1] - 1) == found[-1]

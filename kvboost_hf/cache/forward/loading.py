@@ -162,9 +162,7 @@ class Loading:
         opened, plan = self._opened[idx], self._plan
         if self._spans is None:
             layer_bytes = max(1, sum(chunk.kv.nbytes for chunk in self._chunks) // len(self._layers))
-            # Most layers have two tensors in a block.
-            groups = Groups(*(2 * max(1, nbytes // layer_bytes) for nbytes in (_FIRST_BYTES, _MOST_BYTES)))
-            self._spans = spans_of(plan, groups)
+            self._spans = spans_of(plan, groups_of(layer_bytes))
         for row, (spans, pad) in enumerate(zip(self._spans, plan.pads, strict=True)):
             pieces = pieces_of(spans, idx, plan.held - pad, plan.filled - pad)
             write_row([part[row] for part in opened], pieces)
@@ -203,6 +201,11 @@ class Loading:
             for opened, rows in zip(self._opened, self._compute(), strict=True):
                 for row, piece in enumerate(rows):
                     write_row([part[row] for part in opened], [piece])
+
+
+def groups_of(layer_bytes: int) -> Groups:
+    """How many tensors to copy together, of which most layers have two in a block."""
+    return Groups(*(2 * max(1, nbytes // layer_bytes) for nbytes in (_FIRST_BYTES, _MOST_BYTES)))
 
 
 class _LayerRun(NamedTuple):
