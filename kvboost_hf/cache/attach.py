@@ -14,6 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvboost_hf import forks
 from kvboost_hf.cache.codecs import LiveQuant, live_config
+from kvboost_hf.cache.forward.admission import RECORDED
 from kvboost_hf.cache.forward.running import CacheParts
 from kvboost_hf.cache.identity import ModelState
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
@@ -115,8 +116,10 @@ class _Attachment:
         of_thread.in_graphs = _LeftBuffers.of(cache)
         return self._of_call(self._begin_anew(cache))
 
-    def stand_in(self, model: PreTrainedModel, theirs: Any, kwargs: Kwargs) -> ChunkReuseCache | None:
+    def stand_in(self, model: PreTrainedModel, theirs: Any, kwargs: Kwargs, recorded: bool) -> ChunkReuseCache | None:
         """The cache to use in place of `theirs`, a caller's own cache or None; None to leave the call alone.
+
+        A forward that is `recorded` by PyTorch is always left alone.
 
         The caller's object is given the layers of ours, so that it holds what was computed, too.
         """
@@ -125,9 +128,15 @@ class _Attachment:
             self._refuse_batch(model, kwargs)
             return None
         keeps = self._keeps or (self._may_keep and bool(kwargs.get("output_hidden_states")))
-        if not _begins_text(model, theirs, kwargs, keeps_logprobs=keeps):
-            if (why := _unreadable(model, theirs, kwargs, keeps_logprobs=keeps)) is not None:
-                self._refuse_again(model, *why)
+        begins = _begins_text(model, theirs, kwargs, keeps_logprobs=keeps)
+        why = None if begins else _unreadable(model, theirs, kwargs, keeps_logprobs=keeps)
+        if not begins and why is None:
+            return None
+        if recorded:
+            self._refuse(model, RECORDED, why[1] if why is not None else kwargs["input_ids"].numel())
+            return None
+        if why is not None:
+            self._refuse_again(model, *why)
             return None
         self._finish_last()
         reason = _refusal(model, theirs, kwargs)

@@ -113,6 +113,7 @@ class ChunkReuseCache(DynamicCache):
 
     max_cache_len = -1  # no limit; PEFT asks for it before it puts the cache of its tuned prefix in place of this one
     stores_prompts_whole = False  # nobody will tell when a call has ended: store all of a prompt at once
+    recorded = False  # PyTorch records or transforms the forward that is about to begin
     in_own_loop = False  # whoever calls the model leaves it as it is between the tokens of a text, as generate() does
     judge: Callable[[Any], None] | None = None  # given what a forward returns; raises to have it leave nothing behind
 

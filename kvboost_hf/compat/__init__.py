@@ -36,7 +36,7 @@ from kvboost_hf.compat.forwards import (
     with_cache_by,
 )
 from kvboost_hf.compat.hooks import LAST, OwnHooks, Shown, hook_hidden_states, hook_layers, own_hook
-from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
+from kvboost_hf.compat.memo import KeptOnModel, attempt, note_changes, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
     STATEFUL_LAYERS,
@@ -46,6 +46,7 @@ from kvboost_hf.compat.models import (
     bytes_per_token,
     cache_layers,
     decoder_layers,
+    forms_of,
     has_own_cache,
     head_widths,
     input_device,
@@ -53,6 +54,7 @@ from kvboost_hf.compat.models import (
     kv_bytes_per_token,
     kv_sources,
     layer_configs,
+    layer_forms,
     loader_of,
     loader_of_pair,
     mask_form,
@@ -76,7 +78,6 @@ from kvboost_hf.compat.probes import (
     hidden_states_reason,
     known_hidden_states_reason,
     known_reason,
-    note_changes,
     padding_reason,
     probe_ids,
     probe_logits,
@@ -87,7 +88,7 @@ from kvboost_hf.compat.probes import (
     training_reason,
 )
 from kvboost_hf.compat.ranks import Ranks, ranks_of, require_one_process
-from kvboost_hf.compat.rotary import frequencies_vary, key_rotation, original_length, rope_regime
+from kvboost_hf.compat.rotary import frequencies_vary, has_unmasked_windows, key_rotation, original_length, rope_regime
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Shifts
 from kvboost_hf.old_names import old_name
 
@@ -126,12 +127,14 @@ __all__ = [
     "decoder_layers",
     "difference",
     "encoded_from",
+    "forms_of",
     "forward_arguments",
     "forward_of",
     "frequencies_vary",
     "generate_frame",
     "give_back_tokenizer",
     "has_own_cache",
+    "has_unmasked_windows",
     "head_widths",
     "hidden_form",
     "hidden_states_reason",
@@ -151,6 +154,7 @@ __all__ = [
     "kv_bytes_per_token",
     "kv_sources",
     "layer_configs",
+    "layer_forms",
     "loader_of",
     "loader_of_pair",
     "mask_form",

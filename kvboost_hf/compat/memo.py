@@ -14,6 +14,7 @@ from kvboost_hf import forks
 T = TypeVar("T")
 _PACKAGE = __name__.partition(".")[0]
 _PACKAGES = frozenset((_PACKAGE, "torch", "transformers"))
+_MOST_SETTINGS = 64  # of one model, such as those of its adapters
 
 
 class KeptOnModel:
@@ -43,25 +44,46 @@ class KeptOnModel:
 class _Findings(KeptOnModel):
     def __init__(self) -> None:
         self.lock = forks.rlock()
-        self.known: dict[Hashable, Any] = {}
+        self.settings: Hashable = ()  # of the model as it is now
+        self.known: dict[Hashable, Any] = {}  # with these settings
+        self._with_others: dict[Hashable, dict[Hashable, Any]] = {}
+
+    def change(self, settings: Hashable) -> None:
+        """Go on with what is known of other settings. One thread at a time."""
+        others = self._with_others
+        others[self.settings] = self.known
+        self.settings, self.known = settings, others.pop(settings, {})
+        while len(others) > _MOST_SETTINGS:
+            del others[next(iter(others))]
+
+
+def note_changes(model: PreTrainedModel, settings: Hashable) -> None:
+    """Note the settings of a model, among them functions and configurations of others. One thread at a time.
+
+    What is remembered holds for the same settings only: after a change the model is asked anew.
+    """
+    findings = _Findings.of(model)
+    if findings.settings != settings:
+        findings.change(settings)
 
 
 def remember(model: PreTrainedModel, key: Hashable, find: Callable[[], T]) -> T:
-    """The result of `find()`, which is called once per model and `key`.
+    """The result of `find()`, which is called once per model, its settings and `key`.
 
     Args:
         model: The model that the result is about.
-        key: Names the finding, and all that it depends on besides the model, such as the dtype.
+        key: Names the finding, and all that it depends on besides the model and its settings, such as the dtype.
         find: Not called again once it has returned anything but a `Passing` reason.
     """
     findings: _Findings = model.__dict__.get(_Findings._attribute) or _Findings.of(model)
-    found: T = findings.known.get(key, findings)  # a look-up is atomic: only the first call needs the lock
+    known = findings.known
+    found: T = known.get(key, findings)  # a look-up is atomic: only the first call needs the lock
     if found is findings:
         with findings.lock:
-            if key in findings.known:
-                found = findings.known[key]
+            if key in known:
+                found = known[key]
             elif not isinstance(found := find(), Passing):
-                findings.known[key] = found
+                known[key] = found
     return found
 
 

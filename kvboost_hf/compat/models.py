@@ -1,6 +1,6 @@
 """Properties of a model: its class, cache layers, decoder layers, attention, devices and sizes of K/V."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -149,6 +149,17 @@ def no_cache_reason(model: PreTrainedModel) -> str | None:
 def cache_layers(model: PreTrainedModel) -> list[Any]:
     """The empty cache layers that transformers makes for `model`."""
     return list(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+
+
+def layer_forms(model: PreTrainedModel) -> tuple[Hashable, ...]:
+    """What tells the kinds of cache layers of `model` apart: another one for another configuration."""
+    return forms_of(cache_layers(model))
+
+
+def forms_of(layers: Iterable[Any]) -> tuple[Hashable, ...]:
+    """What tells the kinds of layers of transformers apart."""
+    sizes = ("sliding_window", "number_of_states")
+    return tuple((type(layer), *[getattr(layer, name, None) for name in sizes]) for layer in layers)
 
 
 def has_own_cache(model: PreTrainedModel) -> bool:

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from kvboost_hf.compat.forwards import forward_arguments
 from kvboost_hf.compat.hooks import LAST, Shown, hook_hidden_states
-from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
+from kvboost_hf.compat.memo import attempt, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
     STATEFUL_LAYERS,
@@ -51,13 +51,6 @@ _KNOWN_WRONG = {
     **dict.fromkeys(("dory", "inkling2_loop", "inkling2_loop_text"), _GROWS),
     "moshi": "transformers applies its sliding window to cached tokens only, so that a prompt in parts differs",
 }
-
-
-class _Changes(KeptOnModel):
-    """Changes of others, in functions and configurations of parts of a model."""
-
-    def __init__(self) -> None:
-        self.now: Hashable = ()
 
 
 def known_reason(model: PreTrainedModel) -> str | None:
@@ -179,17 +172,9 @@ def _once(model: PreTrainedModel, name: _Reason, probe: _Reason) -> str | None:
 
 
 def _key(name: _Reason, model: PreTrainedModel) -> Hashable:
-    """A probe depends on the mode, autocast, the dtype, the attention, and changes of others in the model."""
+    """A probe depends on the mode, autocast, the dtype and the attention, beside the settings of the model."""
     autocast = torch.is_autocast_enabled(input_device(model).type)
-    return name, model.training, autocast, model.dtype, attention_function(model), _Changes.of(model).now
-
-
-def note_changes(model: PreTrainedModel, changes: Hashable) -> None:
-    """Note the changes of others in functions of a model and in configurations of its parts.
-
-    After other changes the model is probed again.
-    """
-    _Changes.of(model).now = changes
+    return name, model.training, autocast, model.dtype, attention_function(model)
 
 
 def _static_reason(model: PreTrainedModel) -> str | None:

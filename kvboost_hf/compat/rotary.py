@@ -4,6 +4,9 @@ Only a model's code says how it arranges pairs of dimensions, and which frequenc
 same: since rotary attention is relative, the same tokens at later positions give the same keys, rotated.
 """
 
+import inspect
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -26,6 +29,9 @@ _STYLES: tuple[Style, ...] = ("half", "interleaved")
 # The second best rotation must have an error of so many times the best one's.
 _CLEARLY = 4.0
 _MIN_ROWS = 3  # the first one included
+_UNMASKED = "unmasked window"
+_WINDOW = re.compile("sliding|window|chunked", re.IGNORECASE)
+_LIBRARIES = ("accelerate", "kvboost_hf", "peft", "torch", "transformers")
 
 
 def key_rotation(model: PreTrainedModel) -> KeyRotation | str:
@@ -228,11 +234,12 @@ def rope_regime(model: PreTrainedModel, length: int) -> bytes | None:
     """The set of rotary frequencies that a forward uses whose last token is number `length`.
 
     K/V of one regime is never used in another. With "dynamic" scaling every length beyond the original one has its
-    own frequencies; with "longrope" all of these share one set.
+    own frequencies; with "longrope" all of these share one set. Behind a window that is not masked, what a token sees
+    depends on how its prompt was cut.
 
     Returns:
-        A name of the regime: empty for the original frequencies and for models with fixed ones; None for frequencies
-        of this length only.
+        A name of the regime: empty for the original frequencies and for models with fixed ones; None for K/V that is
+        valid for this length only.
     """
     regime = b""
     for kind, limit in _limits(model):
@@ -240,12 +247,22 @@ def rope_regime(model: PreTrainedModel, length: int) -> bytes | None:
             regime = b"long"
         elif kind == "dynamic" and length >= limit:
             return None
+        elif kind == _UNMASKED and length > limit:
+            return None
     return regime
 
 
 def original_length(model: PreTrainedModel) -> int | None:
-    """The length up to which frequencies are the original ones, or None without a limit."""
+    """The length up to which frequencies are the original ones, and windows hide nothing; None without a limit."""
     return min((limit for _, limit in _limits(model)), default=None)
+
+
+def has_unmasked_windows(model: PreTrainedModel) -> bool:
+    """Whether a configuration has windows that the code of the model knows nothing of.
+
+    transformers makes cache layers for them, which let go of tokens that the rest of a prompt has seen.
+    """
+    return any(kind == _UNMASKED for kind, _ in _limits(model))
 
 
 def frequencies_vary(module: nn.Module) -> bool:
@@ -262,12 +279,13 @@ def _rope_types(module: nn.Module) -> dict[str | None, str]:
 
 
 def _limits(model: PreTrainedModel) -> frozenset[tuple[str, int]]:
-    return remember(model, rope_regime, lambda: _rope_limits(model))
+    return remember(model, rope_regime, lambda: _find_limits(model))
 
 
-def _rope_limits(model: PreTrainedModel) -> frozenset[tuple[str, int]]:
-    """Kinds of rotary embedding that depend on the length, and the length from which on they do."""
-    found: set[tuple[str, int]] = set()
+def _find_limits(model: PreTrainedModel) -> frozenset[tuple[str, int]]:
+    """Kinds of rotary embedding that depend on the length, and the length from which on they do; unmasked windows."""
+    windows = [int(layer.sliding_window) for layer in cache_layers(model) if getattr(layer, "is_sliding", False)]
+    found: set[tuple[str, int]] = {(_UNMASKED, min(windows))} if windows and not _names_windows(model) else set()
     for module in filter(frequencies_vary, model.modules()):
         for layer_type, kind in _rope_types(module).items():
             if kind == "longrope":
@@ -277,3 +295,18 @@ def _rope_limits(model: PreTrainedModel) -> frozenset[tuple[str, int]]:
             elif "dynamic" in kind:
                 found.add(("dynamic", int(module.original_max_seq_len)))  # type: ignore[arg-type]
     return frozenset(found)
+
+
+def _names_windows(model: PreTrainedModel) -> bool:
+    """Whether some code of a model's own, not of libraries, mentions windows, as all does that masks them."""
+    files = {
+        base.__module__
+        for kind in {type(module) for module in model.modules()}
+        for base in kind.__mro__
+        if "forward" in base.__dict__
+        and (base.__module__.startswith("transformers.models.") or base.__module__.partition(".")[0] not in _LIBRARIES)
+    }
+    try:
+        return any(_WINDOW.search(inspect.getsource(sys.modules[name])) for name in files)
+    except (KeyError, OSError, TypeError):  # there is no source to read
+        return True

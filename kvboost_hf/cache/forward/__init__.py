@@ -55,6 +55,7 @@ from kvboost_hf.cache.forward.running import (
     least_of_prompt,
     leave_prompts,
 )
+from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.live import CHANGED, Behind
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, whole_pieces
@@ -68,7 +69,15 @@ from kvboost_hf.cache.prompt import (
     with_positions,
 )
 from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import Ranks, attn_implementation, cache_argument, has_own_cache, in_prefill, running_config
+from kvboost_hf.compat import (
+    Ranks,
+    attn_implementation,
+    cache_argument,
+    has_own_cache,
+    in_prefill,
+    layer_forms,
+    running_config,
+)
 from kvboost_hf.handles import ATTENTION
 
 # Arguments with which a forward can carry more tokens: what it returns of these is left out.
@@ -169,13 +178,23 @@ def _hidden_layers(parts: CacheParts, held: int, asked: Any) -> tuple[int, ...] 
 
 def _begin_text(parts: CacheParts, request: Request) -> None:
     """Take the layers for a text: transformers' own if somebody else's code is given the cache."""
-    live = parts.live
-    reason = reason_for_stock_layers(parts, request)
+    live, reason = parts.live, reason_for_stock_layers(parts, request)
+    seen = request.seen
     if reason is not None and live.plain_reason is not None:
         live.plain_reason = reason
-    elif reason != live.plain_reason or not live.owns_layers:
+    elif (
+        reason != live.plain_reason
+        or not live.owns_layers
+        or (seen is not None and seen.number != live.looked and not _fits(parts, seen, request))
+    ):
         parts.writer.offer_tails()
         live.begin_text(request.model, reason)
+
+
+def _fits(parts: CacheParts, seen: ModelParts, request: Request) -> bool:
+    """Whether the layers are those that the model takes now: its configuration may be another one than at first."""
+    parts.live.looked = seen.number
+    return parts.live.plain_reason is not None or parts.live.forms == parts.binding.fact(request.model, layer_forms)
 
 
 def _plain(parts: CacheParts, request: Request, reason: str) -> Forward:
@@ -196,8 +215,9 @@ def _bypass(parts: CacheParts, request: Request, reason: str) -> Forward:
     """Run a prompt as it stands, on empty layers that nothing is known of."""
     parts.writer.offer_tails()
     parts.live.drop()
-    parts.live.tally.bypass = reason
-    _count_all(parts.live.tally, request.kwargs)
+    tally = parts.live.tally
+    tally.bypass, tally.live, tally.moved, tally.rows = reason, 0, 0, [0] * len(tally.rows)
+    _count_all(tally, request.kwargs)
     if request.kwargs.get("use_cache") is False and getattr(running_config(), "use_cache", None) is False:
         # Such a generate() call passes its cache all the same, and the whole sequence at each step. Of other callers,
         # who continue what they have passed it with, the layers take K/V, as those of transformers do.

@@ -55,6 +55,7 @@ from kvboost_hf.compat import (
     decoder_layers,
     difference,
     encoded_from,
+    has_unmasked_windows,
     head_widths,
     input_device,
     key_rotation,
@@ -73,12 +74,14 @@ from kvboost_hf.handles import ATTENTION
 
 _is_own = cache(is_own)  # asked for each text
 UPDATE_REPLACED = "`update` of this ChunkReuseCache was replaced"
+RECORDED = "PyTorch records or transforms the forward (torch.jit, torch.export, make_fx, torch.func, a CUDA graph)"
 MASK = "the attention mask hides more than padding on the left"
 PADDING_WITHOUT_POSITIONS = "there is padding but no position_ids, so that positions do not follow it"
 POSITIONS = "position_ids do not count up from 0"
 NO_POSITIONS = "without position_ids, which generate() passes, it does not count from 0"
 ROWS_TOGETHER = "its cache has layers whose rows cannot be told apart; pass one row"
 LENGTH = "its rotary frequencies depend on the length, and this is longer than what they were trained for"
+UNMASKED = "transformers applies its sliding window to cached tokens only, and this is longer than the window"
 NO_STORE = "its store was closed"
 UNKNOWN = "nothing is known of what the cache holds"
 MODEL_CHANGED = "the model was changed after the beginning of the prompt"
@@ -129,6 +132,8 @@ def reason_for_stock_layers(parts: CacheParts, request: Request) -> str | None:
     live, model, given = parts.live, request.model, request.cache
     if live.unsupported is not None:
         return live.unsupported
+    if given.recorded:
+        return RECORDED
     request.seen = parts.binding.look()
     if live.static is None and (reason := parts.binding.fact(model, holder_of_cache)) is not None:
         return reason
@@ -156,7 +161,7 @@ def admit_prompt(parts: CacheParts, request: Request) -> Admitted | str:
         return NO_POSITIONS
     regime = rope_regime(model, columns - int(pads.min())) if length_matters(parts, model) else b""
     if regime is None:
-        return LENGTH
+        return UNMASKED if has_unmasked_windows(model) else LENGTH
     root = parts.binding.root(regime, request.seen)
     if root is None:
         return NO_STORE
@@ -197,7 +202,7 @@ def admit_more(parts: CacheParts, request: Request, ledger: Ledger | None, held:
     new = inputs.input_ids.shape[1]
     length = held + new - int(ledger.log.pads.min())
     if length_matters(parts, request.model) and rope_regime(request.model, length) != live.regime:
-        return LENGTH
+        return UNMASKED if has_unmasked_windows(request.model) else LENGTH
     loops = request.in_own_loop or request.in_generate  # nobody changes the model between two tokens without a trace
     if (not loops or parts.binding.looks_changed) and parts.binding.root(live.regime) != ledger.root:
         return MODEL_CHANGED
@@ -210,7 +215,7 @@ def admit_more(parts: CacheParts, request: Request, ledger: Ledger | None, held:
 
 
 def length_matters(parts: CacheParts, model: PreTrainedModel) -> bool:
-    """Whether the rotary frequencies of a model depend on how long a text is."""
+    """Whether what a model computes of a token depends on how long the text is."""
     return parts.binding.fact(model, original_length) is not None
 
 

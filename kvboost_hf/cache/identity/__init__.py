@@ -86,12 +86,14 @@ class ModelFingerprint:
     def __init__(self) -> None:
         self._lock = forks.lock(torn=self._forget)
         self.bumps = 0  # how often `bump` was called
+        self.number = 0  # of what was last found in the model
         self._weights = WeightsWatch()
         self._walk = ModelWalk()
         # Full or not -> the look that it was found in, what was digested, and the result.
         self._digests: dict[bool, tuple[Hashable, Hashable, bytes]] = {}
         self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
         self._next_serial = 0
+        self._asked: tuple[Hashable, bytes] | None = None  # the settings that the model is probed with, and their hash
         self._settings: tuple[Hashable, bytes] | None = None  # of a model in training mode, and their hash
         self.watched: list[HookWatch | ForwardWatch] = []  # others' hooks, as they were when this was last asked
         self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
@@ -195,15 +197,13 @@ class ModelFingerprint:
         found = self._walk.look(model)
         if found.is_same:
             return found
-        self.watched = found.watched
+        self.watched, self.number = found.watched, found.number
         found.serials[:] = self._serials(found.parts)
-        if isinstance(model, PreTrainedModel):
-            note_changes(model, (*found.own_configs, *found.serials[found.foreign]))
+        if isinstance(model, PreTrainedModel):  # hooks are watched, and may be others at each call
+            self._asked = _digested((*found.switches, *found.serials[found.foreign]), self._asked)
+            note_changes(model, self._asked[1])
         settings = (*found.switches, *found.serials) if found.in_training else None
-        if settings is None:
-            self._settings = None
-        elif self._settings is None or self._settings[0] != settings:
-            self._settings = settings, blake2b(repr(settings).encode(), digest_size=20).digest()
+        self._settings = _digested(settings, self._settings) if settings is not None else None
         return found
 
     def _weights_of(self, found: ModelParts, *, full: bool) -> bytes | int:
@@ -244,6 +244,13 @@ class ModelFingerprint:
         digest.update(repr(state).encode())
         digest.update(sample)
         return digest.digest()
+
+
+def _digested(settings: Hashable, known: tuple[Hashable, bytes] | None) -> tuple[Hashable, bytes]:
+    """Settings, and a hash of them: `known` where they are the same."""
+    if known is not None and known[0] == settings:
+        return known
+    return settings, blake2b(repr(settings).encode(), digest_size=20).digest()
 
 
 def _codes_of(parts: Iterable[Any]) -> list[str] | str:

@@ -6,7 +6,7 @@ they hold any more, nothing of it is stored, and `changed` is True.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -33,7 +33,7 @@ from kvboost_hf.cache.live.ledger import KnownRow, Ledger
 from kvboost_hf.cache.planning.chunks import Tokens, is_text
 from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import cache_layers, known_reason
+from kvboost_hf.compat import cache_layers, forms_of, known_reason
 from kvboost_hf.config import KVQuantConfig
 
 _is_own: Callable[[type], bool] = cache(is_own)  # asked of the classes of layers for each text
@@ -97,6 +97,7 @@ class LiveKV:
         untracked: The model goes on from a prompt in a way that must not be stored.
         lost: An interrupted forward took with it what the layers held.
         behind: Tokens that were cropped out of states only, and that the next forward computes again; or None.
+        looked: The number of what was last found in the model, when the layers were made or seen to fit it.
         tally: What is reported of the last prompt.
         known: What is known of the next prompt, so that it is not looked up again; None for nothing.
     """
@@ -126,7 +127,7 @@ class LiveKV:
         self._columns = 0  # held by layers that do not count themselves
         fingerprint = ModelState.of(model).fingerprint
         self._fingerprint = weakref.ref(fingerprint)  # it may hold hooks that hold the model
-        self._bumps = fingerprint.bumps
+        self._bumps, self.looked = fingerprint.bumps, fingerprint.number
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
         self._own_of: list[ReuseLayer] | None = None
         self._own: dict[str, list[int]] = {}  # by method, numbers of these layers: `has_layers_elsewhere` counts them
@@ -149,7 +150,15 @@ class LiveKV:
                     model, self._live_quant, hidden_layers=self.hidden_layers, contiguous=self._reproducible
                 )
         self.hands_out = False
+        self._forms: tuple[Hashable, ...] | None = None
         self._look_at_layers()
+
+    @property
+    def forms(self) -> tuple[Hashable, ...]:
+        """What the model's `layer_forms` were when the layers were made."""
+        if self._forms is None:
+            self._forms = forms_of(layer.stock for layer in kv_layers(self.layers))
+        return self._forms
 
     def _look_at_layers(self) -> None:
         """Note which layer counts columns, and the classes of what transformers sees; None for somebody else's."""
@@ -568,6 +577,7 @@ class LiveKV:
         twin._look_at_layers()
         twin.visible[:] = [layer.native for layer in kv_layers(twin.layers)] if layers is None else layers
         twin.regime, twin._columns, twin._bumps = self.regime, self._columns, self._bumps
+        twin.looked, twin._forms = self.looked, self.forms
         twin._records_for_call, twin.behind = self._records_for_call, self.behind
         twin.ledger = self.ledger.copy() if self.ledger is not None else None
         if self.static is not None and twin.static is not None:

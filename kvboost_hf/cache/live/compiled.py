@@ -69,7 +69,9 @@ class StaticDecoding:
         self._suffix: Suffix | None = None  # it is to run in a graph
 
     def make_layers(self, model: PreTrainedModel) -> list[ReuseLayer]:
-        """Empty layers."""
+        """Empty layers, for the configuration that the model has now."""
+        if (windows := _windows(model)) != self._windows:
+            self._windows, self.step_log = windows, StepLog(self.max_cache_len, windows)
         stocks = cache_layers(model)
         return in_place_of(stocks, [self._make_layer(stock) for stock in stocks])
 

@@ -47,8 +47,19 @@ Kwargs = dict[str, Any]
 Changed = tuple[tuple[Any, ...], Kwargs] | None  # arguments in place of the caller's
 
 
+# The modes of `torch.export` and fake tensors, of `make_fx`, and of functionalization.
+_MODES = torch._C._TorchDispatchModeKey
+_FAKE, _PROXY, _FUNCTIONAL = _MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL
+# In the error of `torch.compile(model, fullgraph=True)`.
+_NOT_IN_ONE_GRAPH = (
+    "a ChunkReuseCache is chosen and filled outside of graphs: compile without fullgraph=True, or detach(model)"
+)
+
+
 class HookedCache(Protocol):
     """A cache that wants to see each forward of its model."""
+
+    recorded: bool  # PyTorch records or transforms the forward that is about to begin
 
     @property
     def is_compileable(self) -> bool:
@@ -74,7 +85,7 @@ class ForwardHook:
             assert isinstance(model, PreTrainedModel)
             kwargs = self._by_name(model, args, kwargs)
             return (), cache_in(kwargs).before_forward(model, kwargs)
-        if torch.compiler.is_compiling() and _is_foreign(kwargs):
+        if torch.compiler.is_compiling() and _needs_no_hook(model, kwargs):
             return None
         changed: Changed = self._before(model, args, kwargs)
         return changed
@@ -83,7 +94,7 @@ class ForwardHook:
         """torch forward hook."""
         if torch.compiler.is_compiling() and _is_compileable(kwargs):
             return cache_in(kwargs).after_forward(output)
-        if torch.compiler.is_compiling() and _is_foreign(kwargs):
+        if torch.compiler.is_compiling() and _needs_no_hook(model, kwargs):
             return None
         return self._after(model, kwargs, output)
 
@@ -94,7 +105,7 @@ class ForwardHook:
         return kwargs if name in kwargs else with_cache_by(name, kwargs)
 
     # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=_NOT_IN_ONE_GRAPH)  # type: ignore[untyped-decorator]
     def _before(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], Kwargs] | None:
@@ -102,17 +113,28 @@ class ForwardHook:
         kwargs = self._by_name(model, args, kwargs)
         name = self._name
         cache = kwargs.get(name)
+        # A graph must not depend on what is stored when it is made, and tensors of a transform have no memory. (For
+        # `torch.compile` this function runs outside its graphs.)
+        recorded: bool = (
+            torch._C._get_tracing_state() is not None
+            or torch._C._are_functorch_transforms_active()
+            or torch._C._get_dispatch_mode(_FAKE) is not None
+            or torch._C._get_dispatch_mode(_PROXY) is not None
+            or torch._C._get_dispatch_mode(_FUNCTIONAL) is not None
+            or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        )
         if not _is_hooked(cache):
             if isinstance(cache, PrivateCache) and cache.given is not None:
                 given, cache.given = cache.given, None
                 note_call(model, given)
                 return (), given
             attached = ModelState.of(model).attached
-            cache = attached.stand_in(model, cache, kwargs) if attached is not None else None
+            cache = attached.stand_in(model, cache, kwargs, recorded) if attached is not None else None
             if cache is None:
                 note_call(model, kwargs)
                 return None
             kwargs[name] = cache
+        cache.recorded = recorded
         given = cache.before_forward(model, kwargs)
         if FORWARD_WATCH in model.__dict__:
             note_call(model, given)
@@ -150,10 +172,15 @@ def _is_compileable(kwargs: Kwargs) -> bool:
     return _is_hooked(cache) and cache.is_compileable
 
 
-def _is_foreign(kwargs: Kwargs) -> bool:
-    """Whether a forward comes with a cache that is not ours and that none of ours will stand in for."""
+def _needs_no_hook(model: nn.Module, kwargs: Kwargs) -> bool:
+    """Whether a forward that is compiled or exported comes without a cache of ours, and none will stand in for it."""
     cache = cache_in(kwargs)
-    return isinstance(cache, Cache) and not _is_hooked(cache) and type(cache) is not DynamicCache
+    if _is_hooked(cache):
+        return False
+    if torch.compiler.is_exporting() or (isinstance(cache, Cache) and type(cache) is not DynamicCache):
+        return True
+    assert isinstance(model, PreTrainedModel)
+    return ModelState.of(model).attached is None and FORWARD_WATCH not in model.__dict__
 
 
 def install(model: PreTrainedModel) -> None:
