@@ -14,7 +14,7 @@ from kvboost_hf import forks
 T = TypeVar("T")
 _PACKAGE = __name__.partition(".")[0]
 _PACKAGES = frozenset((_PACKAGE, "torch", "transformers"))
-_MOST_SETTINGS = 64  # of one model, such as those of its adapters
+_MOST_SETTINGS = 64  # of one model, of which what is known is kept
 
 
 class KeptOnModel:
@@ -58,7 +58,7 @@ class _Findings(KeptOnModel):
 
 
 def note_changes(model: PreTrainedModel, settings: Hashable) -> None:
-    """Note the settings of a model, among them functions and configurations of others. One thread at a time.
+    """Note the settings of a model: its configurations, and functions of others. One thread at a time.
 
     What is remembered holds for the same settings only: after a change the model is asked anew.
     """

@@ -37,11 +37,6 @@ def no_window(model: Any) -> None:
     model.config.sliding_window = None
 
 
-def not_causal(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.is_causal = False
-
-
 def one_layer_less(model: Any) -> None:
     model.model.layers = model.model.layers[:1]
     model.config.num_hidden_layers = 1
@@ -67,13 +62,11 @@ def dynamic_frequencies(model: Any) -> None:
     ("name", "edit"),
     [
         ("llama", window),
-        ("llama", not_causal),
         ("llama", one_layer_less),
         ("llama", one_layer_more),
         ("llama", dynamic_frequencies),
         ("mistral", window),
         ("mistral", no_window),
-        ("mistral", not_causal),
     ],
 )
 def test_edits_between_two_calls(name: str, edit: Callable[[Any], None], how: str, size: int | None) -> None:

@@ -93,7 +93,6 @@ class ModelFingerprint:
         self._digests: dict[bool, tuple[Hashable, Hashable, bytes]] = {}
         self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
         self._next_serial = 0
-        self._asked: tuple[Hashable, bytes] | None = None  # the settings that the model is probed with, and their hash
         self._settings: tuple[Hashable, bytes] | None = None  # of a model in training mode, and their hash
         self.watched: list[HookWatch | ForwardWatch] = []  # others' hooks, as they were when this was last asked
         self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
@@ -199,11 +198,13 @@ class ModelFingerprint:
             return found
         self.watched, self.number = found.watched, found.number
         found.serials[:] = self._serials(found.parts)
-        if isinstance(model, PreTrainedModel):  # hooks are watched, and may be others at each call
-            self._asked = _digested((*found.switches, *found.serials[found.foreign]), self._asked)
-            note_changes(model, self._asked[1])
+        if isinstance(model, PreTrainedModel):  # adapters do not change what is asked, and hooks are watched
+            note_changes(model, (*found.configs, *found.serials[found.foreign]))
         settings = (*found.switches, *found.serials) if found.in_training else None
-        self._settings = _digested(settings, self._settings) if settings is not None else None
+        if settings is None:
+            self._settings = None
+        elif self._settings is None or self._settings[0] != settings:
+            self._settings = settings, blake2b(repr(settings).encode(), digest_size=20).digest()
         return found
 
     def _weights_of(self, found: ModelParts, *, full: bool) -> bytes | int:
@@ -244,13 +245,6 @@ class ModelFingerprint:
         digest.update(repr(state).encode())
         digest.update(sample)
         return digest.digest()
-
-
-def _digested(settings: Hashable, known: tuple[Hashable, bytes] | None) -> tuple[Hashable, bytes]:
-    """Settings, and a hash of them: `known` where they are the same."""
-    if known is not None and known[0] == settings:
-        return known
-    return settings, blake2b(repr(settings).encode(), digest_size=20).digest()
 
 
 def _codes_of(parts: Iterable[Any]) -> list[str] | str:

@@ -72,6 +72,7 @@ class ModelParts:
     # Weights in files, each with the number of tensors before it.
     in_files: list[tuple[int, Content | FileWeight]] = field(default_factory=list)
     switches: list[Hashable] = field(default_factory=list)  # settings that can change without a tensor changing
+    configs: list[Hashable] = field(default_factory=list)  # scalars of configurations, those of parts included
     parts: list[Any] = field(default_factory=list)  # hooks and functions, compared by identity
     foreign: slice = field(default_factory=lambda: slice(0))  # of the parts: functions of others
     files: set[FileMark] = field(default_factory=set)  # of weights that accelerate reads
@@ -233,10 +234,10 @@ class Walk:
         found = self.found
         config = getattr(model, "config", None)
         seen, of_parts = ids_of_configs(config), list[Hashable]()  # configurations that are not the model's own
-        for own in self.configs:
-            if id(own) not in seen:
-                seen.add(id(own))
-                of_parts += config_scalars(own)
+        for each in self.configs:
+            if id(each) not in seen:
+                seen.add(id(each))
+                of_parts += config_scalars(each)
         before = len(found.parts)
         for module in self.hooked:
             own_hooks, watch = watch_hooks(module)
@@ -248,7 +249,9 @@ class Walk:
         foreign = foreign_functions(model, self.classes)
         found.foreign = slice(len(found.parts), len(found.parts) + len(foreign))
         found.parts += foreign
-        found.switches = [autocast(), *config_scalars(config), *found.switches, *of_parts]
+        own = config_scalars(config)
+        found.configs = [*own, *of_parts]
+        found.switches = [autocast(), *own, *found.switches, *of_parts]
         everywhere = [hook for hooks in hooks_of_all_modules() for hook in hooks.values() if not only_looks(hook)]
         found.parts += everywhere
         theirs = [*everywhere, *(forward for kind in self.classes if not is_own(forward := forward_of(kind)))]
