@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch.jit
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore:There is a performance drop"),  # of vmap
+    pytest.mark.filterwarnings("ignore:While compiling, we found"),  # of torch.export, in code of transformers
 ]
 IDS, OTHERS = random_ids(40, seed=1), random_ids(40, seed=2)
 ALL = ReusePolicy(min_prefill_saving=0)

@@ -129,7 +129,8 @@ class Admitted:
 
 def reason_for_stock_layers(parts: CacheParts, request: Request) -> str | None:
     """Why a text that begins runs on transformers' own layers, or None. Looks at the model."""
-    live, model, given = parts.live, request.model, request.cache
+    live, model = parts.live, request.model
+    given: Any = request.cache
     if live.unsupported is not None:
         return live.unsupported
     if given.recorded:

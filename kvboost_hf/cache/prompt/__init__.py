@@ -105,7 +105,7 @@ class ForwardHook:
         return kwargs if name in kwargs else with_cache_by(name, kwargs)
 
     # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
-    @torch.compiler.disable(reason=_NOT_IN_ONE_GRAPH)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=_NOT_IN_ONE_GRAPH)  # type: ignore[untyped-decorator, no-untyped-call]
     def _before(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], Kwargs] | None:
@@ -121,7 +121,7 @@ class ForwardHook:
             or torch._C._get_dispatch_mode(_FAKE) is not None
             or torch._C._get_dispatch_mode(_PROXY) is not None
             or torch._C._get_dispatch_mode(_FUNCTIONAL) is not None
-            or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+            or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
         )
         if not _is_hooked(cache):
             if isinstance(cache, PrivateCache) and cache.given is not None:
