@@ -4,7 +4,7 @@
 
 A first run notes which tests enter which functions; `--map FILE` keeps that for later runs. For each mutant the tests
 that enter its function run, those first that enter fewest functions, on a copy of the project in a temporary folder.
-They run in a fork of this process, which has imported the package: there, the function is given other code.
+They run in a fork of a session that has collected all tests: there, the function is given other code.
 A mutant that no test notices is a hole, or changes nothing: close it by a test, or delete the code. The status is 1 if
 there are any.
 """
@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from importlib import import_module
@@ -50,9 +50,12 @@ _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add},
 }
 _ENDS = ast.Raise | ast.Return | ast.Continue | ast.Break
-_OPTIONS = ["-q", "-x", "--no-header", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # they are imported
+_OPTIONS = ["-q", "--no-header", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # they are imported
 _START_S = 60.0  # of pytest, at most, on a busy machine
 _TESTS_S = 60.0  # of the tests of one mutant
+
+
+Entered = dict[str, tuple[float, list[str]]]  # by test, its seconds, and the functions that it enters
 
 
 class Mutant(NamedTuple):
@@ -130,7 +133,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.rooms = tuple(f"{ROOT / room}/" for room in _ROOMS)
-        self.entered, self.passed = set[tuple[str, int]](), dict[str, tuple[float, list[str]]]()
+        self.entered, self.passed = set[tuple[str, int]](), Entered()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         """The tracer: called for each call of a function, and never for its lines."""
@@ -174,58 +177,106 @@ def import_project(folder: Path) -> None:
                 import_module(found.name)
 
 
-def exchange(path: Path) -> int:
-    """Give all functions of a file, wherever they are kept, the code that it has now; how many got another."""
-    codes = [compile(path.read_bytes(), str(path), "exec")]
-    for code in codes:
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-    now = {(code.co_qualname, code.co_firstlineno): code for code in codes}
-    found = 0
-    for each in gc.get_objects():
-        if isinstance(each, FunctionType) and each.__code__.co_filename == str(path):
+class Judge:
+    """Judges mutants in one session of pytest: after it has collected, each mutant gets a fork that runs its tests.
+
+    Args:
+        folder: The copy of the project.
+        mutants: To be judged, in order.
+        notes: What tests enter, and how long they take.
+        minutes: No mutant is begun later.
+        output: The descriptor to write to; pytest has its own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mutants: list[Mutant],
+        notes: Entered,
+        minutes: float,
+        output: int,
+    ) -> None:
+        self._folder, self._mutants, self._notes, self._output = folder, mutants, notes, output
+        self._seconds = minutes * 60
+        self._functions: dict[str, list[FunctionType]] = defaultdict(list)  # by file, wherever they are kept
+        self.counts: dict[str, int] = defaultdict(int)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Judge all mutants in place of running all tests."""
+        for each in gc.get_objects():
+            if isinstance(each, FunctionType) and each.__code__.co_filename.startswith(f"{self._folder}/kvboost_hf"):
+                self._functions[each.__code__.co_filename].append(each)
+        gc.freeze()
+        items, begun = {item.nodeid: item for item in session.items}, time.monotonic()
+        for mutant in self._mutants:
+            if time.monotonic() - begun > self._seconds:
+                break
+            outcome = self._outcome(mutant, session, items)
+            self.counts[outcome] += 1
+            self._say(f"{outcome:<12} {mutant}")
+        self._say(", ".join(f"{number} {outcome}" for outcome, number in sorted(self.counts.items())))
+        if self.counts["noticed"] < sum(self.counts.values()):
+            session.testsfailed = 1
+        return True
+
+    def _say(self, line: str) -> None:
+        os.write(self._output, f"{line}\n".encode())
+
+    def _outcome(self, mutant: Mutant, session: pytest.Session, items: dict[str, pytest.Item]) -> str:
+        """`noticed`, `NOT NOTICED`, or `not entered` by any test."""
+        named, seconds = tests_of(mutant, self._notes)
+        chosen = [items[name] for name in named if name in items]
+        if not chosen:
+            return "unknown: delete the map" if named else "not entered"
+        path = self._folder / mutant.file
+        source = path.read_bytes()
+        begin, end = mutant.span
+        lines = "\n" * source.count(b"\n", begin, end)  # what is behind stays where it is
+        path.write_bytes(source[:begin] + f"({mutant.after}{lines})".encode() + source[end:])
+        try:
+            status = in_fork(lambda: self._run(path, session, chosen), _START_S + 5 * seconds)
+        finally:
+            path.write_bytes(source)
+        return "NOT NOTICED" if status == 0 else "noticed"
+
+    def _run(self, path: Path, session: pytest.Session, chosen: list[pytest.Item]) -> int:
+        """Run tests on what the file holds now, until one fails; returns 1 if one does."""
+        if path.parent.name == "triton" or not self._exchange(path):  # Triton reads files itself
+            command = [sys.executable, "-m", "pytest", "-x", *_OPTIONS, *(item.nodeid for item in chosen)]
+            os.execv(sys.executable, command)
+        for item, later in zip(chosen, [*chosen[1:], None], strict=True):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=later)
+            if session.testsfailed:
+                return 1
+        return 0
+
+    def _exchange(self, path: Path) -> int:
+        """Give all functions of a file the code that it has now; returns how many got another."""
+        codes = [compile(path.read_bytes(), str(path), "exec")]
+        for code in codes:
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        now = {(code.co_qualname, code.co_firstlineno): code for code in codes}
+        found = 0
+        for each in self._functions[str(path)]:
             code = now.get((each.__code__.co_qualname, each.__code__.co_firstlineno), each.__code__)
             if code != each.__code__ and len(code.co_freevars) == len(each.__code__.co_freevars):
                 each.__code__ = code
                 found += 1
-    return found
+        return found
 
 
-def _in_fork(folder: Path, chosen: list[str], own: dict[str, str], changed: str | None) -> int:
-    os.setsid()
-    log = os.open(folder / "pytest.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for output in (1, 2):
-        os.dup2(log, output)
-    os.chdir(folder)
-    os.environ |= own
-    sys.dont_write_bytecode = True
-    some = [phase for phase in hypothesis.Phase if phase.name in ("explicit", "reuse", "generate")]
-    hypothesis.settings.register_profile("mutation", phases=some)  # whoever fails is not made smaller
-    hypothesis.settings.load_profile("mutation")
-    if changed is not None and ("triton" in changed or not exchange(folder / changed)):  # Triton reads files itself
-        os.execv(sys.executable, [sys.executable, "-m", "pytest", *_OPTIONS, *chosen])
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
-        del sys.modules[name]
-    try:
-        return pytest.main([*_OPTIONS, *chosen])
-    finally:
-        sys.stdout.flush()
-
-
-def run_tests(
-    folder: Path, chosen: list[str], timeout_s: float | None, changed: str | None = None, **environment: str
-) -> int | None:
-    """The status of pytest over some tests in a folder; None if it took longer.
-
-    It runs in a fork of this process, which has imported the package; `changed` is a file that has other code now.
-    """
-    own = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **environment}
+def in_fork(work: Callable[[], int], timeout_s: float | None) -> int | None:
+    """The status that `work` gives in a fork of this process; None if it took longer."""
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
+        status: int = pytest.ExitCode.INTERNAL_ERROR
         try:
-            os._exit(_in_fork(folder, chosen, own, changed))
+            os.setsid()
+            status = work()
         finally:
-            os._exit(pytest.ExitCode.INTERNAL_ERROR)
+            os._exit(status)
     deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     while (waited := os.waitpid(pid, os.WNOHANG))[0] == 0:
         if time.monotonic() > deadline:
@@ -234,6 +285,25 @@ def run_tests(
             return None
         time.sleep(0.02)
     return os.waitstatus_to_exitcode(waited[1])
+
+
+def run_pytest(folder: Path, arguments: list[str], plugins: Sequence[object] = ()) -> int:
+    """Run pytest in a folder; its output goes to a file there."""
+    log = os.open(folder / "pytest.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for output in (1, 2):
+        os.dup2(log, output)
+    os.chdir(folder)
+    os.environ |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    some = [phase for phase in hypothesis.Phase if phase.name in ("explicit", "reuse", "generate")]
+    hypothesis.settings.register_profile("mutation", phases=some)  # whoever fails is not made smaller
+    hypothesis.settings.load_profile("mutation")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    try:
+        return pytest.main([*_OPTIONS, "-m", "not gpu and not nightly", *arguments], list(plugins))
+    finally:
+        sys.stdout.flush()
 
 
 def copy_into(folder: Path) -> None:
@@ -248,7 +318,7 @@ def copy_into(folder: Path) -> None:
             (folder / name).symlink_to((ROOT / name).resolve())
 
 
-def tests_of(mutant: Mutant, notes: dict[str, tuple[float, list[str]]]) -> tuple[list[str], float]:
+def tests_of(mutant: Mutant, notes: Entered) -> tuple[list[str], float]:
     """The tests that enter a mutant's function, the most special ones first, up to a minute; and their seconds."""
     place = f"{mutant.file}:{mutant.function}"
     chosen, seconds = list[str](), 0.0
@@ -279,43 +349,18 @@ def main() -> int:
         import_project(folder)
         map_file = (args.map or folder / "map.json").resolve()
         if not map_file.exists():
-            those = ["-p", "tests.mutation", "-m", "not gpu and not nightly", "--maxfail=1000", *args.tests]
-            run_tests(folder, those, None, **{_NOTES: str(map_file)})
+            os.environ[_NOTES] = str(map_file)
+            in_fork(lambda: run_pytest(folder, ["-p", "tests.mutation", "--maxfail=1000", *args.tests]), None)
+            del os.environ[_NOTES]
             say((folder / "pytest.log").read_text()[-2000:])
         notes = json.loads(map_file.read_text())
         say(f"{len(notes)} tests are known.\n")
-        counts: dict[str, int] = defaultdict(int)
         files = sorted(str(path.relative_to(ROOT)) for room in args.rooms for path in (ROOT / room).rglob("*.py"))
         possible = [mutant for file in files for mutant in mutants_in(file, (folder / file).read_bytes())]
         random.Random(args.seed).shuffle(possible)
-        begun = time.monotonic()
-        for mutant in possible[: args.count]:
-            if time.monotonic() - begun > args.minutes * 60:
-                break
-            outcome = outcome_of(mutant, folder, *tests_of(mutant, notes))
-            counts[outcome] += 1
-            say(f"{outcome:<12} {mutant}\n")
-            sys.stdout.flush()
-        say(", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())) + "\n")
-    return int(counts["noticed"] < sum(counts.values()))
-
-
-def outcome_of(mutant: Mutant, folder: Path, chosen: list[str], seconds: float) -> str:
-    """`noticed`, `NOT NOTICED`, or `not entered` by any test."""
-    if not chosen:
-        return "not entered"
-    path = folder / mutant.file
-    source = path.read_bytes()
-    begin, end = mutant.span
-    lines = "\n" * source.count(b"\n", begin, end)  # what is behind stays where it is
-    path.write_bytes(source[:begin] + f"({mutant.after}{lines})".encode() + source[end:])
-    try:
-        status = run_tests(folder, chosen, _START_S + 5 * seconds, mutant.file)
-    finally:
-        path.write_bytes(source)
-    if status == 4 and run_tests(folder, chosen, None) == 4:  # no such tests
-        raise SystemExit("The map knows tests that are not there any more. Delete its file.")
-    return "NOT NOTICED" if status == 0 else "noticed"
+        judge = Judge(folder, possible[: args.count], notes, args.minutes, os.dup(1))
+        status = in_fork(lambda: run_pytest(folder, args.tests, [judge]), None)
+    return int(status != 0)
 
 
 if __name__ == "__main__":
