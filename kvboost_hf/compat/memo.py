@@ -44,12 +44,16 @@ class KeptOnModel:
 class _Findings(KeptOnModel):
     def __init__(self) -> None:
         self.lock = forks.rlock()
-        self.settings: Hashable = ()  # of the model as it is now
+        self.settings: Hashable = None  # of the model as it is now; None before they were first noted
+        self.first_config = ""  # the model's configuration when something was first remembered, until then
         self.known: dict[Hashable, Any] = {}  # with these settings
         self._with_others: dict[Hashable, dict[Hashable, Any]] = {}
 
-    def change(self, settings: Hashable) -> None:
-        """Go on with what is known of other settings. One thread at a time."""
+    def change(self, settings: Hashable, *, keeps: bool) -> None:
+        """Go on with what is known of other settings, or `keeps` what is known. One thread at a time."""
+        if keeps:
+            self.settings = settings
+            return
         others = self._with_others
         others[self.settings] = self.known
         self.settings, self.known = settings, others.pop(settings, {})
@@ -57,14 +61,21 @@ class _Findings(KeptOnModel):
             del others[next(iter(others))]
 
 
-def note_changes(model: PreTrainedModel, settings: Hashable) -> None:
-    """Note the settings of a model: its configurations, and functions of others. One thread at a time.
+def note_changes(model: PreTrainedModel, configs: tuple[Hashable, ...], changes: tuple[Hashable, ...]) -> None:
+    """Note the settings of a model: its configurations, and changes of others in functions. One thread at a time.
 
-    What is remembered holds for the same settings only: after a change the model is asked anew.
+    What is remembered holds for the same settings only: after a change the model is asked anew. What was remembered
+    before the first note stays if its configuration is the same, and nobody has changed functions.
     """
     findings = _Findings.of(model)
+    settings = (configs, changes)
     if findings.settings != settings:
-        findings.change(settings)
+        first = findings.settings is None and not changes
+        findings.change(settings, keeps=first and findings.first_config in ("", _text_of_config(model)))
+
+
+def _text_of_config(model: PreTrainedModel) -> str:
+    return repr(model.config.to_dict())
 
 
 def remember(model: PreTrainedModel, key: Hashable, find: Callable[[], T]) -> T:
@@ -80,6 +91,8 @@ def remember(model: PreTrainedModel, key: Hashable, find: Callable[[], T]) -> T:
     found: T = known.get(key, findings)  # a look-up is atomic: only the first call needs the lock
     if found is findings:
         with findings.lock:
+            if findings.settings is None and not findings.first_config:
+                findings.first_config = _text_of_config(model)
             if key in known:
                 found = known[key]
             elif not isinstance(found := find(), Passing):

@@ -199,7 +199,7 @@ class ModelFingerprint:
         self.watched, self.number = found.watched, found.number
         found.serials[:] = self._serials(found.parts)
         if isinstance(model, PreTrainedModel):  # adapters do not change what is asked, and hooks are watched
-            note_changes(model, (*found.configs, *found.serials[found.foreign]))
+            note_changes(model, tuple(found.configs), tuple(found.serials[found.foreign]))
         settings = (*found.switches, *found.serials) if found.in_training else None
         if settings is None:
             self._settings = None
