@@ -40,7 +40,10 @@ SOURCES = [
     reason_for_eager,
     training_reason,
 ]
-UNREPORTED = {"tokens one by one give other logits than at once (by … standard deviations)"}  # of steps_reason
+UNREPORTED = {
+    "tokens one by one give other logits than at once (by … standard deviations)",  # of steps_reason
+    "compiling is worth it after … more prompts that end in up to … new tokens",  # logged, at the level of debugging
+}
 
 
 def template(node: ast.AST) -> str | None:
