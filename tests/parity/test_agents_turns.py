@@ -124,7 +124,11 @@ def test_answers_are_plain_once_repaired_and_the_store_is_exact(kind: str, polic
         if policy == "on demand":
             cache.repair()
         more = joined(text, random_ids(3, seed=ids.shape[1]) % model.config.vocab_size)
-        idle_of(cache).wait(30)
+        for _ in range(10):  # what is done when idle may be given up, as where the machine is busy
+            idle_of(cache).wait(30)
+            if not cache.store_tails():
+                break
+            cache.repair_when_idle()
         assert_same(generate(model, as_inputs(more), cache), generate(model, as_inputs(more)))
     assert moved > 300
     for ids in TURNS[kind]():
