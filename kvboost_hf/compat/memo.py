@@ -1,13 +1,13 @@
 """State and findings about one model, kept on the model itself."""
 
 import traceback
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from itertools import pairwise
 from types import FrameType
 from typing import Any, Self, TypeVar
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from kvboost_hf import forks
 
@@ -75,7 +75,22 @@ def note_changes(model: PreTrainedModel, configs: tuple[Hashable, ...], changes:
 
 
 def _text_of_config(model: PreTrainedModel) -> str:
-    return repr(model.config.to_dict())
+    return repr(list(_scalars(model.config)))
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """The scalars of a configuration, with their names; objects of others are not asked."""
+    if isinstance(value, PretrainedConfig):
+        value = vars(value)
+    if type(value) is dict:
+        for name, each in value.items():
+            yield name
+            yield from _scalars(each)
+    elif type(value) in (list, tuple):
+        for each in value:
+            yield from _scalars(each)
+    elif type(value) in (bool, int, float, str, type(None)):
+        yield value
 
 
 def remember(model: PreTrainedModel, key: Hashable, find: Callable[[], T]) -> T:
