@@ -175,6 +175,11 @@ PRIVATE = (
     _names("torch.cpu", "_is_avx2_supported _is_vnni_supported", "the instructions of 4-bit products"),
     _names("torch.ops:mkldnn", "_is_mkldnn_bf16_supported", "whether oneDNN multiplies bfloat16"),
     _names("torch._C", "_get_float32_matmul_precision", "the precision of matrix products, read in C"),
+    _names(
+        "torch._C",
+        "_get_tracing_state _are_functorch_transforms_active _get_dispatch_mode _TorchDispatchModeKey",
+        "whether PyTorch records or transforms a forward",
+    ),
     _names("torch.amp.autocast_mode", "_enabled", "whether autocast is on", in_source=True),
     _names("torch._dynamo.eval_frame", "_orig_mod _torchdynamo_orig_callable", "what was compiled", in_source=True),
     _names(
