@@ -36,7 +36,17 @@ from kvboost_hf.compat.forwards import (
     with_cache_by,
 )
 from kvboost_hf.compat.hooks import LAST, OwnHooks, Shown, hook_hidden_states, hook_layers, own_hook
-from kvboost_hf.compat.memo import KeptOnModel, attempt, note_changes, recall, remember
+from kvboost_hf.compat.memo import (
+    ORIGIN,
+    SCALARS,
+    KeptOnModel,
+    attempt,
+    config_scalars,
+    note_changes,
+    recall,
+    remember,
+    shown,
+)
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
     STATEFUL_LAYERS,
@@ -95,6 +105,8 @@ from kvboost_hf.old_names import old_name
 __all__ = [
     "CACHE",
     "LAST",
+    "ORIGIN",
+    "SCALARS",
     "SERVED_LAYERS",
     "SHARED_KV",
     "STATEFUL_LAYERS",
@@ -124,6 +136,7 @@ __all__ = [
     "cache_layers",
     "calling",
     "checkpointing_reason",
+    "config_scalars",
     "decoder_layers",
     "difference",
     "encoded_from",
@@ -184,6 +197,7 @@ __all__ = [
     "running_config",
     "running_streamer",
     "several_steps_reason",
+    "shown",
     "steps_reason",
     "take_newest_name",
     "text_model",

@@ -1,19 +1,25 @@
 """State and findings about one model, kept on the model itself."""
 
 import traceback
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable
 from itertools import pairwise
 from types import FrameType
 from typing import Any, Self, TypeVar
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf import forks
 
 T = TypeVar("T")
 _PACKAGE = __name__.partition(".")[0]
 _PACKAGES = frozenset((_PACKAGE, "torch", "transformers"))
+SCALARS = frozenset((float, bool, str, int))
+# Where a model comes from, and who wrote its configuration: the same content elsewhere is the same model.
+ORIGIN = frozenset(
+    ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map")
+)
+_UNREAD = ORIGIN | {"dtype", "model_type"}  # of the weights and the class: not all configurations have them
 _MOST_SETTINGS = 64  # of one model, of which what is known is kept
 
 
@@ -71,26 +77,33 @@ def note_changes(model: PreTrainedModel, configs: tuple[Hashable, ...], changes:
     settings = (configs, changes)
     if findings.settings != settings:
         first = findings.settings is None and not changes
-        findings.change(settings, keeps=first and findings.first_config in ("", _text_of_config(model)))
+        findings.change(settings, keeps=first and findings.first_config in ("", repr(config_scalars(model.config))))
 
 
-def _text_of_config(model: PreTrainedModel) -> str:
-    return repr(list(_scalars(model.config)))
+def config_scalars(config: Any) -> list[Hashable]:
+    """Values of a configuration and of those in it, which models read at each forward."""
+    if config is None:
+        return []
+    found: list[Hashable] = []
+    held = config.__dict__
+    for name in sorted(held.keys() - _UNREAD):
+        value = held[name]
+        kind = type(value)
+        if kind in SCALARS:
+            found.append(value)
+        elif kind is list or kind is tuple or (kind is dict and value):
+            found.append(shown(value))
+        elif isinstance(value, PreTrainedConfig):  # of a text model or a vision tower
+            found += config_scalars(value)
+    return found
 
 
-def _scalars(value: Any) -> Iterator[Any]:
-    """The scalars of a configuration, with their names; objects of others are not asked."""
-    if isinstance(value, PretrainedConfig):
-        value = vars(value)
-    if type(value) is dict:
-        for name, each in value.items():
-            yield name
-            yield from _scalars(each)
-    elif type(value) in (list, tuple):
-        for each in value:
-            yield from _scalars(each)
-    elif type(value) in (bool, int, float, str, type(None)):
-        yield value
+def shown(value: Any) -> str:
+    """The text of a value that may change in place."""
+    try:
+        return repr(value)
+    except Exception:  # of something in it
+        return type(value).__name__
 
 
 def remember(model: PreTrainedModel, key: Hashable, find: Callable[[], T]) -> T:
@@ -107,7 +120,7 @@ def remember(model: PreTrainedModel, key: Hashable, find: Callable[[], T]) -> T:
     if found is findings:
         with findings.lock:
             if findings.settings is None and not findings.first_config:
-                findings.first_config = _text_of_config(model)
+                findings.first_config = repr(config_scalars(model.config))
             if key in known:
                 found = known[key]
             elif not isinstance(found := find(), Passing):

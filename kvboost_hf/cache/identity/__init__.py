@@ -36,12 +36,12 @@ from transformers import PreTrainedModel
 from kvboost_hf import forks
 from kvboost_hf.cache.identity.foreign import durable_name, kernels_of_states, library_versions
 from kvboost_hf.cache.identity.hooks import ForwardWatch, HookWatch
-from kvboost_hf.cache.identity.values import FileWeight, config_scalars, written_config
+from kvboost_hf.cache.identity.values import FileWeight, written_config
 from kvboost_hf.cache.identity.versions import Still
 from kvboost_hf.cache.identity.walk import Layout, ModelParts, Walk
 from kvboost_hf.cache.identity.weights import WeightsWatch, lack_memory
 from kvboost_hf.checksum import Content, checksum
-from kvboost_hf.compat import KeptOnModel, autocast, note_changes, training_reason
+from kvboost_hf.compat import KeptOnModel, autocast, config_scalars, note_changes, training_reason
 
 _MOST_IN_VAIN = 8  # looks after which it is no longer tried
 

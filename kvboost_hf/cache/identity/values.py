@@ -24,13 +24,8 @@ from transformers import PreTrainedConfig
 
 from kvboost_hf.cache.identity.foreign import is_of_package, is_package_code
 from kvboost_hf.checksum import Content, contents
+from kvboost_hf.compat import ORIGIN
 
-SCALARS = frozenset((float, bool, str, int))
-# Where a model comes from, and who wrote its configuration: the same content elsewhere is the same model.
-_ORIGIN = frozenset(
-    ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map")
-)
-_UNREAD = _ORIGIN | {"dtype", "model_type"}  # of the weights and the class: not all configurations have them
 NAME = "name_or_path"  # of a model, as an attribute
 
 
@@ -41,24 +36,6 @@ def adapter_switches(layer: Any) -> list[Hashable]:
     return [str(layer.merged_adapters), str(layer.active_adapters), str(layer.__dict__.get("scaling"))]
 
 
-def config_scalars(config: Any) -> list[Hashable]:
-    """Values of a configuration and of those in it, which models read at each forward."""
-    if config is None:
-        return []
-    found: list[Hashable] = []
-    held = config.__dict__
-    for name in sorted(held.keys() - _UNREAD):
-        value = held[name]
-        kind = type(value)
-        if kind in SCALARS:
-            found.append(value)
-        elif kind is list or kind is tuple or (kind is dict and value):
-            found.append(shown(value))
-        elif isinstance(value, PreTrainedConfig):  # of a text model or a vision tower
-            found += config_scalars(value)
-    return found
-
-
 def written_config(config: Any) -> str:
     """A configuration as text, without what it says of where it comes from."""
     written: dict[str, Any] = config.to_dict()
@@ -66,16 +43,8 @@ def written_config(config: Any) -> str:
 
 
 def _without_origin(written: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in written.items() if name not in _ORIGIN}
+    kept = {name: value for name, value in written.items() if name not in ORIGIN}
     return {name: _without_origin(value) if isinstance(value, dict) else value for name, value in kept.items()}
-
-
-def shown(value: Any) -> str:
-    """The text of a value that may change in place."""
-    try:
-        return repr(value)
-    except Exception:  # of something in it
-        return type(value).__name__
 
 
 def ids_of_configs(config: Any) -> set[int]:

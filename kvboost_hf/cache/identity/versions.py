@@ -27,8 +27,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvboost_hf.cache.identity.foreign import is_own, is_written_where_it_says, places_of_functions
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
-from kvboost_hf.cache.identity.values import NAME, OF_TORCH, shown
-from kvboost_hf.compat import KeptOnModel
+from kvboost_hf.cache.identity.values import NAME, OF_TORCH
+from kvboost_hf.compat import KeptOnModel, shown
 
 # What models note on themselves in the course of a forward. Positions that follow from an image are part of what K/V
 # is found by; hooks that only look are put in place when hidden states are first asked for, as with a first image;

@@ -34,14 +34,12 @@ from kvboost_hf.cache.identity.hooks import (
 )
 from kvboost_hf.cache.identity.values import (
     OF_TORCH,
-    SCALARS,
     AtRest,
     FileMark,
     FileWeight,
     Reached,
     Reader,
     adapter_switches,
-    config_scalars,
     ids_of_configs,
     offloaded_files,
     offloaded_tensors,
@@ -52,7 +50,7 @@ from kvboost_hf.cache.identity.values import (
 from kvboost_hf.cache.identity.versions import INSIDE, NOTES, OURS, UNREAD, is_read
 from kvboost_hf.cache.identity.weights import plain_tensors
 from kvboost_hf.checksum import Content, checksum
-from kvboost_hf.compat import KeptOnModel, autocast, forward_of, frequencies_vary
+from kvboost_hf.compat import SCALARS, KeptOnModel, autocast, config_scalars, forward_of, frequencies_vary
 
 # Attributes that are read elsewhere, or by generate(), or that are our own.
 _PASSED_OVER = (PreTrainedConfig, GenerationConfig, KeptOnModel, type(None))

@@ -1,4 +1,4 @@
-"""What all routes share: the engine, tokenizer and settings (`RouteContext`), and how bodies are read (`PostedRoute`).
+"""`RouteContext`: the engine, tokenizer and settings that all routes share; `PostedRoute`: how bodies are read.
 
 Large bodies are parsed and checked in a thread, and the client is told which fields were ignored.
 """

@@ -1,4 +1,4 @@
-"""What JSON schemas say: references and whether they end, types, values, and objects that are closed. Pure Python."""
+"""Reads JSON schemas: references and whether they end, types, values, and objects that are closed. Pure Python."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
