@@ -13,7 +13,6 @@ from kvboost_hf.assisted.load import load_assistant
 from kvboost_hf.assisted.lookup import lookup_assistant
 from kvboost_hf.bench.models import Models
 from kvboost_hf.bench.served import Served, served
-from kvboost_hf.cache.live.decoding_form import MaxCacheLen
 from kvboost_hf.cache.planning.chunks import ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
@@ -40,7 +39,6 @@ class Arm:
     drafts: Literal["model", "lookup"] | None = None  # what proposes tokens
     # Whether one cache serves all prompts; if not, each gets a new one on the same store, as in a server.
     kept: bool = False
-    max_cache_len: MaxCacheLen = None  # As `ChunkReuseCache` takes it. None, so that all arms decode eagerly.
     keep_logits: bool = False  # whether answers have their logits, to be compared with plain ones
 
     @property
@@ -152,5 +150,6 @@ class OurServer:
             return self._kwargs
         arm = self._arm
         if self._cache is None or not arm.kept:
-            self._cache = ChunkReuseCache(self._model, self.store, arm.policy, max_cache_len=arm.max_cache_len)
+            # Decoding in a graph is left out: it would not begin, for the hooks that count.
+            self._cache = ChunkReuseCache(self._model, self.store, arm.policy, max_cache_len=None)
         return {cache_argument(self._model): self._cache, **self._kwargs}

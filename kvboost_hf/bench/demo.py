@@ -11,7 +11,6 @@ from kvboost_hf.bench.arms import ARMS, FIRST_K, PLAIN, Arm
 from kvboost_hf.bench.models import ModelOrigin
 from kvboost_hf.bench.prompts import CHAT, DOCUMENT, SHUFFLED, Workload, own_prompts, workloads_for
 from kvboost_hf.bench.run import AnswersDone, MeasuredRow, Series, Settings, run
-from kvboost_hf.cache.live.decoding_form import AUTO
 from kvboost_hf.config import ReusePolicy
 
 
@@ -130,9 +129,9 @@ def demo(
 def _series(
     model: PreTrainedModel, embedded: bool, prompts: Sequence[Any] | None, max_new_tokens: int
 ) -> Iterator[Series]:
-    plain, exact = (replace(arm, max_cache_len=AUTO, keep_logits=True) for arm in (PLAIN, ARMS["exact"]))
+    plain, exact = (replace(arm, keep_logits=True) for arm in (PLAIN, ARMS["exact"]))
     policy = FIRST_K if embedded else ReusePolicy(mode="blend")
-    blend = Arm(name="blend", policy=policy, kept=True, max_cache_len=AUTO, keep_logits=True)
+    blend = Arm(name="blend", policy=policy, kept=True, keep_logits=True)
     if prompts is not None:
         yield Series(own_prompts(prompts), (plain, exact), len(prompts))
         return
