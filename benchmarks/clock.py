@@ -80,7 +80,7 @@ def link_rate(host: torch.Tensor, rounds: int, device: str, piece_bytes: int | N
         host: uint8 [bytes], pinned for a GPU.
         rounds: That are timed, after one that is not.
         device: Where the copies go.
-        piece_bytes: Of one copy; all of `host` by default.
+        piece_bytes: The bytes of one copy; all of `host` by default.
     """
     there = torch.empty(len(host), dtype=torch.uint8, device=device)
     pieces = list(zip(*(each.split(piece_bytes or len(host)) for each in (there, host)), strict=True))

@@ -83,7 +83,7 @@ class Case:
 
     Args:
         model: Computes.
-        questions: Of the same text.
+        questions: The questions of the same text.
     """
 
     def __init__(self, model: PreTrainedModel, questions: Sequence[Question]) -> None:

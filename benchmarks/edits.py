@@ -271,9 +271,9 @@ class Size:
 
     Args:
         model: That answers.
-        tokenizer: Of the prompts.
+        tokenizer: The tokenizer of the prompts.
         tokens: About so many.
-        policies: Of `POLICIES`, by name.
+        policies: The policies of `POLICIES`, by name.
         answers: Compare answers, too.
     """
 

@@ -66,10 +66,10 @@ class Step:
     """A command, and the targets that it measures.
 
     Args:
-        name: Of the step and its log; `targets.py` has its targets under this name.
-        command: Its arguments; `{out}` and `{minutes}` stand for its folder and its time.
-        weight: Its share of the time: the seconds that it is expected to take.
-        process: Of the process that runs it, with others; by default it has its own. Then the command is a script of
+        name: The name of the step and its log; `targets.py` has its targets under this name.
+        command: The arguments of the command; `{out}` and `{minutes}` stand for its folder and its time.
+        weight: The step's share of the time: the seconds that it is expected to take.
+        process: The process that runs it, with others; by default it has its own. Then the command is a script of
             Python with its arguments.
         judged: Whether it is of tests, which are a target: some have to pass, and none to fail.
     """
@@ -190,11 +190,11 @@ class Part:
     """What one command runs, and what has come of it.
 
     Args:
-        name: Of its files.
+        name: The name of its files.
         steps: In order.
         out: Where the archive and the lines go.
         minutes: For all of it.
-        characters: Of what it says at its end, at most.
+        characters: The most characters of its last output.
     """
 
     name: str
@@ -427,7 +427,7 @@ def commands(device: str, shape: str) -> dict[str, list[Step]]:
 
     Args:
         device: Where models run.
-        shape: Of models; see `shapes.py`.
+        shape: The shape of models; see `shapes.py`.
     """
     python, workers = sys.executable, str(min(8, os.cpu_count() or 1))
     base = ("--device", device, "--shape", shape, "--out", "{out}", "--minutes", "{minutes}")

@@ -102,8 +102,8 @@ class Chats:
 
     Args:
         model: The model.
-        tokenizer: Its tokenizer.
-        passages: Of real text.
+        tokenizer: The tokenizer of the model.
+        passages: The passages of real text.
     """
 
     def __init__(self, model: Any, tokenizer: Any, passages: list[str]) -> None:
@@ -178,7 +178,7 @@ class Comparison:
         """Let one more chat be answered in each way.
 
         Args:
-            number: Of the chat.
+            number: The number of the chat.
             whole: Also as one of two rows, and with `reproducible=True`, which compute each prompt whole.
         """
         chats, policy = self._chats, ReusePolicy(reproducible=True)

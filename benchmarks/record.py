@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser, *, rounds: int | None = None) -
 
     Args:
         parser: That gets them.
-        rounds: Of each case, unless others are asked for; None where there are none.
+        rounds: The rounds of each case, unless others are asked for; None where there are none.
     """
     parser.add_argument("--out", type=Path, help="folder for the JSON and the table; none writes neither")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -35,7 +35,7 @@ def add_shape(parser: argparse.ArgumentParser, default: str) -> None:
 
     Args:
         parser: That gets it.
-        default: Its value.
+        default: The default value.
     """
     parser.add_argument("--shape", default=default, choices=SHAPES, help="of the model; see shapes.py")
 
@@ -52,7 +52,7 @@ class Record:
     """What a benchmark has found so far.
 
     Args:
-        name: Of its files.
+        name: The name of its files.
         options: Those of `add_options`.
         result: What the JSON holds; gets `failed`, `skipped` and the `seconds` of each case. With `--add`, lists and
             dictionaries begin with what an earlier run has written.
@@ -76,7 +76,7 @@ class Record:
         """Have a case add to the result, if there is time, and write it. If it fails, the others are measured.
 
         Args:
-            case: Its name, among others.
+            case: The name of the case, among others.
             work: Measures it.
         """
         begin, minutes = time.monotonic(), self._options.minutes
@@ -117,7 +117,7 @@ def write(out: Path | None, name: str, result: Result, table: str) -> None:
 
     Args:
         out: The folder, which is made; None writes neither.
-        name: Of the files.
+        name: The name of the files.
         result: What the JSON holds.
         table: The Markdown.
     """

@@ -64,8 +64,8 @@ class Moved:
 
     Args:
         model: That answers.
-        documents: Of each prompt.
-        words: Of each document.
+        documents: The documents of each prompt.
+        words: The words of each document.
         rounds: How many prompts are timed.
     """
 

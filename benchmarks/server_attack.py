@@ -133,7 +133,7 @@ class Attack:
     Args:
         server: The process.
         seconds: How long.
-        seed: Of what is drawn.
+        seed: The seed of what is drawn.
     """
 
     def __init__(self, server: Process, seconds: float, seed: int) -> None:

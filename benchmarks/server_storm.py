@@ -56,7 +56,7 @@ class Prompts:
 
     Args:
         own: Documents that one question is about, besides those that several are.
-        seed: Of what is drawn.
+        seed: The seed of what is drawn.
     """
 
     def __init__(self, own: int, seed: int) -> None:
@@ -99,7 +99,7 @@ class Client:
     """One connection, kept open as long as the server does.
 
     Args:
-        port: Of the server.
+        port: The port of the server.
         tally: Counts what happens; one for all clients.
     """
 

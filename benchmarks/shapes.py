@@ -20,8 +20,8 @@ class Shape:
     """What is made, and measured.
 
     Args:
-        sizes: Of the configuration.
-        dtype: Of the weights.
+        sizes: The sizes of the configuration.
+        dtype: The dtype of the weights.
         prompts: Their numbers of tokens.
         store_bytes: Budget of a store: all prompts have room in it.
     """
@@ -77,8 +77,8 @@ def make_model(device: str, shape: str = "small", **sizes: Any) -> PreTrainedMod
 
     Args:
         device: Where.
-        shape: Of `SHAPES`.
-        sizes: Of the configuration, in place of those of the shape.
+        shape: The shape of `SHAPES`.
+        sizes: The sizes of the configuration, in place of those of the shape.
     """
     chosen = SHAPES[shape]
     with drawn(device, chosen.dtype):
@@ -91,7 +91,7 @@ def drawn(device: str, dtype: torch.dtype) -> Iterator[None]:
 
     Args:
         device: Where.
-        dtype: Of their weights.
+        dtype: The dtype of their weights.
     """
     torch.manual_seed(0)
     before = torch.get_default_dtype()

@@ -264,10 +264,10 @@ def simulate(
     Args:
         trace: The requests. Those of the first third warm up, and are not counted.
         replicas: That share them.
-        room: Of each replica, and of what they share.
-        routing: See `Routing`.
-        load_factor: Of the router.
-        seed: Of draws between replicas that have as much to do.
+        room: The room of each replica, and of what they share.
+        routing: How requests are routed: see `Routing`.
+        load_factor: The load factor of the router.
+        seed: The seed of draws between replicas that have as much to do.
 
     Returns:
         `hit`, and for each tier, the share of prompt tokens that was found; `share`, how many times its share of all
@@ -351,13 +351,13 @@ def run(
     """Replay one trace in all arms.
 
     Args:
-        requests: Of the trace.
-        seed: Of the trace.
+        requests: The requests of the trace.
+        seed: The seed of the trace.
         replicas: Numbers of them that are tried.
         routings: That are tried with each.
         ram: Chunks that host memory has room for, of each replica.
         many: Replicas of the arms that have other rooms, other tiers or another bound of loads.
-        rooms: Of host memory, in chunks.
+        rooms: The sizes of host memory, in chunks.
     """
     trace = make_trace(requests, seed=seed)
 

@@ -76,8 +76,8 @@ def verdicts(name: str, result: Result) -> list[Verdict]:
     """The targets of a benchmark that its result says something of.
 
     Args:
-        name: Of its files, with or without the device: `"attention-cuda"`.
-        result: Of its JSON.
+        name: The name of its files, with or without the device: `"attention-cuda"`.
+        result: The result of its JSON.
     """
     found = []
     for target in targets_of_file(name):

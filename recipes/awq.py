@@ -53,7 +53,7 @@ def quantize_awq(
             transformers has them.
         head: Whether to round the output embeddings, too, which few tools do: errors of theirs reach all logits. Input
             embeddings that they are tied to stay as they are.
-        max_shard_size: Of a file, in bytes or as text.
+        max_shard_size: The largest size of a file, in bytes or as text.
 
     Raises:
         ValueError: the decoder layers of the model cannot be told, or the sizes of a linear layer do not fit.
@@ -98,11 +98,11 @@ def write_random_awq(
     Numbers go to the files as they are drawn: memory does not grow with the model.
 
     Args:
-        config: Of a causal language model; what is not packed has its dtype, or float16.
+        config: The config of a causal language model; what is not packed has its dtype, or float16.
         folder: Where to write.
         group_size: Rows that share a scale and a zero: 32, 64 or 128.
-        seed: Of all numbers.
-        max_shard_size: Of a file, in bytes or as text.
+        seed: The seed of all numbers.
+        max_shard_size: The largest size of a file, in bytes or as text.
 
     Raises:
         ValueError: as `quantize_awq`.

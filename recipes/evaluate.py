@@ -111,12 +111,12 @@ def accuracy(
 
     Args:
         model: The model to measure.
-        tokenizer: Its tokenizer.
+        tokenizer: The tokenizer of the model.
         num_documents: Documents in each prompt.
         num_questions: Number of prompts.
         seed: Below 10 000, so that the embedded reader was not trained on these documents.
         num_words: Length of the documents, see :func:`make_documents`.
-        pronoun_start: See :func:`make_documents`.
+        pronoun_start: As :func:`make_documents` takes it.
         hide_document: Whether to leave the document that holds the answer out of the prompt: a control, which brings
             a sound measure down to chance.
 
@@ -147,7 +147,7 @@ def chat_accuracy(
 
     Args:
         model: The model to measure.
-        tokenizer: Its tokenizer.
+        tokenizer: The tokenizer of the model.
         num_chats: Number of chats.
         seed: Below 10 000, so that the embedded reader was not trained on these documents.
         num_turns: Turns of a chat, each with a new document, see :func:`make_chat`.

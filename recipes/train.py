@@ -463,9 +463,9 @@ def begin(description: str | None, minutes: float, arguments: Sequence[str] | No
     """Parses the options of a recipe, and sets the log, the threads and the seed.
 
     Args:
-        description: Of the recipe.
-        minutes: Of the training, unless others are given.
-        arguments: Of the command; None takes those of the process.
+        description: The description of the recipe.
+        minutes: The minutes of the training, unless others are given.
+        arguments: The arguments of the command; None takes those of the process.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model and tokenizer to")

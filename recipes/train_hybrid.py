@@ -50,7 +50,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, layers: str = LAYERS) -> Qwe
     """Makes the untrained reader, in float32, with dense layers in place of experts.
 
     Args:
-        tokenizer: Its tokenizer.
+        tokenizer: The tokenizer of the model.
         layers: The kind of each layer: L for linear attention, F for full attention.
     """
     config = Qwen3NextConfig(

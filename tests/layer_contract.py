@@ -116,10 +116,10 @@ class Run:
     """A layer in use: what it was given, forward by forward.
 
     Args:
-        form: Its kind.
+        form: The kind of the layer.
         layer: It; a new one for None.
         batch: Rows.
-        seed: Of all that it is given.
+        seed: The seed of all that it is given.
     """
 
     def __init__(self, form: Form, layer: Any = None, *, batch: int = 2, seed: int = 0) -> None:

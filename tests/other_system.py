@@ -45,7 +45,7 @@ class _Lacking(importlib.abc.MetaPathFinder):
     """Finds no module of these names.
 
     Args:
-        names: Of modules.
+        names: The names of modules.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

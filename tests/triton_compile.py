@@ -38,11 +38,11 @@ class Launch:
     """A kernel as it is called.
 
     Args:
-        kernel: Its name, as `"module:name"`.
-        arguments: Of the kernel, by name: numbers, None, for tensors their types, as `pointer` gives them, and tuples.
+        kernel: The name of the kernel, as `"module:name"`.
+        arguments: The kernel's, by name: numbers, None, tuples, and for tensors their types as `pointer` gives them.
         capability: 80 for sm_80, and so on.
-        warps: Of a program.
-        stages: Of its pipelined loops.
+        warps: The warps of a program.
+        stages: The stages of its pipelined loops.
     """
 
     kernel: str

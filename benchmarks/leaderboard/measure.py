@@ -72,7 +72,7 @@ def measure(
 
     Args:
         model: That answers.
-        tokenizer: Its own.
+        tokenizer: The tokenizer of the model.
         store: What it has seen; takes nothing more.
         question: The prompt.
         chosen: The ways, in the order in which they run.

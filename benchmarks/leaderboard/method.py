@@ -59,7 +59,7 @@ def load_methods(names: Iterable[str] = ()) -> dict[str, Method]:
     """Methods by the names of their files.
 
     Args:
-        names: Of files in `methods/`, or paths that end in .py; none of them are all in `methods/`.
+        names: The names of files in `methods/`, or paths that end in .py; none of them are all in `methods/`.
 
     Raises:
         ValueError: there is no such file, it has no `METHOD`, or its name is taken.

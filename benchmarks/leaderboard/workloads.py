@@ -24,7 +24,7 @@ class Question:
     """A prompt that is measured.
 
     Args:
-        ids: Its tokens.
+        ids: The tokens of the prompt.
         truth: Words that a right answer holds; None where that is not known.
         answer: Tokens that are fed behind it; None for those that plain generate() gives.
     """
@@ -66,7 +66,7 @@ class Pool:
     """Documents of one kind, of which each prompt has some.
 
     Args:
-        title: Of the prompts; also the seed.
+        title: The title of the prompts; also the seed.
         text: Makes documents, with their tokens, a counter and a seed.
         tokens: At most, of a document.
         documents: How many there are.

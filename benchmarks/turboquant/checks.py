@@ -13,7 +13,7 @@ class Check:
 
     Args:
         name: What.
-        found: Its figures.
+        found: The figures of the check.
         allowed: The least and the most that some of them may be; empty where nothing is claimed.
         controls: The figures with a codec that is broken on purpose, by what was done to it.
         claim: What is known of it, for people.

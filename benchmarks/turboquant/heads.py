@@ -23,10 +23,10 @@ class LayerHeads:
     Args:
         keys: [kv_heads, tokens, head_dim], float32, as attention takes them.
         values: The same.
-        queries: Of the last tokens, [kv_heads, queries, head_dim]: those of all heads that share keys, one after the
+        queries: Those of the last tokens, [kv_heads, queries, head_dim]: those of all heads that share keys, one after the
             other.
         positions: The row of `keys` that each query stands at, [queries].
-        scale: Of the logits.
+        scale: The scale of the logits.
         rotation: How keys turn with their positions, or None.
     """
 

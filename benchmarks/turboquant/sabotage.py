@@ -18,7 +18,7 @@ def sabotaged(config: KVQuantConfig, damage: Damage, role: Role | None = None) -
     """A codec that encodes as it should, and decodes something else.
 
     Args:
-        config: Of the codec.
+        config: The config of the codec.
         damage: What becomes of what is decoded: zeros; each token has that of another one; or it is decoded with
             another rotation than it was encoded with.
         role: What it is done to; None for keys and values.

@@ -28,8 +28,8 @@ class TurboQuantReport:
     The column "broken on purpose" has the figures with zeros, with tokens shuffled and with another seed.
 
     Args:
-        model: Its class.
-        dtype: Of its weights.
+        model: The class of the model.
+        dtype: The dtype of its weights.
         own_queries: Whether queries are the model's own, or drawn at random, as long and as wide as its keys.
         checks: All of them.
     """
@@ -101,14 +101,14 @@ def validate_turboquant(
 
     Args:
         model: A causal language model in eval mode, not attached.
-        tokenizer: Its tokenizer.
+        tokenizer: The tokenizer of the model.
         prompts: Texts or ids whose K/V is measured, the first 4 of them, up to 1,024 tokens of each; None takes the
             first text with a needle.
         codecs: What is checked besides the paper's forms, as `ChunkStore(codec=...)` takes it. Of KIVI nothing is
             claimed but that it finds needles.
-        num_tokens: Of the text around a needle.
+        num_tokens: The number of tokens of the text around a needle.
         depths: Where needles are, from 0, the beginning, to 1.
-        seed: Of the made-up texts.
+        seed: The seed of the made-up texts.
         progress: Called with how many steps are done and how many there will be.
 
     Returns:

@@ -19,7 +19,7 @@ class Agent:
     """A coding agent.
 
     Args:
-        name: Its name for people.
+        name: The client's name for people.
         package: The npm package.
         command: The name of its program.
         first: Arguments that ask it something, before the text.

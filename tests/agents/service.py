@@ -78,7 +78,7 @@ class Service:
     """A server under way.
 
     Attributes:
-        url: Its address.
+        url: The address of the service.
         engine: What has answered.
         refused: Each request that was answered with an error: path, status and body.
         ignored: What the server has named as ignored.

@@ -19,7 +19,7 @@ class CpuKernel:
         folder: To compile it in.
         head_dim: As in `compile_attend`.
         value_dim: The same.
-        source: Of the kernel.
+        source: The source of the kernel.
     """
 
     def __init__(self, folder: Path, head_dim: int, value_dim: int, source: str = nvrtc.SOURCE.read_text()) -> None:

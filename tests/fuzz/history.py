@@ -132,13 +132,13 @@ class History(_Short):
 
     Args:
         family: A model type.
-        attention: Its implementation.
+        attention: The attention's implementation.
         reuse: What brings the reuse: see `REUSES`.
-        max_cache_len: Of the caches, or of `attach`.
+        max_cache_len: The `max_cache_len` of the caches, or of `attach`.
         live_quant: Hold codes.
         policy: Arguments of `ReusePolicy`.
-        chunk_size: Of the store.
-        max_bytes: Of the store, in chunks; None for more than enough.
+        chunk_size: The chunk size of the store.
+        max_bytes: The room of the store, in chunks; None for more than enough.
         disk: Whether there is a tier on disk.
         threads: How many play the calls, each every n-th.
         calls: In order.

@@ -21,7 +21,7 @@ class Session:
 
     Args:
         model: Fresh, and not attached.
-        tokenizer: Its own.
+        tokenizer: The tokenizer of the model.
         attach: `kvboost_hf.attach`, or in the run that it is compared with, a function that does nothing.
         watch: To be told when the model gets other weights.
         notes: What a scenario says of a run besides its answers.

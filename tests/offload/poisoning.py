@@ -18,7 +18,7 @@ class PoisoningBackend:
     how long it takes. A `wait` for a copy that is not at its end moves `clock` there.
 
     Args:
-        link_bytes_per_s: Of the link. None: copies take no time.
+        link_bytes_per_s: The bytes per second of the link. None: copies take no time.
         compute_s: Seconds by which `release` advances the clock.
     """
 

@@ -59,7 +59,7 @@ class SimulatedGpu:
     """A `LayerLink`.
 
     Args:
-        seed: Of the order.
+        seed: The seed of the order.
         pins: Whether host memory that it has not allocated counts as pinned.
     """
 

@@ -31,13 +31,13 @@ class Product:
     """Rows times weights.
 
     Args:
-        rows: Of x.
+        rows: The rows of x.
         in_features: A multiple of the group size.
         out_features: A multiple of 8.
         group_size: Rows of weights that share a scale and a zero.
-        dtype: Of x.
+        dtype: The dtype of x.
         levels: The least of the numbers that weights and zeros are drawn from, and one more than the largest.
-        size: Of scales.
+        size: The size of scales.
         spread: Standard deviation of x.
         device: Where.
     """

@@ -114,7 +114,7 @@ def logits_of(
 
     Args:
         model: The model.
-        tree: Its nodes are given to the model.
+        tree: The tree whose nodes are given to the model.
         cache: An empty one; by default that of the model.
         depths: [1, nodes]: those that layers are told in place of the true ones.
         wrong: [1, nodes]: the bits that are flipped.

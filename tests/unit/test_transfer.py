@@ -74,13 +74,13 @@ class Hit:
     """Rows whose chunks are in pinned memory.
 
     Args:
-        rows: Of each row, its chunks: the number, and the tokens [start, stop) that are taken of it.
-        tokens: Of each chunk.
-        dims: Of keys and values.
-        pads: Of each row.
+        rows: The chunks of each row: the number, and the tokens [start, stop) that are taken of it.
+        tokens: The tokens of each chunk.
+        dims: The head dimensions of keys and values.
+        pads: The pads of each row.
         held: Columns in the layers before.
         pinned: Whether the chunks are in pinned memory.
-        codec: Of the chunks.
+        codec: The codec of the chunks.
     """
 
     rows: tuple[tuple[tuple[int, int, int], ...], ...]
