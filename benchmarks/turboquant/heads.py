@@ -23,7 +23,7 @@ class LayerHeads:
     Args:
         keys: [kv_heads, tokens, head_dim], float32, as attention takes them.
         values: The same.
-        queries: Those of the last tokens, [kv_heads, queries, head_dim]: those of all heads that share keys, one after the
+        queries: [kv_heads, queries, head_dim], of the last tokens: those of all heads that share keys, one after the
             other.
         positions: The row of `keys` that each query stands at, [queries].
         scale: The scale of the logits.
