@@ -25,7 +25,7 @@ from kvboost_hf.cache.forward.admission import blend_reason
 from kvboost_hf.cache.forward.ahead import StemReader
 from kvboost_hf.cache.forward.head_kv import HeadKV
 from kvboost_hf.cache.forward.idle import Idle
-from kvboost_hf.cache.forward.loans import lending_reason, reading_reason
+from kvboost_hf.cache.forward.loans import Loans, lending_reason, reading_reason
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.identity import ModelFingerprint, ModelState, ModelWalk, foreign, model_name

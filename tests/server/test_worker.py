@@ -20,7 +20,7 @@ from kvboost_hf.assets import load_embedded
 from kvboost_hf.errors import StoreClosedError
 from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, counted, make_model, random_ids
-from tests.internals.cache import ChunkReuseCache, view_states
+from tests.internals.cache import Loans, view_states
 from tests.internals.compat import kv_bytes_per_token
 from tests.internals.server import (
     BatchKV,
@@ -498,7 +498,7 @@ def test_what_cannot_be_stored_is_still_an_answer(engines: Any, monkeypatch: pyt
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(ChunkReuseCache, "extend", fail)
+    monkeypatch.setattr(Loans, "extend", fail)
     model = make_model()
     engine = engines(model)
     told = Told()
@@ -515,7 +515,7 @@ def test_a_row_that_cannot_go_on_alone(engines: Any, monkeypatch: pytest.MonkeyP
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(ChunkReuseCache, "extend", fail)
+    monkeypatch.setattr(Loans, "extend", fail)
     plain_model, model = make_model(), make_model()
     model.set_attn_implementation("kvboost_fa2")
     engine = engines(model)
