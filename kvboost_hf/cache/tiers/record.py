@@ -314,8 +314,6 @@ class SealedTier:
         require_key(key)
         self.name, self.location = tier.name, tier.location
         self._tier, self._key = tier, key
-        self.touch, self.delete, self.clear = tier.touch, tier.delete, tier.clear
-        self.hits, self.close = tier.hits, tier.close
         self._forged = Failures(_log, f"Tier {tier.name} at {tier.location}", (DamagedBlobError,))
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
@@ -344,6 +342,21 @@ class SealedTier:
     def write(self, entry: Entry, blob: Sequence[bytes | memoryview]) -> bool:
         seal = self._seal(entry.key, blob)
         return self._tier.write(replace(entry, nbytes=entry.nbytes + _SEAL_BYTES), [*blob, seal])
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._tier.touch(keys)
+
+    def delete(self, keys: Iterable[bytes]) -> bool:
+        return self._tier.delete(keys)
+
+    def clear(self, model: bytes) -> None:
+        self._tier.clear(model)
+
+    def hits(self) -> Mapping[bytes, int]:
+        return self._tier.hits()
+
+    def close(self) -> None:
+        self._tier.close()
 
     def announce(self, notice: bytes) -> bool:
         if not isinstance(self._tier, NoticeBoard):
