@@ -67,14 +67,14 @@ class _Findings(KeptOnModel):
             del others[next(iter(others))]
 
 
-def note_changes(model: PreTrainedModel, configs: tuple[Hashable, ...], changes: tuple[Hashable, ...]) -> None:
-    """Note the settings of a model: its configurations, and changes of others in functions. One thread at a time.
+def note_changes(model: PreTrainedModel, values: tuple[Hashable, ...], changes: tuple[Hashable, ...]) -> None:
+    """Note the settings of a model: values that it reads, and changes of others in functions. One thread at a time.
 
     What is remembered holds for the same settings only: after a change the model is asked anew. What was remembered
     before the first note stays if its configuration is the same, and nobody has changed functions.
     """
     findings = _Findings.of(model)
-    settings = (configs, changes)
+    settings = (values, changes)
     if findings.settings != settings:
         first = findings.settings is None and not changes
         findings.change(settings, keeps=first and findings.first_config in ("", repr(config_scalars(model.config))))

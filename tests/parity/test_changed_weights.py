@@ -337,21 +337,22 @@ class TestModules:
         class Steered(nn.Module):
             def __init__(self, inner: nn.Module) -> None:
                 super().__init__()
-                self.inner, self.vector, self.times = inner, torch.zeros(64), 1
+                self.inner, self.vector, self.times = inner, torch.zeros(64), 1.0
 
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 return self.inner(*args, **kwargs) + self.times * self.vector
 
         llama.model.layers[0].mlp = steered = Steered(llama.model.layers[0].mlp).eval()
+        check_model_compatibility(llama)  # with the new layer
         cache = ChunkReuseCache(llama, store)
         assert same_as_plain(llama, cache, BASE) == 0
         steered.vector = torch.randn(64)
         assert same_as_plain(llama, cache, BASE) == 0
         steered.vector[5] = 9
         assert same_as_plain(llama, cache, BASE) == 0
-        steered.times = 2
+        steered.times = 2.0
         assert same_as_plain(llama, cache, BASE) == 0
-        steered.times = 1
+        steered.times = 1.0
         assert same_as_plain(llama, cache, BASE) >= 96
 
     def test_a_class_patched(self, llama: PreTrainedModel, store: ChunkStore, monkeypatch: Any) -> None:

@@ -94,6 +94,7 @@ class ModelFingerprint:
         self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
         self._next_serial = 0
         self._settings: tuple[Hashable, bytes] | None = None  # of a model in training mode, and their hash
+        self._frequencies: Hashable = ()  # how they were last written
         self.watched: list[HookWatch | ForwardWatch] = []  # others' hooks, as they were when this was last asked
         self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
         self._codes: tuple[int, list[str] | str] | None = None  # names of parts, or why there are none, by look
@@ -194,12 +195,18 @@ class ModelFingerprint:
     def _look(self, model: nn.Module) -> ModelParts:
         """Walk through the model."""
         found = self._walk.look(model)
-        if found.is_same:
+        frequencies: Hashable = ()  # memory and number of writes of each table
+        for at in found.frequencies:
+            table = found.tensors[at]
+            frequencies = frequencies, table.data_ptr(), -1 if table.is_inference() else table._version
+        if found.is_same and frequencies == self._frequencies:
             return found
+        self._frequencies = frequencies
         self.watched, self.number = found.watched, found.number
         found.serials[:] = self._serials(found.parts)
-        if isinstance(model, PreTrainedModel):  # adapters do not change what is asked, and hooks are watched
-            note_changes(model, tuple(found.configs), tuple(found.serials[found.foreign]))
+        if isinstance(model, PreTrainedModel):  # adapters change nothing that is asked, and hooks are watched
+            settings = tuple(found.configs), tuple(found.flags), frequencies
+            note_changes(model, settings, tuple(found.serials[found.foreign]))
         settings = (*found.switches, *found.serials) if found.in_training else None
         if settings is None:
             self._settings = None

@@ -58,6 +58,7 @@ _PLAIN = frozenset((nn.Parameter, torch.Tensor))
 _ADAPTER_STATE = frozenset(("_active_adapter", "_disable_adapters"))  # read through PEFT's own names
 _RECOMPUTED = ("_orig", "_v")  # pruning and old weight norms compute `weight` from `weight_orig` at each forward
 _SAME_IN_TRAINING = frozenset((nn.Identity, nn.Linear, nn.Embedding, nn.ModuleDict, nn.ParameterDict))
+_OF_LAYERS = frozenset(("torch", "peft"))  # packages of layers that say nothing of what is kept, or are adapters
 _READ_WHOLE_BYTES = 2**20  # of what is kept in containers, and of what hooks can reach
 _READ_ELSEWHERE = OF_TORCH | UNREAD | {"_hf_hook", "_old_forward", "forward"}
 
@@ -71,6 +72,8 @@ class ModelParts:
     in_files: list[tuple[int, Content | FileWeight]] = field(default_factory=list)
     switches: list[Hashable] = field(default_factory=list)  # settings that can change without a tensor changing
     configs: list[Hashable] = field(default_factory=list)  # scalars of configurations, those of parts included
+    flags: list[Hashable] = field(default_factory=list)  # classes, flags, counts and names of modules that models have
+    frequencies: list[int] = field(default_factory=list)  # which of the tensors are rotary frequencies
     parts: list[Any] = field(default_factory=list)  # hooks and functions, compared by identity
     foreign: slice = field(default_factory=lambda: slice(0))  # of the parts: functions of others
     files: set[FileMark] = field(default_factory=set)  # of weights that accelerate reads
@@ -140,8 +143,11 @@ class Walk:
         if (hook := attributes.get("_hf_hook")) is not None:
             self._add_accelerate_hook(hook, module)
         for group in (attributes["_parameters"], attributes["_buffers"]):
-            for tensor in group.values() if group else ():
+            for name, tensor in group.items() if group else ():
+                before = len(self.found.tensors)
                 self._add_tensor(tensor)
+                if "inv_freq" in name:
+                    self.found.frequencies += range(before, len(self.found.tensors))
         self._add_attributes(number, attributes)
         replaced = attributes.get("forward")  # on the object; accelerate puts the own one there when a hook goes
         if replaced is not None:
@@ -210,7 +216,12 @@ class Walk:
             self.is_ordinary = False
             found.switches += adapter_switches(self.modules[number])
             attributes = {name: value for name, value in attributes.items() if name not in _ADAPTER_STATE}
-        found.switches += [v for name, v in attributes.items() if type(v) in SCALARS and name not in NOTES]
+        scalars = {name: v for name, v in attributes.items() if type(v) in SCALARS and name not in NOTES}
+        found.switches += scalars.values()
+        kind = type(self.modules[number])
+        if kind.__module__.partition(".")[0] not in _OF_LAYERS:
+            found.flags.append(kind.__qualname__)
+            found.flags += [value for name, value in scalars.items() if type(value) is not float and _is_flag(name)]
         for name, value in [item for item in attributes.items() if item[0] not in _READ_ELSEWHERE]:
             if name.startswith(OURS) or type(value) in SCALARS or isinstance(value, _PASSED_OVER):
                 if isinstance(value, PreTrainedConfig):
@@ -303,6 +314,7 @@ class Layout:
         self._classes = walk.classes
         self._others_at, self._configs_at = walk.others_at, walk.configs_at
         self._in_training, self._switches = walk.found.in_training, list(walk.found.switches)
+        self._flags, self._frequencies = list(walk.found.flags), list(walk.found.frequencies)
 
     def read(self, model: nn.Module) -> Walk | None:
         """The walk through the model as it is now, or None if the layout of its modules has changed."""
@@ -335,6 +347,7 @@ class Layout:
         walk.modules, walk.classes = modules, self._classes
         walk.found.tensors, walk.found.switches = tensors, self._switches
         walk.found.in_training = self._in_training
+        walk.found.flags, walk.found.frequencies = self._flags, self._frequencies
         walk.others = [attributes[number][name] for number, name in self._others_at]
         walk.configs = [attributes[number][name] for number, name in self._configs_at]
         walk.hooked = [modules[number] for number in self._hooked]
@@ -359,6 +372,11 @@ def _values_of_classes(classes: Iterable[type]) -> list[dict[str, Any]]:
     """Attributes of the classes of modules, and of their bases, that are no classes of a package."""
     others = {base: None for kind in classes for base in kind.__mro__[:-1] if not is_own(base)}
     return [{name: value for name, value in vars(base).items() if not name.startswith("__")} for base in others]
+
+
+def _is_flag(name: str) -> bool:
+    """Whether an attribute may decide how K/V are arranged; private ones are notes, such as of adapters."""
+    return name != "training" and not name.startswith("_")
 
 
 def _is_the_same_in_training(module: nn.Module) -> bool:
