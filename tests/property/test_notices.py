@@ -73,6 +73,14 @@ def test_what_is_not_a_notice_may_have_told_of_anything(tmp_path: Path) -> None:
     assert (list(found.notices), found.complete) == ([], False)
     found = file.read(None)
     assert (list(found.notices), found.complete) == ([b"first"], True)  # who has never read has missed nothing
+    for damaged in (b"00000000", b"00000000\t", b""):  # the checksum of an empty notice, or none at all
+        whole = path.read_bytes()
+        path.write_bytes(whole + damaged + b"\n")
+        found = file.read(place)
+        assert (list(found.notices), found.complete) == ([], False)
+        path.write_bytes(whole)
+    file.append(b"")
+    assert list(file.read(None).notices) == [b"first", b""]
     path.write_bytes(b"of somebody else\n")
     found = file.read(place)
     assert (list(found.notices), found.complete) == ([], False)

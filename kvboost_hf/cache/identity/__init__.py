@@ -205,8 +205,8 @@ class ModelFingerprint:
         self.watched, self.number = found.watched, found.number
         found.serials[:] = self._serials(found.parts)
         if isinstance(model, PreTrainedModel):  # adapters change nothing that is asked, and hooks are watched
-            settings = tuple(found.configs), tuple(found.flags), frequencies
-            note_changes(model, settings, tuple(found.serials[found.foreign]))
+            values = tuple(found.configs), tuple(found.flags), frequencies
+            note_changes(model, values, tuple(found.serials[found.foreign]))
         settings = (*found.switches, *found.serials) if found.in_training else None
         if settings is None:
             self._settings = None

@@ -264,8 +264,8 @@ class NoticeFile:
         data = data[: data.rfind(b"\n") + 1]
         notices = []
         for line in data.splitlines():
-            checksum, _, notice = line.partition(b" ")
-            if checksum == b"%08x" % zlib.crc32(notice):
+            notice = line[9:]
+            if line == b"%08x %s" % (zlib.crc32(notice), notice):
                 notices.append(notice)
             else:  # it may have told of anything
                 complete = False
