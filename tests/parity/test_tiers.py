@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, ReuseReport, check_model_compatibility
 from kvboost_hf.assets import load_embedded
 from tests.conftest import FULL_ATTENTION, STATEFUL, WINDOWED, as_inputs, counted, left_pad, make_model, random_ids
-from tests.internals.cache import Kind, lower, prefix_key, read_entry, records_of
+from tests.internals.cache import Kind, LayerKVReader, lower, prefix_key, read_entry, records_of
 
 CHUNK = 32
 CODECS = ["raw", "int8", "int4", "turboquant", "turboquant:3.5"]
@@ -253,9 +253,9 @@ def test_the_start_of_a_row_stays_exact(codec: str, disk: str) -> None:
             tokens = ids[0, start : start + CHUNK].numpy()
             parent = prefix_key(parent, tokens)
             (chunk,) = [each for each in records_of(store).everything() if each.key == parent]
-            read = store.fetch([chunk])[parent].kv.reader()
+            read = LayerKVReader(store.fetch([chunk])[parent].kv)
             for index, layer in enumerate(exact.layers):
-                for ours, theirs in zip(read.layer(index), (layer.keys, layer.values), strict=True):
+                for ours, theirs in zip(read.layer(index) or (), (layer.keys, layer.values), strict=True):
                     at = theirs.shape[2] - ids.shape[1] + start
                     off = (ours - theirs[row, :, at : at + CHUNK]).abs().amax((0, 2))
                     assert (off[:4].max() < 1e-5) == (start == 0)

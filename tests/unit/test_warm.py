@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, StoreFullError, check_model_compatibility
 from kvboost_hf.assets import load_embedded
 from tests.conftest import as_inputs, counted, make_model, random_ids
-from tests.internals.cache import ContentChunker, find_moved
+from tests.internals.cache import ContentChunker, LayerKVReader, find_moved
 
 PREFIX, DOCUMENTS = random_ids(50, seed=1), [random_ids(100, seed=2), random_ids(70, seed=3)]
 
@@ -49,9 +49,10 @@ def test_kv_of_a_document_is_that_of_the_document_alone(llama: PreTrainedModel) 
         for segment in segments:
             at = slice(segment.start - segment.shift, segment.stop - segment.shift)
             for layer in range(2):
-                keys, values = segment.chunk.kv.reader().layer(layer)  # type: ignore[attr-defined]
-                assert torch.allclose(keys, plain.layers[layer].keys[0, :, at], atol=1e-5)
-                assert torch.allclose(values, plain.layers[layer].values[0, :, at], atol=1e-5)
+                kept, computed = LayerKVReader(segment.chunk.kv).layer(layer), plain.layers[layer]
+                assert kept is not None
+                assert torch.allclose(kept[0], computed.keys[0, :, at], atol=1e-5)
+                assert torch.allclose(kept[1], computed.values[0, :, at], atol=1e-5)
 
 
 def test_exact_prompts_do_not_find_documents(llama: PreTrainedModel) -> None:
