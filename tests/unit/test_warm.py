@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, StoreFullError, check_model_compatibility
 from kvboost_hf.assets import load_embedded
 from tests.conftest import as_inputs, counted, make_model, random_ids
-from tests.internals.cache import ContentChunker, LayerKVReader, find_moved
+from tests.internals.cache import ContentChunker, LayerKVReader, StoredChunk, find_moved
 
 PREFIX, DOCUMENTS = random_ids(50, seed=1), [random_ids(100, seed=2), random_ids(70, seed=3)]
 
@@ -47,6 +47,7 @@ def test_kv_of_a_document_is_that_of_the_document_alone(llama: PreTrainedModel) 
         assert (segments[0].start, segments[-1].stop) == (37, 37 + len(document[0]) // 32 * 32)
         assert [segment.continues for segment in segments] == [False] + [True] * (len(segments) - 1)
         for segment in segments:
+            assert isinstance(segment.chunk, StoredChunk)
             at = slice(segment.start - segment.shift, segment.stop - segment.shift)
             for layer in range(2):
                 kept, computed = LayerKVReader(segment.chunk.kv).layer(layer), plain.layers[layer]
