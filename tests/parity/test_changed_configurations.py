@@ -55,7 +55,6 @@ def dynamic_frequencies(model: Any) -> None:
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
 
 
-@pytest.mark.daily
 @pytest.mark.parametrize("size", [None, 160], ids=["growing", "fixed"])
 @pytest.mark.parametrize("how", ["kept", "attached"])
 @pytest.mark.parametrize(
@@ -173,7 +172,6 @@ def layers_swapped(model: Any) -> None:
         layer.self_attn.layer_idx = number
 
 
-@pytest.mark.daily
 @pytest.mark.parametrize("size", [None, 160], ids=["growing", "fixed"])
 @pytest.mark.parametrize("how", ["kept", "attached"])
 @pytest.mark.parametrize(

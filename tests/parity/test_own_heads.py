@@ -150,6 +150,7 @@ def test_drafts_of_these_models_are_accepted_and_rejected(monkeypatch: pytest.Mo
     assert [zero for _, zero in counts] == [False, False, True] * len(FAMILIES)
 
 
+@pytest.mark.slow
 def test_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns, a shorter prompt, one that parts early, three tokens, plain calls and drafts in turn: one cache."""
     model = probed(make_target("glm4_moe", 2))

@@ -102,7 +102,6 @@ def same(found: Logits, plain: PreTrainedModel) -> None:
         torch.testing.assert_close(found(ids), plain(ids, logits_to_keep=1).logits, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.daily
 @pytest.mark.parametrize("given", [{}, {"use_cache": False}], ids=["", "without a cache"])
 @pytest.mark.parametrize("record", [traced, exported, of_weights, by_rows, with_gradients])
 def test_attached(record: Callable[[Whole], Logits], given: Given) -> None:
@@ -119,7 +118,6 @@ def test_attached(record: Callable[[Whole], Logits], given: Given) -> None:
     assert found.store.check_integrity().wrong == 0
 
 
-@pytest.mark.daily
 @pytest.mark.parametrize("record", [traced, proxied, of_weights, by_rows])
 def test_with_a_cache_of_ours(record: Callable[[Whole], Logits]) -> None:
     model, plain = make_model("llama"), make_model("llama")

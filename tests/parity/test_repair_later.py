@@ -536,6 +536,7 @@ def test_an_error_of_the_model_ends_it(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert "out of memory" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_process_can_end_or_fork_in_the_middle_of_it() -> None:
     code = """
         import os, sys

@@ -264,6 +264,7 @@ def test_forms_of_kv(form: str, how: str, tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_sampled_answers_have_the_same_distribution() -> None:
     """A prepared assistant draws its drafts where the target draws; that of transformers drafts greedily then."""
     model, assistant = make_pair()
