@@ -58,6 +58,7 @@ _PLAIN = frozenset((nn.Parameter, torch.Tensor))
 _ADAPTER_STATE = frozenset(("_active_adapter", "_disable_adapters"))  # read through PEFT's own names
 _RECOMPUTED = ("_orig", "_v")  # pruning and old weight norms compute `weight` from `weight_orig` at each forward
 _SAME_IN_TRAINING = frozenset((nn.Identity, nn.Linear, nn.Embedding, nn.ModuleDict, nn.ParameterDict))
+_NO_FLAGS = frozenset(("training", "_hf_peft_config_loaded"))  # they come and go, and say nothing of what is kept
 _OF_LAYERS = frozenset(("torch", "peft"))  # packages of layers that say nothing of what is kept, or are adapters
 _READ_WHOLE_BYTES = 2**20  # of what is kept in containers, and of what hooks can reach
 _READ_ELSEWHERE = OF_TORCH | UNREAD | {"_hf_hook", "_old_forward", "forward"}
@@ -221,7 +222,8 @@ class Walk:
         kind = type(self.modules[number])
         if kind.__module__.partition(".")[0] not in _OF_LAYERS:
             found.flags.append(kind.__qualname__)
-            found.flags += [value for name, value in scalars.items() if type(value) is not float and _is_flag(name)]
+            # Not floats, such as the strength of a steering vector: K/V are not arranged by them.
+            found.flags += [v for name, v in scalars.items() if type(v) is not float and name not in _NO_FLAGS]
         for name, value in [item for item in attributes.items() if item[0] not in _READ_ELSEWHERE]:
             if name.startswith(OURS) or type(value) in SCALARS or isinstance(value, _PASSED_OVER):
                 if isinstance(value, PreTrainedConfig):
@@ -372,11 +374,6 @@ def _values_of_classes(classes: Iterable[type]) -> list[dict[str, Any]]:
     """Attributes of the classes of modules, and of their bases, that are no classes of a package."""
     others = {base: None for kind in classes for base in kind.__mro__[:-1] if not is_own(base)}
     return [{name: value for name, value in vars(base).items() if not name.startswith("__")} for base in others]
-
-
-def _is_flag(name: str) -> bool:
-    """Whether an attribute may decide how K/V are arranged; private ones are notes, such as of adapters."""
-    return name != "training" and not name.startswith("_")
 
 
 def _is_the_same_in_training(module: nn.Module) -> bool:
