@@ -175,6 +175,23 @@ def test_all_apis(served: Any, route: str, body: dict[str, Any]) -> None:
     assert places == sorted(places)
 
 
+def test_arguments_of_any_length_are_told_apart() -> None:
+    """What a template does with messages is asked for each set of arguments that clients send."""
+    tokenizer: Any = load_embedded()[1]
+    tokenizer.chat_template = "{% for m in messages %}{% if m.role != 'system' or whole %}{{ m.content }}\n" + (
+        "{% endif %}{% endfor %}"
+    )
+    engine = FakeEngine("Yes.")
+    with listening(make_app(engine, tokenizer, SETTINGS)) as at:
+        for whole in (True, False, True):
+            told = {"about": "x" * 2000, "whole": whole}
+            body = {"model": "reader", "messages": [SYSTEM, USER], "chat_template_kwargs": told}
+            assert at.http.post("/v1/chat/completions", json=body).status_code == 200
+            text = tokenizer.decode(engine.job.ids)
+            assert SYSTEM["content"] in text
+            assert USER["content"] in text
+
+
 def test_what_templates_do() -> None:
     tokenizer: Any = load_embedded()[1]
 

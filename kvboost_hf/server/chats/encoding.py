@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any, Literal
 
 import anyio.lowlevel
@@ -41,7 +42,7 @@ _CHARS = 4  # of a token, on average, for the estimate of a text that is not tok
 _TRIED = 8  # characters for each token of the context: most texts have more tokens than that
 _SEAM = 64  # tokens that may become fewer when a text goes on
 _KEPT_BYTES = 2**26  # of tokens of known parts of chats, for all clients together
-_MOST_ABILITIES, _ARGUMENT_CHARS = 32, 1000
+_MOST_ABILITIES = 32
 _PROBED_TOOLS: Told = [
     {
         "type": "function",
@@ -81,8 +82,8 @@ class Encoder:
         self._turns = Turns(_PLACES, max_waiting)
         self._known = TokenCache(tokenizer, _KEPT_BYTES // clients)
         self._tools = KnownTools()
-        # Of the chat template, with and without tools, and by its arguments.
-        self._abilities: dict[tuple[str, bool, str], Abilities] = {}
+        # Of the chat template, with and without tools, and by a hash of its arguments.
+        self._abilities: dict[tuple[str, bool, bytes], Abilities] = {}
 
     async def text(
         self,
@@ -224,7 +225,7 @@ class Encoder:
 
     def _abilities_for(self, chat: "_Chat") -> Abilities:
         """What the template does with messages, with the arguments of a chat."""
-        arguments = repr(sorted(chat.rendering.arguments.items()))[:_ARGUMENT_CHARS]
+        arguments = sha256(repr(sorted(chat.rendering.arguments.items())).encode()).digest()
         key = (str(self._tokenizer.chat_template), bool(chat.tools), arguments)
         found = self._abilities.get(key)
         if found is None:
