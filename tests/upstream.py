@@ -136,7 +136,7 @@ PRIVATE = (
     ),
     _names("accelerate.hooks", "_hf_hook _old_forward", "the hook that moves a module's weights", in_source=True),
     _names("peft.tuners.tuners_utils", "_active_adapter _disable_adapters", "which adapters are on", in_source=True),
-    _names("transformers.integrations.peft", "_hf_peft_config_loaded", "tells that adapters were added", in_source=True),
+    _names("transformers.integrations.peft", "_hf_peft_config_loaded", "whether adapters were added", in_source=True),
     _names("tokenizers.models.BPE", "_clear_cache", "empties the cache of words"),
     _names(
         "torch.nn.Module()",
