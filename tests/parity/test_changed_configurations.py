@@ -55,6 +55,35 @@ def dynamic_frequencies(model: Any) -> None:
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
 
 
+# Attributes of modules, which a model reads at each forward as it reads its configuration.
+
+
+def not_causal(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+
+
+def other_scaling(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 2
+
+
+def other_window(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 10
+
+
+def without_the_last_layer(model: Any) -> None:
+    del model.model.layers[-1]
+    model.config.num_hidden_layers -= 1
+
+
+def layers_swapped(model: Any) -> None:
+    model.model.layers = torch.nn.ModuleList(reversed(model.model.layers))
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = number
+
+
 @pytest.mark.parametrize("size", [None, 160], ids=["growing", "fixed"])
 @pytest.mark.parametrize("how", ["kept", "attached"])
 @pytest.mark.parametrize(
@@ -66,6 +95,12 @@ def dynamic_frequencies(model: Any) -> None:
         ("llama", dynamic_frequencies),
         ("mistral", window),
         ("mistral", no_window),
+        ("llama", not_causal),
+        ("llama", other_scaling),
+        ("llama", without_the_last_layer),
+        ("llama", layers_swapped),
+        ("mistral", not_causal),
+        ("mistral", other_window),
     ],
 )
 def test_edits_between_two_calls(name: str, edit: Callable[[Any], None], how: str, size: int | None) -> None:
@@ -85,7 +120,22 @@ def test_edits_between_two_calls(name: str, edit: Callable[[Any], None], how: st
     assert bool(report.forwarded_tokens < report.prompt_tokens) == (report.bypass_reason is None)
 
 
-def test_a_rotation_is_found_anew_for_other_frequencies() -> None:
+def configured(model: Any) -> None:
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 3.0}
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+
+
+def written_in_place(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(7)
+
+
+def another_tensor(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 7
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize("edit", [configured, written_in_place, another_tensor])
+def test_a_rotation_is_found_anew_for_other_frequencies(edit: Callable[[Any], None]) -> None:
     """Moved keys are turned by it: without a repair, the answer with moved chunks shows which one was taken."""
     policy = ReusePolicy(mode="blend", repair="none", sink_tokens=0, min_prefill_saving=0)
     moved = as_inputs(torch.cat([random_ids(9, seed=4), BASE], dim=1))
@@ -94,8 +144,7 @@ def test_a_rotation_is_found_anew_for_other_frequencies() -> None:
         model = make_model("llama")
         for later in (False, True):
             if later is edited_later:
-                model.config.rope_parameters = {"rope_type": "default", "rope_theta": 3.0}
-                model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+                edit(model)
             store = ChunkStore(model, chunk_size=16)
             for inputs in (as_inputs(BASE), moved):
                 cache = ChunkReuseCache(model, store, policy)
@@ -141,72 +190,3 @@ def test_a_conversation_that_grows_beyond_such_a_window() -> None:
             same(generate(model, as_inputs(ids), cache), expected)
         ids = torch.cat([expected.sequences, random_ids(3, seed=turn)], dim=1)
     assert store.check_integrity().wrong == 0
-
-
-# Attributes of modules, which a model reads at each forward as it reads its configuration.
-
-
-def not_causal(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.is_causal = False
-
-
-def other_scaling(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.scaling *= 2
-
-
-def other_window(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.sliding_window = 10
-
-
-def without_the_last_layer(model: Any) -> None:
-    del model.model.layers[-1]
-    model.config.num_hidden_layers -= 1
-
-
-def layers_swapped(model: Any) -> None:
-    model.model.layers = torch.nn.ModuleList(reversed(model.model.layers))
-    for number, layer in enumerate(model.model.layers):
-        layer.self_attn.layer_idx = number
-
-
-@pytest.mark.parametrize("size", [None, 160], ids=["growing", "fixed"])
-@pytest.mark.parametrize("how", ["kept", "attached"])
-@pytest.mark.parametrize(
-    ("name", "edit"),
-    [
-        ("llama", not_causal),
-        ("llama", other_scaling),
-        ("llama", without_the_last_layer),
-        ("llama", layers_swapped),
-        ("mistral", not_causal),
-        ("mistral", other_window),
-    ],
-)
-def test_attributes_between_two_calls(name: str, edit: Callable[[Any], None], how: str, size: int | None) -> None:
-    test_edits_between_two_calls(name, edit, how, size)
-
-
-@pytest.mark.parametrize("write", ["in place", "another tensor"])
-def test_a_rotation_is_found_anew_for_frequencies_that_are_written(write: str) -> None:
-    policy = ReusePolicy(mode="blend", repair="none", sink_tokens=0, min_prefill_saving=0)
-    moved = as_inputs(torch.cat([random_ids(9, seed=4), BASE], dim=1))
-    found = []
-    for edited_later in (True, False):
-        model = make_model("llama")
-        for later in (False, True):
-            if later is edited_later:
-                rotary = model.model.rotary_emb
-                if write == "in place":
-                    rotary.inv_freq.mul_(7)
-                else:
-                    rotary.inv_freq = rotary.inv_freq * 7
-            store = ChunkStore(model, chunk_size=16)
-            for inputs in (as_inputs(BASE), moved):
-                cache = ChunkReuseCache(model, store, policy)
-                answer = generate(model, inputs, cache)
-            assert cache.report.moved_tokens > 0
-        found.append(answer)
-    same(*found)

@@ -82,7 +82,7 @@ class Encoder:
         self._turns = Turns(_PLACES, max_waiting)
         self._known = TokenCache(tokenizer, _KEPT_BYTES // clients)
         self._tools = KnownTools()
-        # Of the chat template, with and without tools, and by a hash of its arguments.
+        # What the template does with messages: by template, with tools or without, and by a hash of its arguments.
         self._abilities: dict[tuple[str, bool, bytes], Abilities] = {}
 
     async def text(
