@@ -119,6 +119,7 @@ def check(made: Compiled, capability: int, rows: int, dtype: torch.dtype) -> Non
     assert made.shared_bytes <= SHARED[capability]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_float16(compiled: Kernels, capability: int, rows: int) -> None:

@@ -115,6 +115,7 @@ def test_a_broken_store_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "3/4" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_new_process_finds_what_is_on_disk() -> None:
     steps: list[tuple[str, int, int]] = []
     shown: list[tuple[str, int]] = []

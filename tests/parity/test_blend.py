@@ -693,6 +693,7 @@ def test_repair_tells_kvboost_fa2_where_its_queries_are() -> None:
     assert calls == [(True, False)] * model.config.num_hidden_layers
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")  # transformers sets it
 def test_an_attention_without_masks_of_ones_own_is_refused_and_the_others_are_named() -> None:
     """Of moved chunks, and of trees."""

@@ -140,6 +140,7 @@ def test_ends_and_processors() -> None:
     assert torch.equal(found, model.generate(**padded, max_new_tokens=9))
 
 
+@pytest.mark.slow
 def test_samples_have_the_distribution_of_the_target() -> None:
     model, draft = make_model("qwen3_next"), noisy(make_model("qwen3_next"), 0.05)
     told = {**as_inputs(random_ids(12, seed=4)), "max_new_tokens": 3, "do_sample": True, "top_k": 2}

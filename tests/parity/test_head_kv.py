@@ -204,6 +204,7 @@ def test_what_is_served_matters(pair: tuple[Any, Any, int], monkeypatch: pytest.
     assert seen[2] != seen[0] or not seen[0][1] or logits == []
 
 
+@pytest.mark.slow
 def test_stored_before_and_by_other_heads(tmp_path: Path) -> None:
     """A text that was stored without costs the target nothing, and other heads never find what these have computed."""
     for kind in ("eagle", "glm4_moe", "blocks"):
@@ -297,6 +298,7 @@ with columns.of(heads):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loading_is_worth_it")
 @pytest.mark.parametrize("forwards", [1, 20])
 def test_a_kill_between_writes(forwards: int, disk: str, tmp_path: Path) -> None:
@@ -386,6 +388,7 @@ def test_what_ends_a_call_in_the_middle(kind: str, tmp_path: Path) -> None:
     store.check_consistency()
 
 
+@pytest.mark.slow
 def test_edges(tmp_path: Path) -> None:
     """Prompts of every length about a border, a store of two chunks, moved chunks, and clear() in mid-answer."""
     model, heads = make_pair("eagle", tmp_path)

@@ -158,6 +158,7 @@ class LyingAssistant(LookupAssistant):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("honest", [True, False])
 def test_sampling_keeps_the_distribution(honest: bool) -> None:
     words, new, draws = 4, 3, 500

@@ -468,6 +468,7 @@ def test_what_another_model_has_left_in_the_layers_is_not_used(monkeypatch: pyte
     assert not store.check_integrity().wrong
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_turns_that_come_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn cuts an idle repair short at another place; the last one is as plain."""

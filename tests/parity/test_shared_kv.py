@@ -180,6 +180,7 @@ def test_a_prepared_assistant_sees_the_text_and_nothing_else(kind: str, how: str
     assert len(lengths) > 5
 
 
+@pytest.mark.slow
 def test_padding_is_not_seen() -> None:
     model, assistant = make_pair()
     draft = load_assistant(assistant, target=model, **CHAINS)

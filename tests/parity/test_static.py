@@ -78,6 +78,7 @@ def test_one_graph_for_all_prompts(name: str, attention: str, compiler: Compiler
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "granitemoehybrid"])
 def test_one_graph_over_states(name: str, compiler: Compiler) -> None:
     """Tokens of plain generate(), and no more work than with buffers that grow."""

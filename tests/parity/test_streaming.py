@@ -519,6 +519,7 @@ def test_inference_mode(expected: list[torch.Tensor]) -> None:
         assert all_equal(outputs(model), expected)
 
 
+@pytest.mark.slow
 def test_compiled_forward() -> None:
     plain, model = make_layers(2), make_layers(2)
     stream_except(model, (), n_slots=2)

@@ -105,6 +105,7 @@ def test_as_dequantized(checkpoint: Path, expected: PreTrainedModel, config: dic
     assert torch.equal(model.generate(**told), expected.generate(**told))
 
 
+@pytest.mark.slow
 def test_kernel_of_choice(tmp_path: Path) -> None:
     """Triton's, run by its interpreter."""
     torch.manual_seed(0)

@@ -158,4 +158,4 @@ class LiveQuantMachine(RuleBasedStateMachine):
 
 
 TestLiveQuant = LiveQuantMachine.TestCase
-TestLiveQuant.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestLiveQuant.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)

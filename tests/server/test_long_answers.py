@@ -129,6 +129,7 @@ def test_other_ways_of_decoding_go_on_alike(engines: Make, told: dict[str, Any],
     assert run(max_live_tokens=240, max_model_len=160) == run()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_closed_meanwhile(engines: Make) -> None:
     """Then all is computed again."""
     model = make_model()

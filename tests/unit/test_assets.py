@@ -335,6 +335,7 @@ class TestRecipe:
 
 
 class TestReading:
+    @pytest.mark.slow
     def test_reads_six_documents(self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
         measured = accuracy(model, tokenizer, num_documents=6, num_questions=40, seed=HELD_OUT_SEED)
         assert measured.overall >= MIN_ACCURACY

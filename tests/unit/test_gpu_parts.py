@@ -295,6 +295,7 @@ def test_each_command_can_be_made() -> None:
     assert measured - set(named) == {"host-time"}  # which needs no GPU
 
 
+@pytest.mark.slow
 def test_the_short_command_runs_on_a_cpu(tmp_path: Path) -> None:
     """Its benchmarks with tiny shapes, those that are quick."""
     quick = {"link", "first-sdpa"}

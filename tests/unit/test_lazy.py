@@ -117,6 +117,7 @@ def test_the_attention_is_registered_whoever_comes_first(imports: str) -> None:
     run(f"{imports}\n{REGISTERED}")
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_says_nothing() -> None:
     """What the package keeps for forks and threads ends in order."""
     assert run("from kvboost_hf import *; from kvboost_hf.cache.forward import idle; idle.Idle()") == ""

@@ -24,6 +24,7 @@ def _as_on(system: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 _WITHOUT = {"darwin": "", "win32": "not outlive_the_process and not load_while_the_model"}  # which need a disk tier
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [CHOSEN[1:2], pytest.param(CHOSEN, marks=pytest.mark.nightly)], ids=len)
 @pytest.mark.parametrize("system", _WITHOUT)
 def test_tests_pass_there(system: str, chosen: tuple[str, ...]) -> None:

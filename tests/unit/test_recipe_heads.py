@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import pytest
 import torch
 
 from kvboost_hf import TreeDecoding, load_assistant, speculation_stats
@@ -40,6 +41,7 @@ def test_steps_of_training_are_those_of_drafts() -> None:
             torch.testing.assert_close(drafted, trained[row], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_what_it_writes_is_loaded(tmp_path: Path) -> None:
     reader, tokenizer = load_embedded()
     heads = train_heads.build_heads(reader, tokenizer)

@@ -50,6 +50,7 @@ def test_the_source_distribution_holds_what_a_person_needs(built: Path) -> None:
     assert not [name for name in names if name.startswith((".venv", ".git/", "kv-cache", "dist")) or ".pyc" in name]
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_outside_the_checkout(built: Path, tmp_path: Path) -> None:
     """With the packages of this environment, and the model that comes with it."""
     zipfile.ZipFile(_wheel(built)).extractall(tmp_path / "installed")

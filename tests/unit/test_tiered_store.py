@@ -375,6 +375,7 @@ sys.stdout.write(f"reused {cache.report.reused_tokens}")
 """
 
 
+@pytest.mark.slow
 def test_another_process_finds_what_is_stored(folder: Path) -> None:
     """Nothing that it is found by depends on the process, such as the seed of hash()."""
     store = open_store(folder)
