@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +28,10 @@ from contextlib import suppress
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
-from typing import Any, NamedTuple
+from types import CodeType, FunctionType
+from typing import NamedTuple
 
+import coverage
 import hypothesis
 import pytest
 
@@ -109,7 +109,7 @@ def mutants_in(file: str, source: bytes) -> Iterator[Mutant]:
 
     def within(node: ast.AST, function: int | None) -> Iterator[Mutant]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            function = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            function = _first_line(node)
             parts: list[ast.AST] = list(node.body)  # not annotations, nor defaults
         elif isinstance(node, ast.JoinedStr | ast.Assert):  # f-strings do not tell where they have what
             return
@@ -132,33 +132,47 @@ class Notes:
     """Notes which functions of the rooms each test enters, and how long it takes."""
 
     def __init__(self) -> None:
-        self.rooms = tuple(f"{ROOT / room}/" for room in _ROOMS)
-        self.entered, self.passed = set[tuple[str, int]](), Entered()
+        self._seconds = dict[str, float]()  # of each test that has passed
+        rooms = [f"{ROOT / room}/*" for room in _ROOMS]
+        self._lines = coverage.Coverage(data_file=None, config_file=False, include=rooms)
+        self._lines.start()
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        """The tracer: called for each call of a function, and never for its lines."""
-        code = frame.f_code
-        if code.co_filename.startswith(self.rooms):
-            self.entered.add((code.co_filename, code.co_firstlineno))
-
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Watches one test, with the fixtures that are made for it."""
-        self.entered.clear()
-        threading.settrace(self)
-        sys.settrace(self)
-        yield
-        sys.settrace(None)
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        """What is run from here on is run by this test, in whatever thread."""
+        self._lines.switch_context(item.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keeps what has passed."""
         if report.when == "call" and report.passed:
-            names = [f"{Path(name).relative_to(ROOT)}:{line}" for name, line in self.entered.copy()]
-            self.passed[report.nodeid] = report.duration, sorted(names)
+            self._seconds[report.nodeid] = report.duration
 
     def pytest_sessionfinish(self) -> None:
         """Writes it."""
-        Path(os.environ[_NOTES]).write_text(json.dumps(self.passed))
+        self._lines.stop()
+        data, entered = self._lines.get_data(), defaultdict[str, set[str]](set)
+        for name in data.measured_files():
+            file = str(Path(name).relative_to(ROOT))
+            around = functions_around(Path(name).read_bytes())
+            for line, tests in data.contexts_by_lineno(name).items():
+                for test in tests if line in around else ():
+                    entered[test].add(f"{file}:{around[line]}")
+        noted = {test: (seconds, sorted(entered[test])) for test, seconds in self._seconds.items()}
+        Path(os.environ[_NOTES]).write_text(json.dumps(noted))
+
+
+def functions_around(source: bytes) -> dict[int, int]:
+    """The first line of the innermost function around each line of its body, as `Mutant.function` has it."""
+    found = dict[int, int]()
+    for node in ast.walk(ast.parse(source)):  # outer ones first
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found |= dict.fromkeys(range(node.body[0].lineno, node.body[-1].end_lineno + 1), _first_line(node))
+    return found
+
+
+def _first_line(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The first line of a function, decorators included."""
+    return min([node.lineno, *(each.lineno for each in node.decorator_list)])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -205,7 +219,8 @@ class Judge:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Judge all mutants in place of running all tests."""
         for each in gc.get_objects():
-            if isinstance(each, FunctionType) and each.__code__.co_filename.startswith(f"{self._folder}/kvboost_hf"):
+            # Not isinstance(), which asks the object.
+            if type(each) is FunctionType and each.__code__.co_filename.startswith(f"{self._folder}/kvboost_hf"):
                 self._functions[each.__code__.co_filename].append(each)
         gc.freeze()
         items, begun = {item.nodeid: item for item in session.items}, time.monotonic()
@@ -216,7 +231,7 @@ class Judge:
             self.counts[outcome] += 1
             self._say(f"{outcome:<12} {mutant}")
         self._say(", ".join(f"{number} {outcome}" for outcome, number in sorted(self.counts.items())))
-        if self.counts["noticed"] < sum(self.counts.values()):
+        if self.counts["noticed"] + self.counts["timed out"] < sum(self.counts.values()):
             session.testsfailed = 1
         return True
 
@@ -224,7 +239,7 @@ class Judge:
         os.write(self._output, f"{line}\n".encode())
 
     def _outcome(self, mutant: Mutant, session: pytest.Session, items: dict[str, pytest.Item]) -> str:
-        """`noticed`, `NOT NOTICED`, or `not entered` by any test."""
+        """`noticed`, `timed out`, `NOT NOTICED`, or `not entered` by any test."""
         named, seconds = tests_of(mutant, self._notes)
         chosen = [items[name] for name in named if name in items]
         if not chosen:
@@ -238,7 +253,7 @@ class Judge:
             status = in_fork(lambda: self._run(path, session, chosen), _START_S + 5 * seconds)
         finally:
             path.write_bytes(source)
-        return "NOT NOTICED" if status == 0 else "noticed"
+        return {0: "NOT NOTICED", None: "timed out"}.get(status, "noticed")
 
     def _run(self, path: Path, session: pytest.Session, chosen: list[pytest.Item]) -> int:
         """Run tests on what the file holds now, until one fails; returns 1 if one does."""
@@ -293,7 +308,7 @@ def run_pytest(folder: Path, arguments: list[str], plugins: Sequence[object] = (
     for output in (1, 2):
         os.dup2(log, output)
     os.chdir(folder)
-    os.environ |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True
     some = [phase for phase in hypothesis.Phase if phase.name in ("explicit", "reuse", "generate")]
     hypothesis.settings.register_profile("mutation", phases=some)  # whoever fails is not made smaller
@@ -340,7 +355,8 @@ def main() -> int:
     parser.add_argument("--map", type=Path, help="a file with what tests enter; it is made if it is missing")
     args = parser.parse_args()
     say = sys.stdout.write
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py does, before libraries are imported
+    # Before libraries are imported: the first as tests/conftest.py does, the other since forks have no threads of a pool.
+    os.environ |= {"TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "1"), "OMP_NUM_THREADS": "1"}
     for name in _LIBRARIES:
         import_module(name)
     with tempfile.TemporaryDirectory(prefix="mutation-") as made:
@@ -360,6 +376,8 @@ def main() -> int:
         random.Random(args.seed).shuffle(possible)
         judge = Judge(folder, possible[: args.count], notes, args.minutes, os.dup(1))
         status = in_fork(lambda: run_pytest(folder, args.tests, [judge]), None)
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            say((folder / "pytest.log").read_text()[-2000:])
     return int(status != 0)
 
 
