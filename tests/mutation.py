@@ -355,7 +355,7 @@ def main() -> int:
     parser.add_argument("--map", type=Path, help="a file with what tests enter; it is made if it is missing")
     args = parser.parse_args()
     say = sys.stdout.write
-    # Before libraries are imported: the first as tests/conftest.py does, the other since forks have no threads of a pool.
+    # Before libraries are imported: as tests/conftest.py does, and since forks do not have the threads of a pool.
     os.environ |= {"TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "1"), "OMP_NUM_THREADS": "1"}
     for name in _LIBRARIES:
         import_module(name)
