@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _left_for_the_night(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
-    """All but half the square root of the cases of a test, and all but one: a hash of their names decides which ones."""
+    """All but half the square root of the cases of a test, at least one: a hash of their names decides which ones."""
     ordered = sorted(cases, key=lambda item: hashlib.sha1(item.nodeid.encode()).digest())
     return ordered[max(1, round(math.sqrt(len(cases)) / 2)) :]
 

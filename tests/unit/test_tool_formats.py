@@ -126,6 +126,37 @@ def test_arguments_come_as_they_are_written(tokenizer: Any, name: str) -> None:
     assert [piece.ended for _, piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
+@pytest.mark.parametrize(
+    ("schema", "written", "read_as"),
+    [
+        ({"const": 5}, "5", 5),
+        ({"const": "5"}, "5", "5"),
+        ({"enum": [{"a": 1}, [2]]}, '{"a": 1}', {"a": 1}),
+        ({"enum": [{"a": 1}, [2]]}, "[2]", [2]),
+        ({"enum": [None, 1.5]}, "null", None),
+        ({"type": "INTEGER"}, "5", 5),
+        ({"type": "STRING", "nullable": True}, "5", "5"),
+        ({"type": 5}, "5", "5"),
+        ({"type": ["integer", "boolean"]}, "1", 1),
+        ({"type": ["integer", "boolean"]}, "True", True),
+        ({"type": "boolean"}, "1", True),
+        ({"anyOf": [{"const": 1}, {"type": "null"}]}, "1", 1),
+        ({"$ref": "#/$defs/one", "description": "One."}, "1", 1),
+        ({}, "5", "5"),
+    ],
+)
+def test_values_in_tags_have_a_type_of_their_schema(tokenizer: Any, schema: Any, written: str, read_as: Any) -> None:
+    parameters = {"type": "object", "properties": {"x": schema}, "$defs": {"one": {"enum": [1]}}}
+    tokenizer.chat_template = RECORDED["QWEN_XML"][0]
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    for streams in (False, True):
+        stream = ToolCallStream(tokenizer, [tool], streams=streams)
+        [call] = joined([*map(stream.push, text), stream.finish()]).calls
+        found = json.loads(call.arguments)["x"]
+        assert (found, type(found)) == (read_as, type(read_as))
+
+
 def test_malformed_arguments_of_a_stream_end_as_valid_json(tokenizer: Any) -> None:
     template = RECORDED["HERMES"][0]
     text = 'So: <tool_call>{"name": "get_weather", "arguments": {"city": "Paris", "days": three}}</tool_call> Done.'

@@ -10,6 +10,10 @@ from kvboost_hf.server.chats.tool_formats import Tags
 from kvboost_hf.server.chats.values import json_of, overlap
 
 _MAX_TAG = 512  # characters
+_KINDS = {
+    **{dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"},
+    type(None): "null",
+}
 _SURROGATE = regex.compile("[\ud800-\udfff]")
 
 
@@ -135,7 +139,8 @@ class TagsReader:
         if "null" in types and bare in ("null", "None"):
             return "null"
         if "string" not in types:
-            if "boolean" in types and bare.lower() in ("true", "false", "1", "0"):
+            words = ("true", "false") if types & {"integer", "number"} else ("true", "1", "false", "0")
+            if "boolean" in types and bare.lower() in words:
                 return "true" if bare.lower() in ("true", "1") else "false"
             found = json_of(bare)
             if found is not None and (found := _as_one_of(found, types)) is not None:
@@ -147,8 +152,7 @@ def _as_one_of(written: str, types: set[str]) -> str | None:
     value = json.loads(written)
     if isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types:
         return str(int(value))
-    kinds = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
-    kind = kinds.get(type(value), "null")
+    kind = _KINDS[type(value)]
     return written if kind in types or (kind == "integer" and "number" in types) else None
 
 
@@ -157,12 +161,14 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
     if not isinstance(schema, dict) or not depth:
         return set()
     declared = schema.get("type")
-    found = {declared} if isinstance(declared, str) else {one for one in declared or () if isinstance(one, str)}
+    named = declared if isinstance(declared, list) else [declared]
+    found = {one.lower() for one in named if isinstance(one, str)}  # Google's API has them in capitals
     for name in ("anyOf", "oneOf", "allOf"):
         for part in schema.get(name) or () if isinstance(schema.get(name), list) else ():
             found |= types_of(part, root, depth - 1)
-    if not found and isinstance(schema.get("enum"), list):
-        found = {"string" if isinstance(one, str) else "null" if one is None else _kind(one) for one in schema["enum"]}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not found and isinstance(values, list):
+        found = {_KINDS[type(one)] for one in values}
     pointer = schema.get("$ref")
     if not found and isinstance(pointer, str) and pointer.startswith("#/"):
         target: Any = root
@@ -172,10 +178,6 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
     if not found and "properties" in schema:
         found = {"object"}
     return found | ({"null"} if schema.get("nullable") is True else set())
-
-
-def _kind(value: Any) -> str:
-    return "boolean" if isinstance(value, bool) else "integer" if isinstance(value, int) else "number"
 
 
 def _escaped(text: str) -> str:
