@@ -141,6 +141,8 @@ def test_arguments_come_as_they_are_written(tokenizer: Any, name: str) -> None:
         ({"type": ["integer", "boolean"]}, "True", True),
         ({"type": "boolean"}, "1", True),
         ({"anyOf": [{"const": 1}, {"type": "null"}]}, "1", 1),
+        ({"items": {"type": "integer"}}, "[1, 2]", [1, 2]),
+        ({"properties": {"a": {}}}, '{"a": 1}', {"a": 1}),
         ({"$ref": "#/$defs/one", "description": "One."}, "1", 1),
         ({}, "5", "5"),
     ],

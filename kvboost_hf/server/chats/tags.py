@@ -175,8 +175,8 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
         for step in pointer[2:].split("/"):
             target = target.get(step) if isinstance(target, dict) else None
         found = types_of(target, root, depth - 1)
-    if not found and "properties" in schema:
-        found = {"object"}
+    if not found:
+        found = {kind for name, kind in (("properties", "object"), ("items", "array")) if name in schema}
     return found | ({"null"} if schema.get("nullable") is True else set())
 
 
