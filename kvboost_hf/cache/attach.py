@@ -28,6 +28,7 @@ from kvboost_hf.cache.prompt import (
     gradients_enabled,
     install,
     logits_kept,
+    reason_of_arguments,
     wants_all_logits,
 )
 from kvboost_hf.cache.reuse import ChunkReuseCache
@@ -275,7 +276,7 @@ def _begins_text(model: PreTrainedModel, theirs: Any, kwargs: Kwargs, *, keeps_l
     if theirs is None:
         return kwargs.get("use_cache") is not False
     ours = type(theirs) is Cache or type(theirs).__module__.partition(".")[0] == _PACKAGE  # a forward within a forward
-    return isinstance(theirs, Cache) and not ours and not any(_holds(layer) for layer in theirs.layers)
+    return isinstance(theirs, Cache) and not ours and _is_empty(theirs)
 
 
 def _unreadable(
@@ -284,7 +285,7 @@ def _unreadable(
     """Why a forward that may begin a text cannot be served, whatever its cache, and its tokens; None if it goes on."""
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     if isinstance(embeds, torch.Tensor) and ids is None:
-        empty = theirs is None or (isinstance(theirs, Cache) and not any(_holds(layer) for layer in theirs.layers))
+        empty = theirs is None or (isinstance(theirs, Cache) and _is_empty(theirs))
         return ("no input_ids were passed", embeds.shape[0] * embeds.shape[1]) if empty else None
     if theirs is not None or not isinstance(ids, torch.Tensor):
         return None
@@ -293,6 +294,13 @@ def _unreadable(
     if not keeps_logprobs:
         return ALL_LOGITS, ids.numel()
     return "the model is in training mode" if model.training else GRADIENTS, ids.numel()
+
+
+def _is_empty(theirs: Cache) -> bool:
+    """Whether a cache that transformers made holds nothing."""
+    if not hasattr(theirs, "layers"):  # an EncoderDecoderCache has two caches in their place
+        return int(theirs.get_seq_length()) == 0
+    return not any(_holds(layer) for layer in theirs.layers)
 
 
 def _holds(layer: Any) -> bool:
@@ -307,7 +315,9 @@ def _refusal(model: PreTrainedModel, theirs: Cache | None, kwargs: Kwargs) -> st
     if (reason := known_reason(model) or holder_of_cache(model)) is not None:
         return reason
     if theirs is None:
-        return None if model.config.get_text_config(decoder=True).use_cache else "use_cache is False"
+        if not model.config.get_text_config(decoder=True).use_cache:
+            return "use_cache is False"
+        return reason_of_arguments(model, kwargs)  # with `encoder_hidden_states` a model makes a cache of another kind
     kind = type(theirs)
     if kind in (DynamicCache, StaticCache) and not is_stock(theirs):
         return f"layers or methods of the {kind.__name__} that it was given were replaced"

@@ -105,6 +105,8 @@ class GenerateCall:
         """Whether generate() takes the ids for those that follow `held` columns: its mask is of another length."""
         if self.num_ids is None or self.mask_columns is None or held == 0:
             return False
+        if self._prepared.get("inputs_embeds") is not None:  # always of the whole prompt, beside ids or alone
+            return False
         return self.mask_columns != self.num_ids
 
     def fits(self, held: int) -> bool:

@@ -13,8 +13,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     ContinuousBatchingConfig,
     DynamicCache,
+    EncoderDecoderCache,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessor,
@@ -28,7 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, detach, last_cache
 from kvboost_hf.assets import load_embedded
 from tests.architectures import make_architecture
-from tests.conftest import EOS, as_inputs, counted, left_pad, make_model, random_ids
+from tests.conftest import BOS, EOS, PAD, VOCAB, as_inputs, counted, left_pad, make_model, random_ids
 from tests.internals.cache import OF_GENERATE
 
 BASE = random_ids(200, seed=1)
@@ -486,6 +489,34 @@ def test_forwards_that_cannot_be_served_say_why(attached: PreTrainedModel) -> No
         call()
         assert reason in str(report(attached).bypass_reason)
         assert report(attached).reused_tokens == 0
+
+
+@torch.no_grad()
+def test_cross_attention_keeps_the_cache_that_its_model_makes() -> None:
+    """Of two parts, the second one of which is for what `encoder_hidden_states` give."""
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, init_std=0.3,
+        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
+    )  # fmt: skip
+    model, states = BartForCausalLM(config).eval(), torch.randn(1, 20, 32)
+    expected = model(BASE, encoder_hidden_states=states, use_cache=False).logits[:, -1:]
+    attach(model, ChunkStore(model, chunk_size=32))
+    for _ in range(2):
+        out = model(BASE, encoder_hidden_states=states, logits_to_keep=1)
+        torch.testing.assert_close(out.logits, expected, atol=2e-4, rtol=2e-4)
+        assert "`encoder_hidden_states` was passed" in str(report(model).bypass_reason)
+    again = model(
+        BASE[:, -1:], encoder_hidden_states=states, past_key_values=out.past_key_values, logits_to_keep=1
+    ).logits
+    whole = torch.cat([BASE, BASE[:, -1:]], dim=1)
+    expected = model(whole, encoder_hidden_states=states, use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(again, expected, atol=2e-4, rtol=2e-4)
+    expected = model(BASE, use_cache=False).logits[:, -1:]
+    theirs = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    found = model(BASE, past_key_values=theirs, logits_to_keep=1).logits
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    assert "EncoderDecoderCache" in str(report(model).bypass_reason)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -3,8 +3,11 @@
 import copy
 import ctypes
 import pickle
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -590,3 +593,41 @@ class Wrapped(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, *given: Any, **more: Any) -> Any:
         raise NotImplementedError
+
+
+class Scaled(nn.Module):
+    """An activation whose factor lies in a container, as its only item or under the key 0."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) * self.held[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ([1],) * 2,
+        lambda: ({0: 1},) * 2,
+        lambda: (deque([1]),) * 2,
+        lambda: (bytearray([1]),) * 2,
+        lambda: (array("d", [1]),) * 2,
+        lambda: ((data := bytearray([1])), memoryview(data)),
+        lambda: ((under := {0: 1}), MappingProxyType(under)),
+    ],
+    ids=["list", "dict", "deque", "bytearray", "array", "memoryview", "mappingproxy"],
+)
+def test_values_in_containers_of_modules(llama: PreTrainedModel, make: Callable[[], tuple[Any, Any]]) -> None:
+    written, held = make()
+    llama.model.layers[0].mlp.act_fn = Scaled(held)
+    check_model_compatibility(llama)
+    store, ids = ChunkStore(llama, chunk_size=16), random_ids(100, seed=4)
+    cache = ChunkReuseCache(llama, store)
+    assert same_as_plain(llama, cache, ids) == 0
+    assert same_as_plain(llama, cache, ids) == 99
+    written[0] = 3
+    check_model_compatibility(llama)
+    assert same_as_plain(llama, ChunkReuseCache(llama, store), ids) == 0
+    assert same_as_plain(llama, cache, ids) > 90

@@ -205,6 +205,18 @@ def test_inputs_embeds_are_bypassed(llama: PreTrainedModel, warm: ChunkStore) ->
     assert cache.report.bypass_reason == "no input_ids were passed"
 
 
+def test_inputs_embeds_behind_another_prompt(llama: PreTrainedModel, warm: ChunkStore) -> None:
+    """generate() takes embeddings for the whole prompt, whatever the cache holds, and cuts them by its length."""
+    embeds = llama.get_input_embeddings()(BASE).detach() * 1.5
+    expected = llama.generate(inputs_embeds=embeds, max_new_tokens=4)
+    cache = ChunkReuseCache(llama, warm)
+    for told in (BASE[:, :120], BASE):  # the second is longer than the embeddings, with its answer
+        llama.generate(**as_inputs(told), past_key_values=cache, max_new_tokens=2)
+        for _ in range(2):
+            assert torch.equal(llama.generate(inputs_embeds=embeds, past_key_values=cache, max_new_tokens=4), expected)
+            assert cache.report.bypass_reason == "no input_ids were passed"
+
+
 def test_gradients_are_those_of_the_whole_prompt(llama: PreTrainedModel, warm: ChunkStore) -> None:
     cache = ChunkReuseCache(llama, warm)
     llama(BASE, past_key_values=cache, logits_to_keep=1).logits.square().sum().backward()

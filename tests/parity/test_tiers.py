@@ -232,6 +232,28 @@ def test_codecs_give_the_same_from_every_tier(name: str, codec: str, disk: str) 
     store.close()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "falcon_h1"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_an_integrity_check_of_a_chat(name: str, codec: str) -> None:
+    """What is computed behind codes differs by more than they do, and is right; zeros are not."""
+    model, ids = make_model(name), BASE[:, :40]
+    store = ChunkStore(model, chunk_size=16, codec=codec)
+    for turn in range(5):
+        cache = ChunkReuseCache(model, store)
+        ids = torch.cat([generate(model, as_inputs(ids), cache).sequences, random_ids(20, seed=turn)], dim=1)
+        assert turn == 0 or cache.report.reused_tokens > 30
+        cache.store_tails()
+    found = store.check_integrity()
+    assert (found.wrong, found.skipped) == (0, 0)
+    assert found.checked >= 9
+    edited = list(store.inspect().chunks.values())[::3]
+    for chunk in edited:
+        for block in chunk.kv.blocks:
+            for plane in block.planes.values():
+                plane.zero_()
+    assert store.check_integrity().wrong >= len(edited)
+
+
 @pytest.mark.parametrize("codec", CODECS[1:])
 def test_the_start_of_a_row_stays_exact(codec: str, disk: str) -> None:
     """Also of a row behind padding; and nothing else does."""

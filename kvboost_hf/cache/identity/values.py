@@ -9,6 +9,8 @@ import json
 import os
 import platform
 import types
+from array import array
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -72,6 +74,7 @@ def _devices() -> tuple[str, ...]:
 
 
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type(None))
+_CONTAINERS = (dict, types.MappingProxyType, list, tuple, deque, set, frozenset)
 _MAX_DEPTH = 4
 _MAX_READ = 1000  # items of a container that are read; of a larger one, only how many they are
 
@@ -106,14 +109,17 @@ class Reader:
         if isinstance(value, np.ndarray):
             octets = value.tobytes() if value.dtype != object else repr(value).encode()
             reached.values.append((str(value.dtype), value.shape, blake2b(octets, digest_size=20).hexdigest()))
-        elif isinstance(value, dict | list | tuple | set | frozenset) and len(value) > _MAX_READ:
+        elif isinstance(value, bytearray | memoryview | array):
+            octets = bytes(value)
+            reached.values.append((type(value).__name__, blake2b(octets, digest_size=20).hexdigest()))
+        elif isinstance(value, _CONTAINERS) and len(value) > _MAX_READ:
             reached.values.append((type(value).__name__, len(value)))
-        elif isinstance(value, dict):
+        elif isinstance(value, dict | types.MappingProxyType):
             reached.values.append(("dict", len(value)))
             for key, inner in list(value.items()):
                 reached.values.append(repr(key) if isinstance(key, _PLAIN_VALUES) else type(key).__qualname__)
                 self.read(inner, depth + 1)
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple | deque):
             reached.values.append((type(value).__name__, len(value)))
             for inner in list(value):
                 self.read(inner, depth + 1)

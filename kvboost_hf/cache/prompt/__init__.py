@@ -263,6 +263,15 @@ class ForwardInputs:
     hidden: tuple[int, ...] = ()  # layers whose hidden states of all tokens are wanted, and can be had
 
 
+def reason_of_arguments(model: PreTrainedModel, kwargs: Kwargs) -> str | None:
+    """Names an argument that K/V may depend on besides tokens, or None."""
+    for name, value in kwargs.items():
+        if name in _HARMLESS or _says_nothing(model, name, value) or (name in OF_MEDIA and takes_media(model)):
+            continue
+        return f"`{name}` was passed, which K/V may depend on"
+    return None
+
+
 def read_inputs(
     model: PreTrainedModel,
     kwargs: dict[str, Any],
@@ -288,10 +297,8 @@ def read_inputs(
         return "position_ids are not one for each of the input_ids"
     if kwargs.get("use_cache") is False:
         return "use_cache is False"
-    for name, value in kwargs.items():
-        if name in _HARMLESS or _says_nothing(model, name, value) or (name in OF_MEDIA and takes_media(model)):
-            continue
-        return f"`{name}` was passed, which K/V may depend on"
+    if not kwargs.keys() <= _HARMLESS and (reason := reason_of_arguments(model, kwargs)) is not None:
+        return reason
     if (weights := kwargs.get("output_attentions")) and (attention := attn_implementation(model)) != "eager":
         # Falcon computes it in another way then, and without a causal mask in transformers 5.23.
         return f"`output_attentions={weights!r}` may change what {attention} attention computes"

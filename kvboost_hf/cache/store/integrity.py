@@ -17,7 +17,7 @@ from kvboost_hf.cache.kv import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.kv.checkpoints import Checkpoints, can_segment, mixers_of
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerKVReader
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateFormat, copy_states
-from kvboost_hf.cache.kv.model_form import copy_columns
+from kvboost_hf.cache.kv.model_form import ColumnFormat, copy_columns
 from kvboost_hf.cache.layers import make_layers
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.planning.chunks import Tokens, is_text
@@ -31,9 +31,9 @@ _STATES = 5  # times as much difference is rounding in models with states
 # Standard deviations: kernels of linear attention sum up in float32 whatever the dtype, and in other steps where a
 # prompt went on from a state. 1.2e-3 was seen over 700 tokens, with equal tokens and logits.
 _LEAST_OF_STATES = 2e-3
-# What is computed behind a state that comes out of a codec differs by more than the codec itself does: 4 times as much
-# was seen. Another text, or nothing but zeros, differs by some 0.8 in the mean.
-_CODED_STATES, _MOST_OF_CODES = 8, 0.25
+# What is computed behind K/V or a state that comes out of a codec differs by more than the codec itself does: 7 times
+# as much was seen. Another text, or nothing but zeros, differs by some 0.8 in the mean.
+_BEHIND_CODES, _MOST_OF_STATES, _MOST_OF_COLUMNS = 8, 0.25, 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,10 @@ def check_integrity(
         if any(layer.is_stateful for layer in fresh):
             allowed = max(allowed * _STATES, _LEAST_OF_STATES)
         if not formats.state_format.codec.lossless:
-            allowed = max(allowed, min(_CODED_STATES * _error_of_codes(fresh, formats.state_format), _MOST_OF_CODES))
+            allowed = max(allowed, min(_BEHIND_CODES * _error_of_states(fresh, formats.state_format), _MOST_OF_STATES))
+        if not formats.column_format.codec.lossless:
+            error = _error_of_columns(fresh, len(text), formats.column_format)
+            allowed = max(allowed, min(_BEHIND_CODES * error, _MOST_OF_COLUMNS))
         forwarded += len(text)
         for each in group:
             loaded = records.fetch([each]).get(each.key)
@@ -165,9 +168,11 @@ def _difference(
     stored: Stored, fresh: Sequence[ReuseLayer], earlier: dict[int, LayerStates], stop: int, formats: BlobReader
 ) -> float:
     """Difference between a record that ends at token `stop` and the `fresh` layers, or their `earlier` states."""
+    columns, codes = formats.column_format, formats.state_format.codec
+    lossless = columns.codec.lossless and codes.lossless  # what is kept as it is was computed behind codes, too
     if isinstance(stored, StoredStates):
         states = earlier[stop] if stop in earlier else copy_states(fresh, 0)
-        coded, lossless = formats.state_format.encode(states), formats.state_format.codec.lossless
+        coded = formats.state_format.encode(states)
         return max(
             (_of_states(stored.states.layer(i), coded.layer(i), lossless=lossless) for i in range(len(coded.layers))),
             default=0.0,
@@ -175,9 +180,8 @@ def _difference(
     start = max(stop - len(stored.tokens), *(layer.first for layer in fresh))
     if start >= stop:
         return 0.0
-    columns, codes = formats.column_format, formats.state_format.codec
     right = copy_columns(fresh, 0, start, stop, columns, at_start=start == 0)
-    return _of_columns(stored.kv, right, start - stop, lossless=columns.codec.lossless and codes.lossless)
+    return _of_columns(stored.kv, right, start - stop, lossless=lossless)
 
 
 def _of_columns(stored: LayerKV, right: LayerKV, tail: int, *, lossless: bool) -> float:
@@ -196,7 +200,14 @@ def _mean_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().mean()) / (float(expected.std()) or 1.0)
 
 
-def _error_of_codes(layers: Sequence[ReuseLayer], form: StateFormat) -> float:
+def _error_of_columns(layers: Sequence[ReuseLayer], stop: int, form: ColumnFormat) -> float:
+    """Mean difference that the codec of columns makes in the first `stop` ones of the layers."""
+    start = max(layer.first for layer in layers)
+    coded = copy_columns(layers, 0, start, stop, form, at_start=start == 0)
+    return _of_columns(coded, copy_columns(layers, 0, start, stop), start - stop, lossless=False)
+
+
+def _error_of_states(layers: Sequence[ReuseLayer], form: StateFormat) -> float:
     """Mean difference that the codec of states makes in those of the layers."""
     states = copy_states(layers, 0)
     coded = form.encode(states)
