@@ -149,7 +149,9 @@ class Run:
             sums = layer.native.sums
             sums["sum"] = new[0].sum(2) if sums["sum"] is None else sums["sum"].add_(new[0].sum(2))
         elif form.columns:
-            layer.update(*new)
+            sizes, end = layer.get_mask_sizes(tokens), self.length + tokens
+            seen = layer.update(*new)[0].shape[2]
+            assert sizes == (seen, 0 if seen == MOST else end - seen)
         if isinstance(layer, own.IndexedLayer):
             new.append(self._new(1, tokens, DIM))
             layer.update_indexer(new[2][:, 0])

@@ -50,7 +50,15 @@ _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add},
 }
 _ENDS = ast.Raise | ast.Return | ast.Continue | ast.Break
-_OPTIONS = ["-q", "--no-header", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # they are imported
+_OPTIONS = [
+    *("-q", "--no-header", "-W", "ignore::pytest.PytestAssertRewriteWarning"),  # they are imported
+    *(
+        "-p",
+        "no:schemathesis",
+        "--ignore",
+        "tests/server/test_schema.py",
+    ),  # which ends a thread that forks do not have
+]
 _START_S = 60.0  # of pytest, at most, on a busy machine
 _TESTS_S = 60.0  # of the tests of one mutant
 

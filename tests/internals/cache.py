@@ -129,7 +129,7 @@ from kvboost_hf.cache.store.insertion import StoredText
 from kvboost_hf.cache.store.memory import DeviceMemory
 from kvboost_hf.cache.store.settings import chunk_bytes
 from kvboost_hf.cache.store.tiered import TieredRecords
-from kvboost_hf.cache.tiers import DEFAULT_DISK_BYTES, TierSpec, below, open_tier, parse_tier, record
+from kvboost_hf.cache.tiers import DEFAULT_DISK_BYTES, TierSpec, below, open_tier, open_tiers, parse_tier, record
 from kvboost_hf.cache.tiers.base import Entry, Guard, Kind, MadeWith, NoticeBoard, Tier, secrets_in, without_secrets
 from kvboost_hf.cache.tiers.below import MeasuredTier
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier

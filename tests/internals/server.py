@@ -19,7 +19,16 @@ from kvboost_hf.server.chats.template import KnownTools, Markers, Rendering, Tok
 from kvboost_hf.server.chats.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, ToolSupport, format_of
 from kvboost_hf.server.chats.tools import Parsed, ToolCallStream, joined
 from kvboost_hf.server.chats.values import ValueReader, arguments_of, json_of
-from kvboost_hf.server.cluster import Answer, ClusterArgs, ReplicaLostError, front_app, lacking, merged_figures, needed
+from kvboost_hf.server.cluster import (
+    Answer,
+    ClusterArgs,
+    ReplicaLostError,
+    front_app,
+    lacking,
+    merged,
+    merged_figures,
+    needed,
+)
 from kvboost_hf.server.engine import model_runner as memory
 from kvboost_hf.server.engine import task, worker
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns

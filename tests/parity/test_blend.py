@@ -336,6 +336,21 @@ def test_deviation_costs_two_layers_and_then_a_part(monkeypatch: pytest.MonkeyPa
     assert report.moved_tokens == 256
 
 
+def test_what_is_as_it_was_stored_deviates_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("deep_llama")
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("cacheblend"))
+    found: list[Any] = []
+    deviation = scatter.ScatterPass._deviation
+
+    def noted(self: Any, *args: Any) -> Any:
+        found.append(deviation(self, *args))
+        return found[-1]
+
+    monkeypatch.setattr(scatter.ScatterPass, "_deviation", noted)
+    generate(model, as_inputs(prompt([0, 2, 3, 1])), cache, max_new_tokens=1)
+    assert 20 < (found[0] < 1e-6 * found[0].max()).sum() < 150
+
+
 @pytest.mark.parametrize("slack", [1.0, 1.15, 1.3])
 def test_only_what_was_measured_goes_on(slack: float) -> None:
     """However even the deviations of those are that an earlier layer has kept."""

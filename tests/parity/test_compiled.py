@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, last_cache
 from tests.conftest import as_inputs, make_model, random_ids
 from tests.internals.cache import idle_of
 from tests.internals.compat import is_compiled
@@ -130,6 +130,18 @@ def test_a_compiled_wrapper_called(llama: PreTrainedModel) -> None:
         found = compiled(BASE, past_key_values=cache, logits_to_keep=1).logits
         torch.testing.assert_close(found, llama(BASE, logits_to_keep=1).logits, atol=2e-4, rtol=2e-4)
         assert cache.report.reused_tokens == reused
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["wrapper", "forward"])
+def test_an_attached_model_is_compiled(llama: PreTrainedModel, way: str) -> None:
+    """A forward that begins a text without a cache gets one of ours, also where it is compiled."""
+    attach(llama, ChunkStore(llama, chunk_size=32))
+    called = assign_forward(llama) if way == "forward" else torch.compile(llama, backend="eager")
+    for reused in (0, 96):
+        found = called(BASE, use_cache=True, logits_to_keep=1)
+        assert last_cache(llama).report.reused_tokens == reused
+        torch.testing.assert_close(found.logits, llama(BASE, use_cache=False).logits[:, -1:], atol=2e-4, rtol=2e-4)
 
 
 def test_data_parallel_is_refused(llama: PreTrainedModel) -> None:

@@ -24,6 +24,7 @@ from tests.internals.server import (
     front_app,
     lacking,
     make_app,
+    merged,
     merged_figures,
     needed,
 )
@@ -281,6 +282,16 @@ def test_a_front_that_ends_answers_who_asks_and_who_has_asked(endless: suite.End
     assert [each.status_code for each in found] == [503]
     assert found[0].json()["error"]["code"] == "draining"
     until(endless.tickets[0].ended.is_set, "it went on without its client")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "told"),
+    [((200, 200), 200), ((404, 200), 200), ((404, 404), 404), ((404, 409, 200), 409), ((409, 503), 503)],
+)
+def test_of_all_replicas_one_says_how_it_went(statuses: Sequence[int], told: int) -> None:
+    """Those that do not know a session say nothing of it, unless none does."""
+    answers = [Answer(f"replica {n}", status, (), b"{}") for n, status in enumerate(statuses)]
+    assert merged("/v1/stats", answers).status_code == told
 
 
 def test_figures_of_replicas_are_one_page() -> None:

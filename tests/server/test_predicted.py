@@ -56,6 +56,14 @@ def test_a_right_prediction_saves_forwards(engine: ModelEngine, options: dict[st
     assert end.accepted_prediction + steps >= COUNT - 2
 
 
+def test_drafts_grow_as_long_as_all_of_them_is_right(engine: ModelEngine) -> None:
+    wanted, _, steps = _run(engine, None, max_tokens=150)
+    assert steps == 149
+    told, _, steps = _run(engine, wanted, max_tokens=150)
+    assert told == wanted
+    assert steps <= 5  # of 16, 32, 48 and 48 tokens, and of what is left
+
+
 def test_an_edit_is_passed_over(engine: ModelEngine) -> None:
     """The prediction is wrong at its beginning and in its middle, and lacks a part."""
     wanted, *_ = _run(engine, None, temperature=0.9, seed=1)

@@ -196,6 +196,11 @@ def test_bad_options_are_refused(arguments: list[str], says: str, capsys: pytest
     assert says in capsys.readouterr().err
 
 
+def test_a_model_has_a_name() -> None:
+    with pytest.raises(ValueError, match=r"`model_name` must not be empty\. Pass the name that clients ask for\."):
+        ServerSettings(model_name="")
+
+
 def test_flags_that_are_left_out_change_nothing() -> None:
     parser = argparse.ArgumentParser()
     add_options(parser)

@@ -172,6 +172,7 @@ LEFT: list[tuple[Any, list[Any], list[Any], list[str]]] = [
     ({"type": "string", "pattern": 5}, ["a"], [1], ["pattern"]),
     ({"oneOf": [_CAT, {**_CAT, "required": ["lives"]}]}, [{"name": "a"}], [{"name": 1}], ["oneOf"]),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, [1, 1.5], ["a"], ["oneOf"]),
+    ({"oneOf": [{"type": "object", "required": ["name"]}, _CAT]}, [{"name": "a"}], [1], ["oneOf"]),
     (
         {"type": "object", "properties": {"a": TEXT}, "if": {"required": ["a"]}, "then": {"required": ["b"]}},
         [{"a": "x", "b": 1}, {}],

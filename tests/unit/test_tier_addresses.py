@@ -10,6 +10,7 @@ from tests.internals.cache import (
     TierSpec,
     ValkeyTier,
     open_tier,
+    open_tiers,
     parse_tier,
     secrets_in,
     without_secrets,
@@ -115,6 +116,13 @@ def test_any_path_keeps_its_size(path, size):
 def test_memory_is_no_place_to_open():
     with pytest.raises(ValueError, match="the store keeps it itself"):
         open_tier(parse_tier("ram:4GB"))
+
+
+def test_two_tiers_of_one_kind_are_refused_and_closed(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    with pytest.raises(ValueError, match=r"`tiers` must have one tier of each kind at most, got \['disk', 'disk'\]"):
+        open_tiers([f"disk:{first}:1MB", f"disk:{second}:1MB"], None)
+    open_tiers([f"disk:{first}:1MB"], None).opened[0].close()
 
 
 def test_opens_what_the_address_names():
