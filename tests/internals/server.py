@@ -31,6 +31,7 @@ from kvboost_hf.server.cluster import (
 )
 from kvboost_hf.server.engine import model_runner as memory
 from kvboost_hf.server.engine import task, worker
+from kvboost_hf.server.engine.belongings import Beginnings
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns
 from kvboost_hf.server.engine.holdings import Holdings
 from kvboost_hf.server.engine.intake import EngineLimits, WaitingLine
@@ -44,7 +45,7 @@ from kvboost_hf.server.generation.answer import Sampler, TextStream, choose_rows
 from kvboost_hf.server.generation.batch import BatchKV, _BatchLayer
 from kvboost_hf.server.generation.prefix_tree import PrefixTree
 from kvboost_hf.server.generation.sharing import choose_attention, sharing_reason
-from kvboost_hf.server.generation.speculation import DraftedText
+from kvboost_hf.server.generation.speculation import DraftedText, RowDrafts
 from kvboost_hf.server.grammars import program
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.grammars.fitting import fit

@@ -1,7 +1,8 @@
 """Looked-up drafts for several answers at once: they stay what they are, and come with fewer steps."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore, DraftTreeConfig, ReusePolicy, lookup_assistant
 from tests.conftest import make_model, random_ids
-from tests.internals.server import BatchKV, Job, ModelEngine, Progress, SamplingOptions
+from tests.internals.assisted import Tree
+from tests.internals.server import BatchKV, Job, ModelEngine, Progress, RowDrafts, SamplingOptions
 from tests.server.test_worker import Told, numbers
 
 ALL = DraftTreeConfig(policy="tree", max_nodes=12)  # whatever passes take
@@ -168,3 +170,29 @@ def test_rows_that_share_prefixes(make: Make) -> None:
     assert steps[1] - steps[0] < 0.7 * plain.stats()["steps"]
     assert drafted.stats()["speculation"]["accepted"] > 30
     drafted.store.check_consistency()
+
+
+def test_answers_with_most_to_take_in_are_not_drafted_for() -> None:
+    """As many as passes leave time for are, those with least to take in first."""
+    asked: list[int] = []
+
+    class Text:
+        def __init__(self, behind: int) -> None:
+            self._behind = behind
+
+        def cost(self, said: int) -> tuple[float, int]:
+            return 0.1, self._behind
+
+        def chain(self, ids: Sequence[int], show: Any) -> Tree:
+            asked.append(self._behind)
+            tree = Tree()
+            tree.add(7)
+            return tree
+
+    account = SimpleNamespace(may_draft=lambda costs: len(costs) <= 2, columns=lambda chains, held: 1)
+    rounds = SimpleNamespace(clock=lambda: 0.0)
+    drafts: Any = SimpleNamespace(account=lambda rows: account, rounds=rounds, config=DraftTreeConfig())
+    texts: Any = [Text(30), Text(10), None, Text(20)]
+    made = RowDrafts(drafts, texts, lambda place, states: None).draft([[1]] * 4)
+    assert asked == [10, 20]
+    assert [len(tree) for tree in made] == [0, 1, 0, 1]

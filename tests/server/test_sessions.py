@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kvboost_hf.assets import load_embedded
 from tests.conftest import make_model, random_ids
 from tests.internals.cache import ComputePace
 from tests.internals.server import (
+    Beginnings,
     Finished,
     Job,
     Keep,
@@ -554,3 +556,19 @@ def test_priorities_count_within_a_client() -> None:
         order.append((job.client, job.ids[0], job.priority))
     assert [found[1:] for found in order if found[0] == b"one"] == [(3, -1), (1, 0), (4, 0), (2, 0), (2, 5)]
     assert {found[0] for found in order[:2]} == {b"one", b"two"}  # clients take turns all the same
+
+
+def test_only_a_first_chunk_belongs_to_those_whose_prompts_begin_with_it() -> None:
+    """A later chunk may have the same tokens."""
+    root, tokens = b"root", random_ids(16)[0].numpy()
+    beginnings = Beginnings()
+    for length, owner in ((8, "one"), (12, "other")):
+        beginnings.add(root, tokens[:length], owner)
+
+    def owners(**of: Any) -> frozenset[str]:
+        stored: Any = SimpleNamespace(**{"root": root, "parent": root, "tokens": tokens} | of)
+        return beginnings.owners(stored)
+
+    assert owners() == {"other"}  # whose beginning is the longest
+    assert owners(tokens=tokens[:10]) == {"one"}
+    assert owners(tokens=tokens[1:]) == owners(parent=b"chunk") == owners(root=b"another") == frozenset()

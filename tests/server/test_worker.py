@@ -38,6 +38,7 @@ from tests.internals.server import (
     choose_attention,
 )
 from tests.internals.top import common_prefix, kernel_calls
+from tests.server.wire import until
 
 WAIT_S = 60
 
@@ -383,6 +384,21 @@ def test_a_long_prompt_keeps_nobody_waiting(name: str, engines: Any) -> None:
         engine.submit(job(random_ids(10, 2), 2), short)
     assert {long.end.reason, short.end.reason} == {"length"}
     assert order[:3] == ["short"] * 3
+
+
+def test_many_short_prompts_come_between_two_tokens_eight_at_most(engines: Any) -> None:
+    engine = engines(make_model(), prefill_chunk_size=64, max_batch_size=32)
+    order: list[str] = []
+    answer = Told(lambda event: order.append("answer"))
+    engine.submit(job(random_ids(20, 1), 60), answer)
+    until(lambda: order, "the answer has not begun")
+    shorts = [Told(lambda event, n=n: order.append(f"{n}")) for n in range(20)]
+    with engine._intake.changed:  # all of them are there when the thread looks
+        for n, short in enumerate(shorts):
+            engine.submit(job(random_ids(2, 100 + n), 1), short)
+    assert {short.end.reason for short in [*shorts, answer]} == {"length"}
+    between = " ".join(order).split("answer")
+    assert max(len(set(names.split())) for names in between) == 8
 
 
 def test_the_queue_is_bounded(engines: Any) -> None:
