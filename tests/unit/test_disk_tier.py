@@ -993,3 +993,23 @@ def test_opening_takes_as_many_queries_however_many_files_there_are(
     assert tier._settling is not None
     tier._settling.join(60)
     assert not looked  # nothing had to be put right
+
+
+@pytest.mark.parametrize(("written_again", "there"), [(False, False), (True, True)])
+def test_what_others_have_done_to_it_while_it_was_written(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, written_again: bool, there: bool
+) -> None:
+    """A write tells whether the blob is there, whoever wrote it."""
+    tier, other = opened(), opened()
+    write = tier._files.write
+
+    def interrupted(*given: object) -> bool:
+        monkeypatch.undo()
+        done: bool = write(*given)  # type: ignore[arg-type]
+        other.delete([key_of(1)])
+        assert not written_again or put(other, 1)
+        return done
+
+    monkeypatch.setattr(tier._files, "write", interrupted)
+    assert put(tier, 1) is there
+    assert kept(tier, 1) == kept(other, 1) == [1] * there
