@@ -149,6 +149,8 @@ class Run:
             sums = layer.native.sums
             sums["sum"] = new[0].sum(2) if sums["sum"] is None else sums["sum"].add_(new[0].sum(2))
         elif form.columns:
+            if isinstance(layer, own.StaticReuseLayer):
+                layer.whole = tokens == 1  # a decoding step, as `StaticDecoding.open` has it
             sizes, end = layer.get_mask_sizes(tokens), self.length + tokens
             seen = layer.update(*new)[0].shape[2]
             assert sizes == (seen, 0 if seen == MOST else end - seen)
