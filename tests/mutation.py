@@ -52,12 +52,8 @@ _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 _ENDS = ast.Raise | ast.Return | ast.Continue | ast.Break
 _OPTIONS = [
     *("-q", "--no-header", "-W", "ignore::pytest.PytestAssertRewriteWarning"),  # they are imported
-    *(
-        "-p",
-        "no:schemathesis",
-        "--ignore",
-        "tests/server/test_schema.py",
-    ),  # which ends a thread that forks do not have
+    # It ends a thread, which forks do not have.
+    *("-p", "no:schemathesis", "--ignore", "tests/server/test_schema.py"),
 ]
 _START_S = 60.0  # of pytest, at most, on a busy machine
 _TESTS_S = 60.0  # of the tests of one mutant
