@@ -399,9 +399,10 @@ class ChunkReuseCache(DynamicCache):
                 f"{type(model).__name__} that it was passed to. Make one for it: ChunkReuseCache(model)."
             )
         self._go_on()
+        ids = kwargs.get("input_ids")
         if live.behind is not None and not may_carry(model, kwargs, len(live.behind.ids)):
             call = self._call
-            if not (self._begins_anew or (call is not None and call.is_at(generate_frame(sys._getframe())))):
+            if not (self._begins_anew or (call is not None and call.is_at(generate_frame(sys._getframe()), ids))):
                 self.catch_up()
         self._use.begin_forward(self)
         self._recover()
@@ -424,7 +425,7 @@ class ChunkReuseCache(DynamicCache):
             live.hand_out(False)
         call, self._call = self._call, None
         running = generate_frame(sys._getframe())
-        armed = self._begins_anew or (call is not None and call.is_at(running))
+        armed = self._begins_anew or (call is not None and call.is_at(running, ids))
         self._begins_anew = False
         mask_fits, self._mask_fits = self._mask_fits, True  # of the call's first forward
         if live.lost and not armed:
@@ -444,7 +445,6 @@ class ChunkReuseCache(DynamicCache):
             depth=_depth_of(running) if running is not None else 0,
             code=running.f_code if running is not None else None,
         )
-        ids = kwargs.get("input_ids")
         # What is read of a forward by somebody's own loop is not known.
         if running and isinstance(ids, torch.Tensor) and ids.shape[-1] > 1:
             if outputs_read(ids, running) is not None:

@@ -120,13 +120,18 @@ class GenerateCall:
         started = [kind for kind in _COMPILED if kind != "cuda" or torch.cuda.is_initialized()]  # type: ignore[no-untyped-call]
         return bool(started) and input_device(model).type in started
 
-    def is_at(self, frame: FrameType | None) -> bool:
-        """Whether this call is the innermost one, of which `frame` is, or None; True where the call was not found."""
+    def is_at(self, frame: FrameType | None, ids: Any) -> bool:
+        """Whether this call is the innermost one, of which `frame` is, or None; True where the call was not found.
+
+        `ids` are those of the forward: a loop of `custom_generate` may return a generator that keeps nothing else of
+        the call.
+        """
         if self._config is None:
             return True
         config = self._config()
         if config is None:
-            return False
+            told = isinstance(ids, torch.Tensor) and isinstance(self._ids, torch.Tensor) and ids.is_set_to(self._ids)
+            return told and self.loop is not None
         # A loop of `custom_generate` that yields goes on when generate() has returned.
         frames = _frames_from(sys._getframe(1)) if frame is None else [frame]
         return any(each.f_locals.get("generation_config") is config for each in frames)

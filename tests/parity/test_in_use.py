@@ -290,6 +290,32 @@ def _yielding(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwa
 
 
 @pytest.mark.parametrize("kind", ["growing", "fixed"])
+def test_a_loop_may_return_what_yields(llama: PreTrainedModel, kind: str) -> None:
+    """It runs when generate() has returned, and nothing in it has the configuration of the call."""
+
+    def loop(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> Iterator[int]:
+        return (token for token in _without_configuration(model, input_ids, kwargs[CACHE]))
+
+    store = ChunkStore(llama, chunk_size=16)
+    cache = ChunkReuseCache(llama, store, max_cache_len=None if kind == "growing" else 256)
+    llama.generate(**as_inputs(SECOND), **{CACHE: cache}, max_new_tokens=4)
+    for _ in range(2):
+        found = list(llama.generate(**as_inputs(FIRST), **{CACHE: cache}, custom_generate=loop, max_new_tokens=8))
+        assert found == plain("llama", FIRST)[0, FIRST.shape[1] :].tolist()[:8]
+        assert cache.report.bypass_reason is None
+    assert store.check_integrity().wrong == 0
+
+
+def _without_configuration(model: Any, ids: torch.Tensor, cache: Any) -> Iterator[int]:
+    for _ in range(8):
+        held = int(cache.get_seq_length())
+        with torch.no_grad():
+            out = model(ids[:, held:], **{CACHE: cache}, logits_to_keep=1, return_dict=True)
+        ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], dim=1)
+        yield int(ids[0, -1])
+
+
+@pytest.mark.parametrize("kind", ["growing", "fixed"])
 def test_loops_that_yield_take_turns(kind: str) -> None:
     _, store, generate = attached("llama", kind)
     for _ in range(2):
