@@ -126,6 +126,7 @@ def test_float16(compiled: Kernels, capability: int, rows: int) -> None:
     check(compiled[capability, rows, 128, F16], capability, rows, F16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.nightly), 90])
 def test_bfloat16(compiled: Kernels, capability: int, rows: int) -> None:
