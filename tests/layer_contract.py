@@ -117,7 +117,7 @@ class Run:
 
     Args:
         form: The kind of the layer.
-        layer: It; a new one for None.
+        layer: A layer of the form; None for a new one.
         batch: Rows.
         seed: The seed of all that it is given.
     """

@@ -130,8 +130,8 @@ class GenerateCall:
             return True
         config = self._config()
         if config is None:
-            told = isinstance(ids, torch.Tensor) and isinstance(self._ids, torch.Tensor) and ids.is_set_to(self._ids)
-            return told and self.loop is not None
+            both_known = isinstance(ids, torch.Tensor) and isinstance(self._ids, torch.Tensor)
+            return self.loop is not None and both_known and ids.is_set_to(self._ids)
         # A loop of `custom_generate` that yields goes on when generate() has returned.
         frames = _frames_from(sys._getframe(1)) if frame is None else [frame]
         return any(each.f_locals.get("generation_config") is config for each in frames)

@@ -619,7 +619,7 @@ class Scaled(nn.Module):
     ],
     ids=["list", "dict", "deque", "bytearray", "array", "memoryview", "mappingproxy"],
 )
-def test_values_in_containers_of_modules(llama: PreTrainedModel, make: Callable[[], tuple[Any, Any]]) -> None:
+def test_numbers_in_containers_of_modules(llama: PreTrainedModel, make: Callable[[], tuple[Any, Any]]) -> None:
     written, held = make()
     llama.model.layers[0].mlp.act_fn = Scaled(held)
     check_model_compatibility(llama)

@@ -194,14 +194,12 @@ def test_edits_before_the_last_tokens_are_stored(edit: Edit) -> None:
 
 def test_layers_that_come_or_go() -> None:
     model = make_model("llama")
+    plain = model.generate(BASE, max_new_tokens=8)
     for edit in (lambda layers: layers.pop(), lambda layers: layers.append(layers[0])):
         cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
         for _ in range(2):
-            assert torch.equal(
-                plain := model.generate(BASE, max_new_tokens=8), model.generate(BASE, cache=cache, max_new_tokens=8)
-            )
+            assert torch.equal(model.generate(BASE, cache=cache, max_new_tokens=8), plain)
             edit(cache.layers)
-        assert plain.shape[1] > BASE.shape[1]
         assert cache.report.reused_tokens == 96
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import regex  # type: ignore[import-untyped]
 
 from kvboost_hf.server.chats.tool_formats import Tags
-from kvboost_hf.server.chats.values import json_of, overlap
+from kvboost_hf.server.chats.values import json_of, overlap, values_in
 
 _MAX_TAG = 512  # characters
 _KINDS = {
@@ -166,9 +166,8 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
     for name in ("anyOf", "oneOf", "allOf"):
         for part in schema.get(name) or () if isinstance(schema.get(name), list) else ():
             found |= types_of(part, root, depth - 1)
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if not found and isinstance(values, list):
-        found = {_KINDS[type(one)] for one in values}
+    if not found:
+        found = {_KINDS[type(one)] for one in values_in(schema) or ()}
     pointer = schema.get("$ref")
     if not found and isinstance(pointer, str) and pointer.startswith("#/"):
         target: Any = root

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _SPACE = " \t\r\n\ufeff\u00a0"
 _WORD = re.compile(r"[\w.+\-]+")
@@ -369,3 +369,11 @@ def arguments_of(text: str) -> str | None:
     if found == "null":
         return "{}"
     return found if found is not None and found.startswith("{") else None
+
+
+def values_in(schema: Any) -> list[Any] | None:
+    """The values that a schema allows by name, with `enum` or `const`; None if it names none."""
+    if not isinstance(schema, dict):
+        return None
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, list) else None

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from kvboost_hf.server.chats.values import values_in
 from kvboost_hf.server.grammars.patterns import rust
 from kvboost_hf.server.grammars.schemas import (
     LISTS,
@@ -29,7 +30,6 @@ from kvboost_hf.server.grammars.schemas import (
     steps,
     target_of,
     type_named,
-    values_in,
 )
 
 _FORMATS = frozenset(

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from kvboost_hf.server.chats.values import values_in
+
 # Of all that is referred to, how deep it is, together. What makes a grammar of it goes as deep by recursion, and from
 # 1,500 on it may run out of stack, which ends the process.
 MAX_LEVELS = 1000
@@ -272,13 +274,6 @@ def _required(schema: Mapping[str, Any]) -> list[str]:
     if not isinstance(required, list) or not isinstance(properties, dict):
         return []
     return [name for name in required if isinstance(name, str)]
-
-
-def values_in(schema: Any) -> list[Any] | None:
-    if not isinstance(schema, dict):
-        return None
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return values if isinstance(values, list) else None
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:

@@ -67,9 +67,9 @@ class TextPart(Body):
     prompt_cache_breakpoint: Any = None
     """Changes nothing: all of a prompt is stored, and found again up to the token where another one parts from it."""
     annotations: Any = None
-    """Of an answer that is sent back; not part of the prompt."""
+    """Sent back with an earlier answer; not part of the prompt."""
     logprobs: Any = None
-    """Of an answer that is sent back; not part of the prompt."""
+    """Sent back with an earlier answer; not part of the prompt."""
 
 
 MessageContent = str | Many[Annotated[TextPart, BeforeValidator(_as_text_part)]]
@@ -135,7 +135,7 @@ class Message(Body):
     """An older form of `tool_calls`, for one call."""
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    """Of an earlier answer: part of the prompt where the chat template reads it."""
+    """What an earlier answer was reasoned from: part of the prompt where the chat template reads it."""
     reasoning: Annotated[str | None, BeforeValidator(lambda given: given if isinstance(given, str) else None)] = None
     """Another name of `reasoning_content`."""
 

@@ -115,7 +115,7 @@ class WarmRequest(ReasoningFields):
     """The first messages of chats, such as one of the system. What is computed is the longest beginning that all chats
     have in common which go on from there."""
     tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS), only("tools", ("function",))] | None = None
-    """Of these chats, as in requests for answers."""
+    """Tools that the chats are written with, as in requests for answers."""
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """As in requests for answers."""

@@ -36,7 +36,7 @@ class TextBlock(_Marked):
     type: Literal["text"]
     text: str
     citations: Any = None
-    """Of an answer that is sent back; not part of the prompt."""
+    """Sent back with an earlier answer; not part of the prompt."""
 
 
 class ThinkingBlock(Body):

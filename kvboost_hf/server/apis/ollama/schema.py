@@ -30,7 +30,7 @@ class OllamaOptions(Body):
     stop: str | Annotated[Many[str], Field(max_length=MAX_STOPS)] | None = None
     """Texts that end the answer and are left out of it."""
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    """Of all tokens of prompt and answer."""
+    """Divides positive logits of the tokens that prompt and answer have, and multiplies negative ones."""
     presence_penalty: _Added | None = None
     frequency_penalty: _Added | None = None
 
