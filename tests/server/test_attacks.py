@@ -207,8 +207,9 @@ def test_what_nobody_waits_for_is_not_done(
 
 
 @pytest.mark.slow
-def test_a_server_that_compiles_can_be_ended() -> None:
-    with serving([*OURS, "--device", "cpu", "--model-name", "reader", "--drain-s", "1"]) as server:
+def test_a_server_that_compiles_can_be_ended(tmp_path: Path) -> None:
+    command = [*OURS, "--device", "cpu", "--model-name", "reader", "--drain-s", "1"]
+    with serving(command, environment={"TMPDIR": str(tmp_path)}) as server:
         process, url = psutil.Process(server.pid), f"http://127.0.0.1:{server.port}/v1/chat/completions"
 
         def attack(n: int) -> None:

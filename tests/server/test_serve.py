@@ -2,10 +2,8 @@
 
 import argparse
 import json
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, load_embedded
 from tests.internals.cli import add_options, draft_trees, engine_settings, main, server_settings
 from tests.internals.engine import EngineSettings
 from tests.internals.server import ServerSettings
-from tests.servers import free_port
+from tests.server import wire
 
 _ASK: list[Any] = [
     {"role": "system", "content": "You read documents and answer questions about them."},
@@ -30,28 +28,25 @@ _ASK: list[Any] = [
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
     """`kvboost-hf serve`, and a client of it."""
-    port, log = free_port(), tmp_path_factory.mktemp("serve") / "log"
-    command = [sys.executable, "-c", "from kvboost_hf.cli import serve; raise SystemExit(serve())"]
+    log = tmp_path_factory.mktemp("serve") / "log"
     folder = tmp_path_factory.mktemp("tier")
     model, tokenizer = load_embedded()
     with ChunkStore(model, tiers=[f"disk:{folder}"]) as store:  # by another attention
         store.warm("The lamp is red. " * 40, tokenizer=tokenizer)
-    options = f"--port {port} --chunk-size 16 --device cpu --speculative-draft-model {EMBEDDED_DRAFT_DIR}".split()
-    options += ["--disk-cache-dir", str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "KVBOOST_HF_API_KEY": "key"}
+    options = f"--chunk-size 16 --speculative-draft-model {EMBEDDED_DRAFT_DIR} --disk-cache-dir {folder}".split()
     chat = tmp_path_factory.mktemp("chat") / "chat.json"
     chat.write_text(json.dumps({"messages": _ASK[:1]}))
     options += ["--warm", _ASK[0]["content"], "--warm-chat", str(chat)]
-    with log.open("w") as stderr:
-        server = subprocess.Popen([*command, *options], stderr=stderr, text=True, env=environment)
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="key", max_retries=60) as client:
-        client.models.list()  # retried until it listens
+    with (
+        wire.process(log, *options, environment={"KVBOOST_HF_API_KEY": "key"}) as (server, at),
+        openai.OpenAI(base_url=f"{at.url}/v1", api_key="key") as client,
+    ):
         yield server, client
-    server.send_signal(signal.SIGTERM)
-    assert server.wait(20) == 0
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) == 0
     lines = [json.loads(line) for line in Path(log).read_text().splitlines() if line.startswith("{")]
     [started] = (line for line in lines if "max_model_len" in line)
-    assert started["message"] == f"listening at http://127.0.0.1:{port}"
+    assert started["message"] == f"listening at {at.url}"
     assert (started["api_keys"], started["drafts"], started["attention"]) == (1, "auto", "kvboost_fa2")
     stages = [line["stage"] for line in lines if "stage" in line]
     assert [stage.split()[0] for stage in stages] == ["loading", "probing", "warming"]

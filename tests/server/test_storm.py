@@ -51,7 +51,8 @@ def test_a_server_that_was_killed_knows_what_it_said(storm: Any, tmp_path: Path)
     body = {"model": "reader", "messages": prompts.chats[0], "max_tokens": 12, "temperature": 0}
     known = []
     for _ in range(2):
-        with storm.serving([*command, "--disk-cache-dir", str(tmp_path / "kept")]) as server:
+        given = [*command, "--disk-cache-dir", str(tmp_path / "kept")]
+        with storm.serving(given, environment={"TMPDIR": str(tmp_path)}) as server:
             client = storm.Client(server.port, storm.Tally())
             answer = json.loads(client.post("/v1/chat/completions", body))
             assert answer["choices"][0]["message"]["content"] == prompts.said(0, 12)

@@ -257,8 +257,9 @@ def test_a_server_that_is_started_again_has_what_it_held(tmp_path: Path, handed_
     tiers = ["--tiers", f"handover:{tmp_path / 'kv'}:1GB"] if handed_over else []
     body = {"model": "reader", "prompt": "Anna lives in Oslo. She plays the piano. " * 8, "max_tokens": 1}
     found: list[int] = []
+    command = [sys.executable, "-c", STARTED, "--chunk-size", "16", "--model-name", "reader", *tiers]
     for _ in range(2):
-        with serving([sys.executable, "-c", STARTED, "--chunk-size", "16", "--model-name", "reader", *tiers]) as at:
+        with serving(command, environment={"TMPDIR": str(tmp_path)}) as at:
             for _ in range(2):
                 told = httpx.post(f"http://127.0.0.1:{at.port}/v1/completions", json=body, timeout=60)
                 found.append(told.json()["usage"]["prompt_tokens_details"]["cached_tokens"])

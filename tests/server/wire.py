@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -103,12 +103,20 @@ def in_a_thread(server: FrontServer) -> Iterator[Wire]:
 
 
 @contextmanager
-def process(log: Path, *options: str, **how: Any) -> Iterator[tuple[subprocess.Popen[str], Wire]]:
-    """`kvboost-hf serve` on the embedded model, in a process of its own."""
+def process(
+    log: Path, *options: str, environment: Mapping[str, str] | None = None, **how: Any
+) -> Iterator[tuple[subprocess.Popen[str], Wire]]:
+    """`kvboost-hf serve` on the embedded model, in a process of its own.
+
+    Its temporary folder is that of the log, where no other server has planned to use memory.
+    """
     wire = Wire(free_port())
     command = [sys.executable, "-m", "kvboost_hf", "serve", "--device", "cpu", "--port", str(wire.port), *options]
     with log.open("w") as stderr:
-        server = subprocess.Popen(command, stderr=stderr, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **how)
+        fixed = {"OMP_NUM_THREADS": "1", "TMPDIR": str(log.parent)}
+        server = subprocess.Popen(
+            command, stderr=stderr, text=True, env={**os.environ, **fixed, **(environment or {})}, **how
+        )
     try:
         until(lambda: _answers(wire) or server.poll() is not None, "it never listened", START_S)
         assert server.poll() is None, log.read_text()
