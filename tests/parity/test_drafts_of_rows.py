@@ -143,6 +143,23 @@ def test_fewer_passes() -> None:
     assert stats.committed + stats.plain == wanted[:, -25:].numel()
 
 
+def test_rows_that_end_early_cost_no_pass() -> None:
+    """Padding behind a row that has ended is computed with the tokens of the others, as in plain decoding."""
+    target = make_model()
+    told = {**batch((9, 9)), "max_new_tokens": 20, "pad_token_id": PAD}
+    first, second = target.generate(**told, eos_token_id=None)[:, 9:].tolist()
+    told["eos_token_id"] = next(token for token in first if token not in second)
+    wanted = target.generate(**told)
+    assert wanted[:, -1].tolist() == [PAD, second[-1]]
+    trees = looked_up(target, wanted[:0], 0.0, CHAINS)
+    target.generate(**batch((3, 2)), max_new_tokens=1, custom_generate=trees)  # tries the model once
+    with Work(target) as by_itself:
+        target.generate(**told)
+    with Work(target) as work:
+        assert torch.equal(target.generate(**told, custom_generate=trees), wanted)
+    assert work.calls == by_itself.calls  # no draft was right
+
+
 def test_wrong_masks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: rows that see all tails, those of other rows' lengths included, say something else."""
     target = make_model()
