@@ -116,6 +116,14 @@ def test_trees_are_deeper_where_the_target_is_slower() -> None:
     assert deep[2] > 8
 
 
+def test_levels_before_anything_is_known_and_at_most() -> None:
+    fresh = Growth(DraftTreeConfig())
+    assert [fresh.goes_on([0.9], level) for level in range(7)] == [True] * 5 + [False] * 2
+    assert not fresh.goes_on([], 0)
+    fixed = Growth(DraftTreeConfig(policy="tree", depth=7))
+    assert [fixed.goes_on([0.001], level) for level in (1, 6, 7, 8)] == [True, True, False, False]
+
+
 def test_tokens_that_cost_more_than_they_give_are_left_out() -> None:
     growth = Growth(DraftTreeConfig())
     rounds(growth, target_s=20, draft_s=0.1, per_token_s=2.0)
