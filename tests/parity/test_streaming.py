@@ -17,7 +17,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, pipeline
+from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel, pipeline
 
 from kvboost_hf import (
     ChunkReuseCache,
@@ -108,6 +108,22 @@ def test_generate(name: str, mode: Any) -> None:
         wanted = plain.generate(**told)
         torch.manual_seed(0)
         assert torch.equal(model.generate(**told), wanted)
+
+
+def test_feed_forward_parts_of_several_modules() -> None:
+    config = OPTConfig(
+        **{"vocab_size": 200, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 4},
+        num_hidden_layers=4,
+    )
+    model = OPTForCausalLM(config).eval()
+    told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 6}
+    wanted = model.generate(**told)
+    with use_backend(PoisoningBackend):
+        stream_layers(model, StreamingConfig(residency_mode="ffn_only_stream"), device="cpu")
+    layer = model.model.decoder.layers[0]
+    assert layer.fc1.weight.is_meta or layer.fc1.weight.isnan().all()
+    assert not layer.self_attn.q_proj.weight.isnan().any()
+    assert torch.equal(model.generate(**told), wanted)
 
 
 def test_exception_within_a_layer(expected: list[torch.Tensor]) -> None:
