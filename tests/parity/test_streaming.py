@@ -111,11 +111,9 @@ def test_generate(name: str, mode: Any) -> None:
 
 
 def test_feed_forward_parts_of_several_modules() -> None:
-    config = OPTConfig(
-        **{"vocab_size": 200, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 4},
-        num_hidden_layers=4,
-    )
-    model = OPTForCausalLM(config).eval()
+    size: Any = {"vocab_size": 200, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64}
+    config = OPTConfig(**size, num_hidden_layers=4, num_attention_heads=4)
+    model: Any = OPTForCausalLM(config).eval()
     told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 6}
     wanted = model.generate(**told)
     with use_backend(PoisoningBackend):
