@@ -448,20 +448,26 @@ def test_layers_that_are_the_same() -> None:
 
 def test_hooks_of_others_stay(expected: list[torch.Tensor]) -> None:
     class Counting(ModelHook):
-        calls = 0
+        calls, taken_off = 0, False
 
         def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
             self.calls += 1
             return args, kwargs
 
-    model, counting = make_layers(LAYERS), Counting()
+        def detach_hook(self, module: Any) -> Any:
+            self.taken_off = True
+            return module
+
+    model, counting, elsewhere = make_layers(LAYERS), Counting(), Counting()
     stream_except(model, ())
+    add_hook_to_module(model.lm_head, elsewhere)
     add_hook_to_module(model.model.layers[2], counting, append=True)
     assert all_equal(outputs(model), expected)
     assert counting.calls == 2
     stop_streaming(model)
     assert all_equal(outputs(model), expected)
-    assert counting.calls == 4
+    assert counting.calls == elsewhere.calls == 4
+    assert not elsewhere.taken_off
     assert not any(isinstance(getattr(m, "_hf_hook", None), LayerStreamingHook) for m in model.modules())
 
 

@@ -259,6 +259,13 @@ def test_a_layer_is_found_again_and_read_in_any_parts(tmp_path: Path, origin: Or
     assert all((tmp_path / "new" / name).stat().st_mode & 0o777 == 0o600 for name in names)
 
 
+def test_a_layer_that_somebody_removes_at_once_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda source, target: (replace(source, target), os.unlink(target)))
+    with pytest.raises(FileNotFoundError, match="A streamed layer is gone"):
+        LayerFolder(tmp_path).write(0, content(), LAYOUT)
+
+
 def test_a_layer_that_is_there_is_not_written_again(tmp_path: Path, origin: Origin) -> None:
     """Whoever has written it: a checkpoint, another one with the same layer, or a model that was in memory."""
     LayerFolder(tmp_path, origin).write(0, content(), LAYOUT)

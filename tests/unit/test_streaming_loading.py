@@ -183,7 +183,7 @@ def test_other_loaders() -> None:
         load_streamed("model.Q4_K_M.gguf")
     with pytest.raises(ValueError, match="GGUF"):
         load_streamed("somebody/model-GGUF", gguf_file="model.Q4_K_M.gguf")
-    with pytest.raises(ValueError, match="BitsAndBytesConfig"):
+    with pytest.raises(ValueError, match="got quantization_config=BitsAndBytesConfig"):
         load_streamed(str(EMBEDDED_MODEL_DIR), quantization_config=BitsAndBytesConfig(load_in_4bit=True))
     with pytest.raises(ValueError, match="returns the model alone"):
         load_streamed(str(EMBEDDED_MODEL_DIR), output_loading_info=True)
