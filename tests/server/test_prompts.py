@@ -58,6 +58,21 @@ def test_so_many_tokens_at_most(at: Listening, engine: FakeEngine, tokenizer: An
     assert len(engine.job.ids) == 7
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_is_what_was_not_cut_off(at: Listening, engine: FakeEngine, tokenizer: Any, stream: bool) -> None:
+    engine.says = ("Anna.",)
+    ids = tokenizer.encode(TEXT["prompt"])
+    for prompt, most in ((TEXT["prompt"], 7), (ids, 7), (TEXT["prompt"], len(ids)), (TEXT["prompt"], -1)):
+        asked = {"prompt": prompt, "echo": True, "truncate_prompt_tokens": most, "stream": stream}
+        text = "".join(choice.text for choice in _choices(at, asked))
+        assert text == (tokenizer.decode(ids[-7:]) if most == 7 else TEXT["prompt"]) + "Anna."
+
+
+def _choices(at: Listening, asked: dict[str, Any]) -> list[Any]:
+    told: Any = at.openai.completions.create(model="reader", extra_body=asked, prompt="", stream=asked["stream"])
+    return [chunk.choices[0] for chunk in (told if asked["stream"] else [told])]
+
+
 @pytest.mark.parametrize(
     ("route", "body", "param"),
     [

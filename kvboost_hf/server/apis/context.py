@@ -84,6 +84,7 @@ class RouteContext:
     histories: Histories = field(default_factory=Histories)  # keeps messages of chats for requests that ask for it
     _token_texts: dict[int, str] = field(default_factory=dict)
     _token_bytes: dict[int, list[int]] = field(default_factory=dict)
+    _token_chars: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def require_model(self, name: str | None) -> str:
         """Return the name that an answer gives the model, or raise an `ApiError` for the name of another model."""
@@ -160,11 +161,23 @@ class RouteContext:
             raise
 
     def token_text(self, token: int) -> str:
-        """The text of a single token."""
+        """The text of a single token, with the space that it begins with behind others."""
         found = self._token_texts.get(token)
         if found is None:
-            found = self._token_texts[token] = str(self.tokenizer.decode([token]))
+            known = self.grammars.token_bytes(token)
+            # `decode()` leaves out a space in front of the first token where tokens begin with one, as in Llama 2.
+            text = known.decode(errors="replace") if known else str(self.tokenizer.decode([token]))
+            found = self._token_texts[token] = text
         return found
+
+    def chars_of(self, token: int, *, special: bool) -> int:
+        """How many characters of a text begin in a token; `special` says whether the text has special tokens."""
+        found = self._token_chars.get(token)
+        if found is None:
+            begun = sum(byte & 0xC0 != 0x80 for byte in self._bytes_of(token))
+            hidden = self.token_text(token).strip() and not self.tokenizer.decode([token], skip_special_tokens=True)
+            found = self._token_chars[token] = (0 if hidden else begun, begun)
+        return found[special]
 
     def _bytes_of(self, token: int) -> list[int]:
         """The bytes of a single token; the caller must not change the list."""
