@@ -271,6 +271,21 @@ def test_a_beginning_that_is_left_out_leaves_room(
     assert engine.job.options.max_tokens == CONTEXT - kept
 
 
+@pytest.mark.parametrize("asked", [20, 32_000])
+@pytest.mark.parametrize("route", APIS)
+def test_a_prompt_that_has_room_keeps_its_beginning(serve: Serve, engine: FakeEngine, route: str, asked: int) -> None:
+    """Where longer ones are cut, too: the answer gets what room is left, as where they are refused."""
+    serve(engine).http.post(route, json=body_of(route, asked))
+    ids = engine.job.ids
+    engine.max_model_len = len(ids) + 5
+    assert serve(engine, auto_truncate=True).http.post(route, json=body_of(route, asked)).status_code == 200
+    assert list(engine.job.ids) == list(ids)
+    assert engine.job.options.max_tokens == 5
+    auto = {"truncation": "auto"} if route == "/v1/responses" else {"truncate_prompt_tokens": -1}
+    assert serve(engine).http.post(route, json=body_of(route, asked) | auto).status_code == 200
+    assert list(engine.job.ids) == list(ids)
+
+
 def test_memory_bounds_a_context(serve: Serve) -> None:
     """What has no room in memory is cut, as what has none in the context, and clients are told of the smaller one."""
     model, tokenizer = load_embedded()

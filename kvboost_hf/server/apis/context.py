@@ -232,15 +232,14 @@ class RouteContext:
     def fitted(
         self, ids: list[int], asked: int | None, *, what: Literal["messages", "prompt"], truncates: bool
     ) -> list[int]:
-        """A prompt that leaves room for an answer of `asked` tokens; `truncates` leaves its beginning out for that."""
+        """A prompt that leaves room for an answer. `truncates` leaves the beginning out of one that does not, so that
+        there is room for `asked` tokens."""
         limit = self.context_length
-        most = limit - self.wanted(asked)
-        if truncates or self.settings.auto_truncate:
-            if asked is None and len(ids) > most:
-                most = limit - limit // _ANSWER_PART
-            return ids[-most:]
         if len(ids) <= limit - (asked != 0):
             return ids
+        most = limit - self.wanted(asked)
+        if truncates or self.settings.auto_truncate:
+            return ids[-(most if asked is not None else limit - max(1, limit // _ANSWER_PART)) :]
         message = f"A prompt of {len(ids)} tokens leaves no room for an answer in the context window of {limit}."
         error = TooLongError(message, most, tokens=len(ids), limit=limit, what=what)
         self.meter.refused(error)
