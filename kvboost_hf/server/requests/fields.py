@@ -186,6 +186,8 @@ _Token = Annotated[int, Field(ge=0)]
 _Added = Annotated[float, Field(ge=-100, le=100)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Length = Annotated[Annotated[int, Field(ge=1)] | None, absent(-1)]
+# Of which 0 means all tokens; it is another value than none, for which the model's own counts.
+TopK = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda given: 0 if given == -1 else given)]
 FormKind = Literal["json", "regex", "choice", "grammar"]
 _ANY_OBJECT = {"type": "object"}
 _Schema = Annotated[
@@ -388,9 +390,7 @@ class Sampled(FormFields, TextRequest):
     logit_bias: _Bias | None = None
     """By token id, or a list of pairs; `false` in a pair for a token that must not come."""
     stream_options: StreamOptions | None = None
-    top_k: Annotated[
-        Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda given: 0 if given == -1 else given)
-    ] = None
+    top_k: TopK = None
     """0 and -1 for all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None

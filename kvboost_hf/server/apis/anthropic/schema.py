@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from kvboost_hf.server.http.metrics import note_ignored
 from kvboost_hf.server.requests.chat import MAX_TOOLS, ChatRequest, ToolName
-from kvboost_hf.server.requests.fields import MAX_STOPS, Body, JsonSchemaBody, Many, Refusal, absent, only
+from kvboost_hf.server.requests.fields import MAX_STOPS, Body, JsonSchemaBody, Many, Refusal, TopK, absent, only
 from kvboost_hf.server.requests.messages import CalledFunction, MadeCall, Message, joined_thoughts, text_of_media
 
 _BETWEEN = "\n\n"  # texts of several blocks
@@ -376,7 +376,8 @@ class MessagesRequest(CountRequest):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """0 takes the likeliest token."""
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: TopK = None
+    """0 and -1 for all tokens."""
 
     def _chat_fields(self) -> dict[str, Any]:
         asked = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}

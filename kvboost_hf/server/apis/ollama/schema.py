@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Tool
-from kvboost_hf.server.requests.fields import MAX_STOPS, Body, Many, Refusal, absent, only
+from kvboost_hf.server.requests.fields import MAX_STOPS, Body, Many, Refusal, TopK, absent, only
 from kvboost_hf.server.requests.messages import images_left_out
 
 _Added = Annotated[float, Field(ge=-2, le=2)]
@@ -21,7 +21,7 @@ class OllamaOptions(Body):
     """Tokens of the answer, at most; as many as the context has room for where it is more, left out, 0, -1 or -2."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """0 takes the likeliest token."""
-    top_k: Annotated[Annotated[int, Field(ge=0)] | None, absent(-1)] = None
+    top_k: TopK = None
     """0 and -1 for all tokens."""
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
