@@ -186,6 +186,7 @@ _Token = Annotated[int, Field(ge=0)]
 _Added = Annotated[float, Field(ge=-100, le=100)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Length = Annotated[Annotated[int, Field(ge=1)] | None, absent(-1)]
+SessionName = Annotated[Annotated[str, Field(max_length=1024)] | None, absent("")]
 # Of which 0 means all tokens; it is another value than none, for which the model's own counts.
 TopK = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda given: 0 if given == -1 else given)]
 FormKind = Literal["json", "regex", "choice", "grammar"]
@@ -228,7 +229,7 @@ class TextRequest(Body):
     """With 0 only the likeliest token is left."""
     stream: bool | None = None
     """Server-sent events."""
-    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
+    prompt_cache_key: SessionName = None
     """Names the session, and leads a cluster to the replica that has it; it separates no K/V, as `cache_salt` does."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Requests share K/V only with requests of the same salt, as in vLLM."""
