@@ -52,8 +52,11 @@ def test_a_request_may_leave_out_the_beginning(
 
 
 def test_so_many_tokens_at_most(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
-    at.http.post("/v1/completions", json=TEXT | {"truncate_prompt_tokens": 7})
+    response = at.http.post("/v1/completions", json=TEXT | {"truncate_prompt_tokens": 7})
+    assert response.headers["x-kvboost-changed"] == "prompt-cut"
     assert list(engine.job.ids) == tokenizer.encode(TEXT["prompt"])[-7:]
+    response = at.http.post("/v1/completions", json=TEXT | {"truncate_prompt_tokens": len(TEXT["prompt"])})
+    assert "x-kvboost-changed" not in response.headers
     at.http.post("/v1/chat/completions", json=CHAT | {"truncate_prompt_tokens": 7})
     assert len(engine.job.ids) == 7
 

@@ -25,7 +25,7 @@ from kvboost_hf.server.chats.merging import without_changing_lines
 from kvboost_hf.server.fair_share import Turns
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.http.errors import ApiError, most_telling, refused
-from kvboost_hf.server.http.metrics import Meter, noting
+from kvboost_hf.server.http.metrics import PROMPT_CUT, Meter, note_changed, noting
 from kvboost_hf.server.jobs import (
     Constraint,
     Job,
@@ -239,6 +239,7 @@ class RouteContext:
             return ids
         most = limit - self.wanted(asked)
         if truncates or self.settings.auto_truncate:
+            note_changed(PROMPT_CUT)
             return ids[-(most if asked is not None else limit - max(1, limit // _ANSWER_PART)) :]
         message = f"A prompt of {len(ids)} tokens leaves no room for an answer in the context window of {limit}."
         error = TooLongError(message, most, tokens=len(ids), limit=limit, what=what)

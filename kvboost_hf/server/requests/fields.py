@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchem
 from pydantic_core import CoreSchema, from_json
 from pydantic_core.core_schema import no_info_after_validator_function
 
-from kvboost_hf.server.http.metrics import note_ignored
+from kvboost_hf.server.http.metrics import PROMPT_CUT, note_changed, note_ignored
 from kvboost_hf.server.jobs import Reuse
 
 Item = TypeVar("Item")
@@ -406,7 +406,10 @@ class Sampled(FormFields, TextRequest):
     def truncated(self, ids: list[int]) -> list[int]:
         """The last tokens of a prompt, as many as are asked for."""
         most = self.truncate_prompt_tokens or 0
-        return ids[-most:] if most > 0 else ids
+        if not 0 < most < len(ids):
+            return ids
+        note_changed(PROMPT_CUT)
+        return ids[-most:]
 
     @property
     def stops(self) -> tuple[str, ...]:
