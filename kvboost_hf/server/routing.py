@@ -271,7 +271,7 @@ def prompt_keys(body: bytes, authorization: str = "") -> list[bytes]:
     owner = repr((authorization, asked.get("cache_salt"))).encode()
     key = root_key(b"text", owner)
     session = asked.get("prompt_cache_key")
-    keys: list[bytes] = [] if session is None else [root_key(b"session", owner + repr(session).encode())]
+    keys: list[bytes] = [] if session in (None, "") else [root_key(b"session", owner + repr(session).encode())]
     for stop in range(_PIECE, len(text) + 1, _PIECE):
         keys.append(key := digest(key, text[stop - _PIECE : stop]))
     return keys

@@ -203,10 +203,17 @@ def test_defaults_of_the_model(tokenizer: Any, config: Any, asked: Any, wanted: 
     fake = FakeEngine("Anna.")
     sampling = SamplingDefaults.of(GenerationConfig(do_sample=True, **config))
     with listening(make_app(fake, tokenizer, ServerSettings(model_name="reader"), sampling=sampling)) as at:
-        response = at.http.post("/v1/completions", json={"prompt": "Who?"} | asked)
-        assert response.status_code == 200, response.text
         wanted |= {"top_k": 0} if wanted.get("top_k") == -1 else {}
-        assert {name: getattr(fake.job.options, name) for name in wanted} == wanted
+        chat = {"messages": [{"role": "user", "content": "Who?"}]} | asked
+        for path, body in (
+            ("/v1/completions", {"prompt": "Who?"} | asked),
+            ("/v1/chat/completions", chat),
+            ("/v1/messages", chat),
+            ("/api/generate", {"model": "reader", "prompt": "Who?", "options": asked}),
+        ):
+            response = at.http.post(path, json=body)
+            assert response.status_code == 200, response.text
+            assert {name: getattr(fake.job.options, name) for name in wanted} == wanted
         shown = at.http.get("/v1/models/reader").json()["default_sampling"]
         assert shown == SamplingDefaults().body | config
         if "temperature" not in asked:

@@ -266,9 +266,27 @@ def test_a_beginning_that_is_left_out_leaves_room(
 ) -> None:
     at = small(serve, engine, auto_truncate=True)
     body = {"model": "reader", "prompt": [5] * 500} | ({} if asked is None else {"max_tokens": asked})
-    assert at.http.post("/v1/completions", json=body).status_code == 200
+    response = at.http.post("/v1/completions", json=body)
+    assert (response.status_code, response.headers["x-kvboost-changed"]) == (200, "prompt-cut")
     assert len(engine.job.ids) == kept
     assert engine.job.options.max_tokens == CONTEXT - kept
+
+
+@pytest.mark.parametrize("asked", [20, 32_000])
+@pytest.mark.parametrize("route", APIS)
+def test_a_prompt_that_has_room_keeps_its_beginning(serve: Serve, engine: FakeEngine, route: str, asked: int) -> None:
+    """Where longer ones are cut, too: the answer gets what room is left, as where they are refused."""
+    serve(engine).http.post(route, json=body_of(route, asked))
+    ids = engine.job.ids
+    engine.max_model_len = len(ids) + 5
+    response = serve(engine, auto_truncate=True).http.post(route, json=body_of(route, asked))
+    assert response.status_code == 200
+    assert "x-kvboost-changed" not in response.headers
+    assert list(engine.job.ids) == list(ids)
+    assert engine.job.options.max_tokens == 5
+    auto = {"truncation": "auto"} if route == "/v1/responses" else {"truncate_prompt_tokens": -1}
+    assert serve(engine).http.post(route, json=body_of(route, asked) | auto).status_code == 200
+    assert list(engine.job.ids) == list(ids)
 
 
 def test_memory_bounds_a_context(serve: Serve) -> None:

@@ -170,6 +170,33 @@ def test_why_an_answer_ends(serve: Serve, engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rest", "reason", "stop", "says"),
+    [
+        ("", "stop", None, ("tool_use", None)),
+        ("", "stop", ".", ("tool_use", None)),
+        (CALL[:14], "length", None, ("max_tokens", None)),
+        (CALL[:-20], "length", None, ("max_tokens", None)),
+        ("I have", "length", None, ("max_tokens", None)),
+        (CALL[:-20], "stop", ".", ("stop_sequence", ".")),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_why_an_answer_ends_behind_a_call(
+    at: Listening, engine: FakeEngine, rest: str, reason: Any, stop: str | None, says: Any, stream: bool
+) -> None:
+    engine.says, engine.reason, engine.stop = (CALL, rest), reason, stop
+    told = _events(at, tools=[TOOL])[-2]["delta"] if stream else _ask(at, tools=[TOOL])
+    assert (told["stop_reason"], told["stop_sequence"]) == says
+
+
+def test_a_call_that_turns_out_malformed_has_not_filled_the_context(at: Listening, engine: FakeEngine) -> None:
+    engine.says = (CALL[:-20], "]]]]</tool_call>")
+    assert _events(at, tools=[TOOL], max_tokens=None)[-2]["delta"]["stop_reason"] == "max_tokens"
+    engine.reason = "length"
+    assert _events(at, tools=[TOOL], max_tokens=None)[-2]["delta"]["stop_reason"] == "model_context_window_exceeded"
+
+
+@pytest.mark.parametrize(
     ("changes", "five", "hour"),
     [
         ({}, None, None),

@@ -149,7 +149,8 @@ def test_prompts_are_chats_unless_they_are_raw(at: Listening, engine: FakeEngine
 def test_context_continues_a_chat(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
     said = "Anna plays the piano."
     context = _ids(tokenizer, SYSTEM + ASK) + tokenizer.encode(said, add_special_tokens=False)
-    at.http.post("/api/generate", json=GENERATE | {"context": context, "system": "Be short.", "prompt": "Where?"})
+    body = GENERATE | {"context": context, "system": "Be short.", "prompt": "Where?"}
+    assert at.http.post("/api/generate", json=body).headers["x-kvboost-ignored"] == "system"
     talk = [*SYSTEM, *ASK, {"role": "assistant", "content": said}, {"role": "user", "content": "Where?"}]
     assert list(engine.job.ids) == _ids(tokenizer, talk)
     told = at.http.post("/api/generate", json=GENERATE).json()

@@ -37,6 +37,7 @@ def test_a_cache_key_leads_to_its_replica_and_shares_the_text() -> None:
     assert named[1:] == other[1:] == plain
     assert named[0] != other[0]
     assert prompt_keys(_chat("b", prompt_cache_key="k")) == named[:1]
+    assert prompt_keys(_chat("b", prompt_cache_key="")) == prompt_keys(_chat("b"))
     assert prompt_keys(_chat("b", prompt_cache_key="k"), "Bearer one") != named[:1]
 
 

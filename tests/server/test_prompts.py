@@ -52,10 +52,28 @@ def test_a_request_may_leave_out_the_beginning(
 
 
 def test_so_many_tokens_at_most(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
-    at.http.post("/v1/completions", json=TEXT | {"truncate_prompt_tokens": 7})
+    response = at.http.post("/v1/completions", json=TEXT | {"truncate_prompt_tokens": 7})
+    assert response.headers["x-kvboost-changed"] == "prompt-cut"
     assert list(engine.job.ids) == tokenizer.encode(TEXT["prompt"])[-7:]
+    response = at.http.post("/v1/completions", json=TEXT | {"truncate_prompt_tokens": len(TEXT["prompt"])})
+    assert "x-kvboost-changed" not in response.headers
     at.http.post("/v1/chat/completions", json=CHAT | {"truncate_prompt_tokens": 7})
     assert len(engine.job.ids) == 7
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_is_what_was_not_cut_off(at: Listening, engine: FakeEngine, tokenizer: Any, stream: bool) -> None:
+    engine.says = ("Anna.",)
+    ids = tokenizer.encode(TEXT["prompt"])
+    for prompt, most in ((TEXT["prompt"], 7), (ids, 7), (TEXT["prompt"], len(ids)), (TEXT["prompt"], -1)):
+        asked = {"prompt": prompt, "echo": True, "truncate_prompt_tokens": most, "stream": stream}
+        text = "".join(choice.text for choice in _choices(at, asked))
+        assert text == (tokenizer.decode(ids[-7:]) if most == 7 else TEXT["prompt"]) + "Anna."
+
+
+def _choices(at: Listening, asked: dict[str, Any]) -> list[Any]:
+    told: Any = at.openai.completions.create(model="reader", extra_body=asked, prompt="", stream=asked["stream"])
+    return [chunk.choices[0] for chunk in (told if asked["stream"] else [told])]
 
 
 @pytest.mark.parametrize(

@@ -297,6 +297,45 @@ def test_items_of_reasoning(family: Family, engine: FakeEngine, stream: bool) ->
     assert "<think>So it is.</think>Anna.<|im_end|>" in tokenizer.decode(engine.job.ids)
 
 
+def _thought(text: str, kind: str = "reasoning") -> dict[str, Any]:
+    return {"type": kind, "thinking": text} if kind == "thinking" else {"type": kind, "content": [{"text": text}]}
+
+
+def _calls(id: str) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": id, "name": "look", "arguments": "{}"}
+
+
+SAID = {"role": "assistant", "content": "Anna."}
+USED = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("path", "history", "wanted"),
+    [
+        ("responses", [_thought("So."), _thought("Then."), SAID], "<think>So.\n\nThen.</think>Anna."),
+        ("responses", [_thought("So."), SAID, _thought("Then."), _calls("a")], "<think>So.\n\nThen.</think>Anna."),
+        ("responses", [_thought("So."), _calls("a"), _thought("Then."), _calls("b")], "<think>So.\n\nThen.</think>"),
+        ("responses", [_thought("So."), *ASK, SAID], "<think>So.</think><|im_end|>"),
+        ("messages", [[_thought("So.", "thinking")], [_thought("Then.", "thinking"), USED]], "So.\n\nThen.</think>"),
+        ("messages", [[_thought("So.", "thinking"), _thought("Then.", "thinking")]], "<think>So.\n\nThen.</think>"),
+    ],
+)
+def test_reasoning_of_several_places_stays_in_its_turn(
+    family: Family, engine: FakeEngine, path: str, history: list[Any], wanted: str
+) -> None:
+    at = family("qwen")
+    result = [{"type": "tool_result", "tool_use_id": "a", "content": "on"}]
+    if path == "messages":
+        turns = [*ASK, *({"role": "assistant", "content": blocks} for blocks in history)]
+        body: Any = {"max_tokens": 9, "messages": [*turns, {"role": "user", "content": result}]}
+    else:
+        body = {"input": [*ASK, *history, *ASK, SAID, *ASK]}
+    assert at.http.post(f"/v1/{path}", json=body).status_code == 200
+    text = at.server.config.app.state.context.tokenizer.decode(engine.job.ids)
+    assert wanted in text
+    assert text.count("So.") == text.count("<think>") == 1
+
+
 def test_the_streaming_helper_of_the_sdk(family: Family) -> None:
     with family("qwen").openai.responses.stream(model="reader", input="Who?") as stream:
         for _ in stream:

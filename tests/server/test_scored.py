@@ -1,18 +1,24 @@
 """Log probabilities of prompts, and the best of several answers, against plain forwards of the model."""
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from tests.conftest import make_model, random_ids
-from tests.internals.server import Job, ModelEngine, SamplingOptions, TokenLogprob
-from tests.server.conftest import Listening
+from tests.internals.server import Job, ModelEngine, SamplingOptions, TokenLogprob, make_app
+from tests.property.test_text_stream import _byte_fallback
+from tests.server.conftest import SETTINGS, Listening, listening
+from tests.server.fake_engine import FakeEngine
 from tests.server.test_worker import Told, numbers
 
 KEY = {"Authorization": "Bearer key"}
+ALL: dict[str, Any] = {"ignore_eos": True, "skip_special_tokens": False}
 TEXT = "Anna plays the piano in the hall. The lamp in the hall is red. " * 3
 
 
@@ -34,7 +40,7 @@ def _complete(at: Listening, **asked: Any) -> Any:
 def test_an_echo_with_log_probabilities(reading: Listening, tokenizer: Any, new: int) -> None:
     ids = tokenizer.encode(TEXT)
     for _ in range(2):  # the second time the prompt is stored
-        told = _complete(reading, prompt=TEXT, max_tokens=new, echo=True, logprobs=2, ignore_eos=True)
+        told = _complete(reading, prompt=TEXT, max_tokens=new, echo=True, logprobs=2, **ALL)
         (choice,) = told["choices"]
         found = choice["logprobs"]
         assert choice["text"].startswith(TEXT)
@@ -65,6 +71,61 @@ def test_an_echo_with_log_probabilities_in_a_stream(reading: Listening, tokenize
             offsets += choice.logprobs.text_offset or []
     assert (text, tokens) == (whole["text"], whole["logprobs"]["tokens"])
     assert offsets == whole["logprobs"]["text_offset"]
+
+
+@pytest.fixture(scope="module")
+def spaced() -> Iterator[tuple[Listening, Any]]:
+    """The embedded model behind a tokenizer whose tokens begin with a space, and whose texts begin with a token."""
+    model, tokenizer = load_embedded()[0], _byte_fallback()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    engine = ModelEngine(model, tokenizer, store=ChunkStore(model, chunk_size=16))
+    with listening(make_app(engine, tokenizer, SETTINGS)) as at:
+        yield at, tokenizer
+    engine.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["spaced", "reading"])
+def test_offsets_are_those_of_the_text(
+    spaced: tuple[Listening, Any], reading: Listening, name: str, stream: bool
+) -> None:
+    """Where tokens are parts of characters, have a space that the text has not, or are not in it at all."""
+    at, prompt = spaced[0], "the cat sat on é🙂 mat"
+    if name == "reading":
+        at, prompt = reading, f"<|im_start|>{prompt}<|im_end|> mat"
+    bias = {"1": 100, "0": 99, "266": 98}  # special tokens, and a text
+    body = {"prompt": prompt, "max_tokens": 6, "echo": True, "logprobs": 3, "ignore_eos": True, "logit_bias": bias}
+    for more in ({}, {"skip_special_tokens": False}, {"truncate_prompt_tokens": 5}, {"echo": False}):
+        asked = body | more | {"presence_penalty": 2, "temperature": 1.5, "seed": 3, "stream": stream}
+        response = at.http.post("/v1/completions", json=asked, headers=KEY)
+        lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line)["choices"][0] for line in (lines if stream else [response.text])]
+        text = "".join(choice["text"] for choice in choices)
+        told = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        tokens = [token for one in told for token in one["tokens"]]
+        offsets = [start for one in told for start in one["text_offset"]]
+        assert offsets == sorted(offsets)
+        assert text.startswith(prompt) == (len(more) == 0 or "skip_special_tokens" in more)
+        for n, (token, start) in enumerate(zip(tokens, offsets, strict=True)):
+            if token.startswith("<"):
+                left_out = n >= len(tokens) - 6 and more.get("skip_special_tokens", True)
+                assert text.startswith(token, start) or token == "<s>" or left_out
+            elif "\ufffd" not in token:  # a whole one, but for the space that the first one has
+                assert text.startswith(token, start) or (start == 0 and text.startswith(token[1:]))
+        assert text.endswith(tokens[-1])
+
+
+class _Halves(FakeEngine):
+    """Finds parts of characters likely."""
+
+    def _logprobs(self, job: Job, piece: int) -> tuple[TokenLogprob, ...]:
+        return (TokenLogprob(259, -2.0, ((250, -0.5), (251, -1.5), (259, -2.0))),)
+
+
+def test_the_likeliest_of_tokens_with_one_text_is_told(spaced: tuple[Listening, Any]) -> None:
+    with listening(make_app(_Halves("a"), spaced[1], SETTINGS)) as at:
+        told = _complete(at, prompt="the", logprobs=3, max_tokens=1)["choices"][0]["logprobs"]
+    assert told["top_logprobs"] == [{"\ufffd": -0.5, told["tokens"][0]: -2.0}]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next", "bloom"])

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -370,6 +371,18 @@ def test_sessions_are_listed_changed_and_dropped(reader: tuple[PreTrainedModel, 
         for wrong in ({}, {"ttl_s": -1}, {"ttl_s": 5, "pinned": False}, {"pinned": "yes"}, {"priority": 1.5}):
             assert at.http.patch("/v1/kv/sessions/chat/1", json=wrong).status_code == 400
         assert at.http.patch("/v1/kv/sessions/other", json={"pinned": True}).json()["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize("name", ["a//b", "/a/", "a?b#%2F", "a\nb\n", "é 🙂"])
+def test_all_sessions_can_be_dropped(reader: tuple[PreTrainedModel, Any], name: str) -> None:
+    with engine_of(*reader) as engine, served(engine) as at:
+        say(at, BOOK + "Who?", name=name)
+        say(at, head("9:41") + BOOK, name="")  # which is none, as where it is left out
+        path = f"/v1/kv/sessions/{quote(name, safe='')}"
+        assert at.http.get(path).json()["id"] == name
+        assert at.http.delete(path).json()["deleted"]
+        [left] = at.http.get("/v1/kv/sessions").json()["data"]
+        assert len(left["id"]) == 24
 
 
 def test_keys_see_and_drop_their_own_sessions_only(reader: tuple[PreTrainedModel, Any]) -> None:

@@ -108,6 +108,10 @@ class RequestJobs:
             f"computed={sum(event.computed_tokens for event in ended.values())}, ttft_ms={1000 * first_s:.1f}"
         )
 
+    def prompt(self, n: int) -> Sequence[int]:
+        """The tokens of the prompt of job `n`, without what was cut off."""
+        return self._jobs[n].ids
+
     def limit(self, n: int, reason: str | None) -> dict[str, Any]:
         """What the end of answer `n` says besides its reason, where a limit of the server's own has ended it."""
         job = self._jobs[n]

@@ -25,7 +25,7 @@ from kvboost_hf.server.chats.merging import without_changing_lines
 from kvboost_hf.server.fair_share import Turns
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.http.errors import ApiError, most_telling, refused
-from kvboost_hf.server.http.metrics import Meter, noting
+from kvboost_hf.server.http.metrics import PROMPT_CUT, Meter, note_changed, noting
 from kvboost_hf.server.jobs import (
     Constraint,
     Job,
@@ -84,6 +84,7 @@ class RouteContext:
     histories: Histories = field(default_factory=Histories)  # keeps messages of chats for requests that ask for it
     _token_texts: dict[int, str] = field(default_factory=dict)
     _token_bytes: dict[int, list[int]] = field(default_factory=dict)
+    _token_chars: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def require_model(self, name: str | None) -> str:
         """Return the name that an answer gives the model, or raise an `ApiError` for the name of another model."""
@@ -160,11 +161,23 @@ class RouteContext:
             raise
 
     def token_text(self, token: int) -> str:
-        """The text of a single token."""
+        """The text of a single token, with the space that it begins with behind others."""
         found = self._token_texts.get(token)
         if found is None:
-            found = self._token_texts[token] = str(self.tokenizer.decode([token]))
+            known = self.grammars.token_bytes(token)
+            # `decode()` leaves out a space in front of the first token where tokens begin with one, as in Llama 2.
+            text = known.decode(errors="replace") if known else str(self.tokenizer.decode([token]))
+            found = self._token_texts[token] = text
         return found
+
+    def chars_of(self, token: int, *, special: bool) -> int:
+        """How many characters of a text begin in a token; `special` says whether the text has special tokens."""
+        found = self._token_chars.get(token)
+        if found is None:
+            begun = sum(byte & 0xC0 != 0x80 for byte in self._bytes_of(token))
+            hidden = self.token_text(token).strip() and not self.tokenizer.decode([token], skip_special_tokens=True)
+            found = self._token_chars[token] = (0 if hidden else begun, begun)
+        return found[special]
 
     def _bytes_of(self, token: int) -> list[int]:
         """The bytes of a single token; the caller must not change the list."""
@@ -219,15 +232,15 @@ class RouteContext:
     def fitted(
         self, ids: list[int], asked: int | None, *, what: Literal["messages", "prompt"], truncates: bool
     ) -> list[int]:
-        """A prompt that leaves room for an answer of `asked` tokens; `truncates` leaves its beginning out for that."""
+        """A prompt that leaves room for an answer. `truncates` leaves the beginning out of one that does not, so that
+        there is room for `asked` tokens."""
         limit = self.context_length
-        most = limit - self.wanted(asked)
-        if truncates or self.settings.auto_truncate:
-            if asked is None and len(ids) > most:
-                most = limit - limit // _ANSWER_PART
-            return ids[-most:]
         if len(ids) <= limit - (asked != 0):
             return ids
+        most = limit - self.wanted(asked)
+        if truncates or self.settings.auto_truncate:
+            note_changed(PROMPT_CUT)
+            return ids[-(most if asked is not None else limit - max(1, limit // _ANSWER_PART)) :]
         message = f"A prompt of {len(ids)} tokens leaves no room for an answer in the context window of {limit}."
         error = TooLongError(message, most, tokens=len(ids), limit=limit, what=what)
         self.meter.refused(error)

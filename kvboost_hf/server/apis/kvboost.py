@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi import Query as QueryField
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.convertors import PathConvertor, register_url_convertor
 
 from kvboost_hf.cache.prompt.chats import why_not_stored
 from kvboost_hf.server.apis.answers import RequestJobs, unless_gone
@@ -24,6 +25,15 @@ from kvboost_hf.server.requests.texts import SessionRequest, WarmRequest
 
 T = TypeVar("T")
 _KeyHash = Annotated[str | None, QueryField(description="Of the API key whose session it is; for operators.")]
+
+
+class _SessionConvertor(PathConvertor):
+    """Any text, also with slashes and line ends: the `prompt_cache_key` of a request."""
+
+    regex = "(?s:.+)"
+
+
+register_url_convertor("session", _SessionConvertor())
 
 
 def session_routes(context: RouteContext) -> APIRouter:
@@ -41,19 +51,19 @@ def session_routes(context: RouteContext) -> APIRouter:
         found = await run(request, partial(engine.sessions, owner))
         return {"object": "list", "data": [_body(each, everybody) for each in found]}
 
-    @router.get("/v1/kv/sessions/{id:path}")
+    @router.get("/v1/kv/sessions/{id:session}")
     async def session(id: str, request: Request, key: _KeyHash = None) -> dict[str, Any]:
         found = await run(request, partial(engine.sessions, _owner(context, request, key), id))
         return _body(_required(found[0] if found else None, id), key is not None)
 
-    @router.patch("/v1/kv/sessions/{id:path}")
+    @router.patch("/v1/kv/sessions/{id:session}")
     async def change(id: str, body: SessionRequest, request: Request, key: _KeyHash = None) -> dict[str, Any]:
         owner, keep = _owner(context, request, key), _keep(context, body)
         wanted = SessionChange(keep=keep, priority=body.priority)
         found = await run(request, partial(engine.change_session, owner, id, wanted))
         return _body(_required(found, id), key is not None)
 
-    @router.delete("/v1/kv/sessions/{id:path}")
+    @router.delete("/v1/kv/sessions/{id:session}")
     async def drop(id: str, request: Request, key: _KeyHash = None) -> dict[str, Any]:
         owner = _owner(context, request, key)
         context.histories.drop(owner, id)

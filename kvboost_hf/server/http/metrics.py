@@ -18,6 +18,7 @@ from kvboost_hf.server.protocol import Engine
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _MOST_NOTED, _NAME, _PATH = 32, 64, 128  # names of one request, and characters of a name, and of a path
+PROMPT_CUT = "prompt-cut"  # a change: the beginning of a prompt is left out
 _MOST_FIELDS = 100  # ignored ones that are counted by name: clients may invent any
 
 

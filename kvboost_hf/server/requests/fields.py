@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchem
 from pydantic_core import CoreSchema, from_json
 from pydantic_core.core_schema import no_info_after_validator_function
 
-from kvboost_hf.server.http.metrics import note_ignored
+from kvboost_hf.server.http.metrics import PROMPT_CUT, note_changed, note_ignored
 from kvboost_hf.server.jobs import Reuse
 
 Item = TypeVar("Item")
@@ -186,6 +186,9 @@ _Token = Annotated[int, Field(ge=0)]
 _Added = Annotated[float, Field(ge=-100, le=100)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Length = Annotated[Annotated[int, Field(ge=1)] | None, absent(-1)]
+SessionName = Annotated[Annotated[str, Field(max_length=1024)] | None, absent("")]
+# Of which 0 means all tokens; it is another value than none, for which the model's own counts.
+TopK = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda given: 0 if given == -1 else given)]
 FormKind = Literal["json", "regex", "choice", "grammar"]
 _ANY_OBJECT = {"type": "object"}
 _Schema = Annotated[
@@ -226,7 +229,7 @@ class TextRequest(Body):
     """With 0 only the likeliest token is left."""
     stream: bool | None = None
     """Server-sent events."""
-    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
+    prompt_cache_key: SessionName = None
     """Names the session, and leads a cluster to the replica that has it; it separates no K/V, as `cache_salt` does."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Requests share K/V only with requests of the same salt, as in vLLM."""
@@ -388,9 +391,7 @@ class Sampled(FormFields, TextRequest):
     logit_bias: _Bias | None = None
     """By token id, or a list of pairs; `false` in a pair for a token that must not come."""
     stream_options: StreamOptions | None = None
-    top_k: Annotated[
-        Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda given: 0 if given == -1 else given)
-    ] = None
+    top_k: TopK = None
     """0 and -1 for all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
@@ -405,7 +406,10 @@ class Sampled(FormFields, TextRequest):
     def truncated(self, ids: list[int]) -> list[int]:
         """The last tokens of a prompt, as many as are asked for."""
         most = self.truncate_prompt_tokens or 0
-        return ids[-most:] if most > 0 else ids
+        if not 0 < most < len(ids):
+            return ids
+        note_changed(PROMPT_CUT)
+        return ids[-most:]
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -214,6 +214,16 @@ def _thought(given: Any) -> Any:
     return given
 
 
+def joined_thoughts(*thoughts: str | None) -> str | None:
+    """The reasoning of several places in one piece, as the message of a chat has it; None for none.
+
+    Example:
+        >>> joined_thoughts("So.", None, "Then.")
+        'So.\\n\\nThen.'
+    """
+    return "\n\n".join(filter(None, thoughts)) or None
+
+
 def text_of(content: MessageContent) -> str:
     """A content in one piece, without reasoning."""
     return _joined(content, thinking=False) if isinstance(content, list) else content

@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from kvboost_hf.server.chats.template import Rendering
 from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, ReasoningFields, Tool
-from kvboost_hf.server.requests.fields import Body, Many, Refusal, Sampled, absent, only
+from kvboost_hf.server.requests.fields import Body, Many, Refusal, Sampled, SessionName, absent, only
 from kvboost_hf.server.requests.messages import Message
 
 MAX_TEXTS = 2048  # to embed, as in OpenAI's API
@@ -116,7 +116,7 @@ class WarmRequest(ReasoningFields):
     have in common which go on from there."""
     tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS), only("tools", ("function",))] | None = None
     """Tools that the chats are written with, as in requests for answers."""
-    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
+    prompt_cache_key: SessionName = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """As in requests for answers."""
 

@@ -17,6 +17,7 @@ from kvboost_hf.server.apis.chat_jobs import start_chat
 from kvboost_hf.server.apis.context import PostedRoute, RouteContext
 from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.http.errors import ApiError
+from kvboost_hf.server.jobs import Finished
 from kvboost_hf.server.protocol import TooLongError
 from kvboost_hf.server.requests.chat import ChatRequest
 
@@ -93,7 +94,6 @@ class _Reply:
     marks: Sequence[_Mark]
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
     content: list[dict[str, Any]] = field(default_factory=list)
-    called: ToolCall | None = None  # the last piece of a call
     arguments: str = ""  # of the last call, so far
     reason: str | None = None
     open: bool = False  # whether the last block is
@@ -137,7 +137,6 @@ class _Reply:
             yield from self._close()
             yield self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
             self.arguments = ""
-        self.called = call
         self.arguments += call.arguments
         if call.arguments:
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
@@ -170,18 +169,21 @@ class _Reply:
 
     @property
     def _end(self) -> dict[str, Any]:
-        stop = self.jobs.finished[0].stop
-        told = {"stop_reason": self._stop_reason(stop), "stop_sequence": stop}
+        finished = self.jobs.finished[0]
+        reason = self._stop_reason(finished)
+        told = {"stop_reason": reason, "stop_sequence": finished.stop if reason == "stop_sequence" else None}
         return told | self.jobs.limit(0, self.reason)
 
-    def _stop_reason(self, stop: str | None) -> str:
-        if self.called is not None and not self.called.cut:
+    def _stop_reason(self, finished: Finished) -> str:
+        if self.reason == "tool_calls":
             return "tool_use"
-        if stop is not None:
+        if finished.stop is not None:
             return "stop_sequence"
         if self.reason != "length":
             return "end_turn"
-        return "model_context_window_exceeded" if self.jobs.first.limited_by == "context" else "max_tokens"
+        # A call that is no call to its end has the reason "length", too.
+        full = finished.reason == "length" and self.jobs.first.limited_by == "context"
+        return "model_context_window_exceeded" if full else "max_tokens"
 
     @property
     def _usage(self) -> dict[str, Any]:

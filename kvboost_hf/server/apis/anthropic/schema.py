@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from kvboost_hf.server.http.metrics import note_ignored
 from kvboost_hf.server.requests.chat import MAX_TOOLS, ChatRequest, ToolName
-from kvboost_hf.server.requests.fields import MAX_STOPS, Body, JsonSchemaBody, Many, Refusal, absent, only
-from kvboost_hf.server.requests.messages import CalledFunction, MadeCall, Message, text_of_media
+from kvboost_hf.server.requests.fields import MAX_STOPS, Body, JsonSchemaBody, Many, Refusal, TopK, absent, only
+from kvboost_hf.server.requests.messages import CalledFunction, MadeCall, Message, joined_thoughts, text_of_media
 
 _BETWEEN = "\n\n"  # texts of several blocks
 
@@ -179,9 +179,9 @@ def _said(blocks: Sequence[Body]) -> Message:
         for one in blocks
         if isinstance(one, UseBlock)
     ]
-    reasoning = "".join(one.thinking for one in blocks if isinstance(one, ThinkingBlock))
+    reasoning = joined_thoughts(*(one.thinking for one in blocks if isinstance(one, ThinkingBlock)))
     text = "".join(one.text for one in blocks if isinstance(one, TextBlock))
-    return Message(role="assistant", content=text, tool_calls=calls or None, reasoning_content=reasoning or None)
+    return Message(role="assistant", content=text, tool_calls=calls or None, reasoning_content=reasoning)
 
 
 def _merged(messages: Iterable[Message]) -> list[Message]:
@@ -195,7 +195,9 @@ def _merged(messages: Iterable[Message]) -> list[Message]:
         between = _BETWEEN if message.role == "user" else ""
         calls = [*(last.tool_calls or ()), *(message.tool_calls or ())]
         text = between.join(filter(None, (last.text, message.text)))
-        found[-1] = last.model_copy(update={"content": text, "tool_calls": calls or None})
+        thoughts = joined_thoughts(last.reasoning_content, message.reasoning_content)
+        told = {"content": text, "tool_calls": calls or None, "reasoning_content": thoughts}
+        found[-1] = last.model_copy(update=told)
     return found
 
 
@@ -374,7 +376,8 @@ class MessagesRequest(CountRequest):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """0 takes the likeliest token."""
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: TopK = None
+    """0 and -1 for all tokens."""
 
     def _chat_fields(self) -> dict[str, Any]:
         asked = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}

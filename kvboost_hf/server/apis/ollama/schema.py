@@ -5,8 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from kvboost_hf.server.http.metrics import note_ignored
 from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Tool
-from kvboost_hf.server.requests.fields import MAX_STOPS, Body, Many, Refusal, absent, only
+from kvboost_hf.server.requests.fields import MAX_STOPS, Body, Many, Refusal, TopK, absent, only
 from kvboost_hf.server.requests.messages import images_left_out
 
 _Added = Annotated[float, Field(ge=-2, le=2)]
@@ -21,7 +22,7 @@ class OllamaOptions(Body):
     """Tokens of the answer, at most; as many as the context has room for where it is more, left out, 0, -1 or -2."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """0 takes the likeliest token."""
-    top_k: Annotated[Annotated[int, Field(ge=0)] | None, absent(-1)] = None
+    top_k: TopK = None
     """0 and -1 for all tokens."""
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -143,7 +144,7 @@ class OllamaGenerateRequest(_Asked):
     prompt: str | None = None
     """Without one, the answer says that the model is loaded."""
     system: str | None = None
-    """The system prompt; not together with `context`, which begins with one."""
+    """The system prompt; ignored, and named, beside `context`, which begins with one."""
     context: Many[Annotated[int, Field(strict=True)]] | None = None
     """The tokens of an earlier answer, behind which the prompt is the next message."""
     raw: bool | None = None
@@ -163,6 +164,8 @@ class OllamaGenerateRequest(_Asked):
     def _fits_together(self) -> "OllamaGenerateRequest":
         if (self.raw or self.suffix) and (self.system or self.context):
             raise ValueError("a raw prompt has all text itself; leave out system and context, or raw and suffix")
+        if self.system and self.context:
+            note_ignored("", "system")
         return self
 
     @property

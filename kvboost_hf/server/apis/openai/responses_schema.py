@@ -16,7 +16,14 @@ from kvboost_hf.server.requests.chat import (
     named_choice,
 )
 from kvboost_hf.server.requests.fields import Body, Length, Many, Named, Refusal, TextRequest, only
-from kvboost_hf.server.requests.messages import CallArguments, CalledFunction, MadeCall, Message, MessageContent
+from kvboost_hf.server.requests.messages import (
+    CallArguments,
+    CalledFunction,
+    MadeCall,
+    Message,
+    MessageContent,
+    joined_thoughts,
+)
 
 
 class SaidItem(Body):
@@ -361,23 +368,26 @@ class ResponseRequest(ReasoningFields, TextRequest):
         if isinstance(self.input, str):
             return [*found, Message(role="user", content=self.input)]
         calls: list[MadeCall] = []  # of the last message, while there are more of them
-        reasoning: str | None = None  # of the next message
+        reasoning: str | None = None  # of the next message, or of the last one where more calls of that follow
         for item in self.input:
             match item:
                 case SaidItem():
-                    thought, reasoning = (reasoning, None) if item.role == "assistant" else (None, reasoning)
-                    found.append(Message(role=item.role, content=item.content, reasoning_content=thought))
+                    if reasoning is not None and item.role != "assistant":  # an answer that was cut before its text
+                        found.append(Message(role="assistant", content="", reasoning_content=reasoning))
+                        reasoning = None
+                    found.append(Message(role=item.role, content=item.content, reasoning_content=reasoning))
+                    reasoning = None
                 case ReasoningItem():
-                    reasoning = "".join(part.text for part in item.content or ()) or None
+                    reasoning = joined_thoughts(reasoning, "".join(part.text for part in item.content or ()))
                 case ResultItem():
                     found.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
                 case CallItem() | CustomCallItem():
                     call = MadeCall(id=item.call_id, function=item.function)
                     if not found or found[-1].role != "assistant":
-                        found.append(Message(role="assistant", reasoning_content=reasoning))
-                        reasoning = None
+                        found.append(Message(role="assistant"))
                     if found[-1].tool_calls is not calls:
                         calls = []
-                        found[-1] = found[-1].model_copy(update={"tool_calls": calls})
+                    told = {"tool_calls": calls, "reasoning_content": joined_thoughts(found[-1].thoughts, reasoning)}
+                    found[-1], reasoning = found[-1].model_copy(update=told), None
                     calls.append(call)
         return found

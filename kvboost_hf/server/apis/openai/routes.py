@@ -237,24 +237,26 @@ class _TextForm:
     def _completion(self, answers: Sequence[Delta]) -> dict[str, Any]:
         choices = []
         for choice, answer in enumerate(answers):
-            text, logprobs = self._echo(choice) + answer.text, self._logprobs(answer.logprobs, 0)
-            job = choice // self.asked.answers * self.asked.computed
-            choices.append(_choice(choice, text, logprobs, answer.reason) | self.jobs.limit(job, answer.reason))
+            echo, limit = self._echo(choice), self.jobs.limit(self._job(choice), answer.reason)
+            logprobs, _ = self._logprobs(answer.logprobs, self._start(choice, echo), len(echo))
+            choices.append(_choice(choice, echo + answer.text, logprobs, answer.reason) | limit)
         return self._head() | {"choices": choices, "usage": usage(self.jobs.finished, self.asked.computed)}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream."""
         head = self._head() | ({"usage": None} if self.asked.with_usage else {})
-        offsets = [0] * self._choices
-        for choice in range(self._choices if self.asked.echo else 0):
-            yield head | {"choices": [_choice(choice, self._echo(choice))]}
+        echoes = [self._echo(choice) for choice in range(self._choices)]
+        offsets = [self._start(choice, echo) for choice, echo in enumerate(echoes)]
+        for choice, echo in enumerate(echoes if self.asked.echo else ()):
+            yield head | {"choices": [_choice(choice, echo)]}
         async for delta in deltas(self.jobs, CallReaders()):
             if not (delta.text or delta.logprobs or delta.reason):
                 continue
-            logprobs = self._logprobs(delta.logprobs, offsets[delta.choice]) if delta.logprobs else None
-            offsets[delta.choice] += sum(len(self.context.token_text(one.token)) for one in delta.logprobs)
-            told = _choice(delta.choice, delta.text, logprobs, delta.reason)
-            yield head | {"choices": [told | self.jobs.limit(delta.choice, delta.reason)]}
+            choice, logprobs = delta.choice, None
+            if delta.logprobs:
+                logprobs, offsets[choice] = self._logprobs(delta.logprobs, offsets[choice], len(echoes[choice]))
+            told = _choice(choice, delta.text, logprobs, delta.reason)
+            yield head | {"choices": [told | self.jobs.limit(choice, delta.reason)]}
         if self.asked.with_usage:
             yield head | {"choices": [], "usage": usage(self.jobs.finished, self.asked.computed)}
 
@@ -265,8 +267,25 @@ class _TextForm:
     def _echo(self, choice: int) -> str:
         if not self.asked.echo:
             return ""
-        prompt = self.asked.prompts[choice // self.asked.answers]
-        return prompt if isinstance(prompt, str) else str(self.context.tokenizer.decode(prompt))
+        prompt, ids = self.asked.prompts[choice // self.asked.answers], self.jobs.prompt(self._job(choice))
+        if isinstance(prompt, str) and not (self.asked.truncates or self.context.settings.auto_truncate):
+            return prompt
+        text = str(self.context.tokenizer.decode(ids))
+        return prompt if isinstance(prompt, str) and len(text) >= len(prompt) else text
+
+    def _job(self, choice: int) -> int:
+        """The first job of the prompt of an answer."""
+        return choice // self.asked.answers * self.asked.computed
+
+    def _start(self, choice: int, echo: str) -> int:
+        """Where the text of the first token begins, so that the last one of the prompt ends where the echo does.
+
+        It is below 0 where the prompt has tokens that the echo does not have, such as one that begins each text.
+        """
+        if not echo or self.asked.logprobs is None:
+            return 0
+        prompt = self.jobs.prompt(self._job(choice))
+        return len(echo) - sum(self.context.chars_of(token, special=True) for token in prompt)
 
     def _head(self) -> dict[str, Any]:
         return {
@@ -276,21 +295,26 @@ class _TextForm:
             "model": self.context.require_model(self.asked.model),
         }
 
-    def _logprobs(self, found: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, found: Sequence[TokenLogprob], start: int, echo: int) -> tuple[dict[str, Any] | None, int]:
+        """Log probabilities of tokens, the first of which begins at `start` behind `echo` characters of the prompt,
+        and where the next one begins."""
         if self.asked.logprobs is None:
-            return None
-        text = self.context.token_text
-        tokens, offsets = [text(one.token) for one in found], [offset]
-        for token in tokens:
-            offsets.append(offsets[-1] + len(token))
-        return {
-            "tokens": tokens,
+            return None, start
+        text, shown, offsets = self.context.token_text, self.asked.skip_special_tokens is False, list[int]()
+        for one in found:
+            offsets.append(max(0, start))
+            start += self.context.chars_of(one.token, special=shown or start < echo)
+        told = {
+            "tokens": [text(one.token) for one in found],
             "token_logprobs": [one.logprob for one in found],
+            # Of tokens with the same text, such as parts of characters, the likeliest, which comes first.
             "top_logprobs": [
-                None if one.logprob is None else {text(token): logprob for token, logprob in one.top} for one in found
+                None if one.logprob is None else {text(token): logprob for token, logprob in reversed(one.top)}
+                for one in found
             ],
-            "text_offset": offsets[: len(tokens)],
+            "text_offset": offsets,
         }
+        return told, start
 
 
 def _mean(logprobs: Sequence[TokenLogprob], tokens: int) -> float:
