@@ -167,6 +167,20 @@ def test_the_openai_sdk_and_a_stream(at: Listening, engine: FakeEngine) -> None:
         client.chat.completions.create(model="reader", messages=new, extra_body=kept | {"history": "unknown"})
 
 
+def test_another_answer_needs_no_messages(at: Listening, engine: FakeEngine) -> None:
+    """To the same chat, or to an edited one."""
+    name = told(at.http, CHAT, history=True)["history"]
+    again = told(at.http, [], history=name)["history"]
+    assert list(engine.tickets[-1].job.ids) == list(engine.tickets[-2].job.ids)
+    told(at.http, [], history=again, edits=[{"replace": "call_0", "with": STUB}])
+    told(at.http, [*CHAT[:3], stubbed(CHAT[3]), *CHAT[4:]])
+    assert list(engine.tickets[-1].job.ids) == list(engine.tickets[-2].job.ids)
+    for more in ({}, {"history": True}, {"edits": [{"replace": [0, 0], "with": [CHAT[0]]}]}):
+        status, _, text = refused(at.http, [], **more)
+        assert status == 400
+        assert "messages must have one message at least where history names none, got an empty list" in text
+
+
 REFUSED: dict[str, tuple[list[Any], str]] = {
     "number": ([{"drop": 8}], "edits.0.drop must be a number from 0 to 7, got 8: the chat has 8 messages"),
     "place": ([{"move": 0, "before": 9}], "edits.0.before must be a number from 0 to 8, got 9"),

@@ -184,7 +184,8 @@ class ReasoningFields(Body):
 class ChatRequest(ReasoningFields, Sampled):
     """A request to `/v1/chat/completions`."""
 
-    messages: Annotated[Many[Message], Field(min_length=1)]
+    messages: Many[Message]
+    """One at least, where `history` names none."""
     max_completion_tokens: Length = None
     """As `max_tokens`, before which it counts."""
     logprobs: bool | None = None
@@ -236,7 +237,9 @@ class ChatRequest(ReasoningFields, Sampled):
             raise ValueError("continue_final_message needs add_generation_prompt to be false; leave that out")
         if self.history and self.prompt_cache_key is None:
             raise ValueError("history needs prompt_cache_key, which names the session that the messages are kept for")
-        if not self.edits:  # else what is last is known later
+        if not self.messages and not isinstance(self.history, str):
+            raise ValueError("messages must have one message at least where history names none, got an empty list")
+        if self.messages and not self.edits:  # else what is last is known later
             self._require_last(self.messages[-1])
         return self
 
