@@ -67,6 +67,32 @@ class TestWhatKvDependsOn:
         prompt(llama, cache, BASE)
         assert cache.report.reused_tokens == 0
 
+    @pytest.mark.parametrize(
+        ("backend", "what", "precision"),
+        [
+            ("cuda", "matmul", "tf32"),
+            ("mkldnn", "matmul", "bf16"),
+            ("cuda", "conv", "ieee"),
+            ("mkldnn", "conv", "bf16"),
+        ],
+    )
+    def test_the_precision_of_a_backend(
+        self, llama: PreTrainedModel, store: ChunkStore, backend: str, what: str, precision: str
+    ) -> None:
+        """Settings since PyTorch 2.9: behind one of products, the older setting of all raises an error."""
+        prompt(llama, ChunkReuseCache(llama, store), BASE)
+        before = torch._C._get_fp32_precision_getter(backend, what)
+        torch._C._set_fp32_precision_setter(backend, what, precision)
+        try:
+            cache = ChunkReuseCache(llama, store)
+            prompt(llama, cache, BASE)
+            assert cache.report.reused_tokens == 0
+        finally:
+            torch._C._set_fp32_precision_setter(backend, what, before)
+        cache = ChunkReuseCache(llama, store)
+        prompt(llama, cache, BASE)
+        assert cache.report.reused_tokens > 0
+
     def test_a_part_in_training_mode(self, llama: PreTrainedModel, store: ChunkStore) -> None:
         llama.model.layers[0].train().self_attn.attention_dropout = 0.1
         cache = ChunkReuseCache(llama, store)
