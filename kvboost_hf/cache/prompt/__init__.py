@@ -325,9 +325,9 @@ def logits_kept(kwargs: dict[str, Any]) -> Any:
 
 
 def wants_all_logits(kwargs: dict[str, Any]) -> bool:
-    """Whether a forward may want the logits of all its tokens, or a loss over them."""
+    """Whether a forward may want the logits of all its tokens, or a loss over them. What is no number is an index."""
     keep = logits_kept(kwargs)
-    return keep is None or isinstance(keep, torch.Tensor) or keep <= 0 or kwargs.get("labels") is not None
+    return not isinstance(keep, int) or keep <= 0 or kwargs.get("labels") is not None
 
 
 def _are_positions_of(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> bool:
