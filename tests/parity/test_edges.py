@@ -313,6 +313,26 @@ def test_another_default_device(how: str, tmp_path: Path) -> None:
         assert device_link.link.pinned(torch.Size([4]), torch.int64).device.type == "cpu"
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("ones", "dtype", "reused"), [(2.0, torch.float32, 0), (0.5, torch.float32, 0), (1.0, torch.bfloat16, 1)]
+)
+def test_masks_of_any_numbers(name: str, ones: float, dtype: torch.dtype, reused: int) -> None:
+    """Models with states multiply by them."""
+    model, ids = make_architecture(name), BASE % 100
+    given = {"attention_mask": torch.full(ids.shape, ones, dtype=dtype), "position_ids": torch.arange(200)[None]}
+    if dtype is torch.bfloat16:
+        given["position_ids"] = given["position_ids"].to(dtype)
+    expected, store = model(ids, **given, logits_to_keep=1).logits, ChunkStore(model, chunk_size=32)
+    model.generate(**as_inputs(ids), past_key_values=ChunkReuseCache(model, store), max_new_tokens=1)
+    for _ in range(2):
+        cache = ChunkReuseCache(model, store)
+        found = model(ids, **given, past_key_values=cache, logits_to_keep=1).logits
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+        assert min(cache.report.reused_tokens, 1) == reused
+
+
 class TestLifetimes:
     @torch.no_grad()
     def test_the_caller_may_reuse_its_ids_buffer(self, llama: PreTrainedModel, store: ChunkStore) -> None:
