@@ -60,7 +60,9 @@ def contents(tensors: Iterable[torch.Tensor]) -> list[Content]:
             found = list(_row_sums(words))
             sums.setdefault(words.device, []).extend(found)
             counts.append((words.device, sum(part.numel() for part in found)))
-        read = {device: torch.cat(parts).cpu() if parts else torch.empty(0) for device, parts in sums.items()}
+        read = {
+            device: torch.cat(parts).cpu() if parts else torch.empty(0, device="cpu") for device, parts in sums.items()
+        }
         digests = []
         for device, count in counts:  # in their order, wherever they are
             digests.append(blake2b(read[device][:count].numpy().tobytes(), digest_size=_DIGEST_BYTES).digest())
@@ -119,5 +121,5 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 def _coefficients(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0x5EED)
     with torch.inference_mode(False):
-        drawn = torch.randint(-(2**63), 2**63 - 1, (_ROW,), generator=generator, dtype=torch.int64)
+        drawn = torch.randint(-(2**63), 2**63 - 1, (_ROW,), generator=generator, dtype=torch.int64, device="cpu")
         return drawn.to(device)

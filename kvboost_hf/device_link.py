@@ -169,11 +169,11 @@ class CudaLink:
         """
         self._kept.let_go()
         try:
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
         except RuntimeError as error:
             if warns:
                 _warn_pageable(str(error).partition("\n")[0])
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
 
     def is_pinned(self, host: torch.Tensor) -> bool:
         return host.is_pinned()

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cache, partial
+from itertools import product
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, NamedTuple
 
@@ -34,6 +35,20 @@ MAX_DEPTH = 40  # frames to look at
 _COMPILED = ("cuda",)  # where a compiled step is known to save time
 SHARED_KV = "return_shared_kv_states"  # asks for K/V of some layers, which an assistant of Gemma 4 reads
 _MOMENT_S = 0.05  # in which a finalizer ends
+# Settings of the precision of float32 numbers. PyTorch's older setting of them all, `get_float32_matmul_precision`,
+# raises once one of these was set, and says nothing of convolutions.
+_OF_FLOAT32 = (("cuda", "matmul"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("cuda", "conv"))
+_FULL = ("none", "ieee")
+# Their values by the names of the older setting, which fingerprints of stored K/V have.
+_NAMED: dict[tuple[str, ...], str] = {
+    (*each, "tf32"): name
+    for name, on_gpus, on_cpus in (
+        ("highest", _FULL, _FULL),
+        ("high", ("tf32",), ("tf32", *_FULL)),
+        ("medium", ("tf32",), ("bf16",)),
+    )
+    for each in product(on_gpus, on_cpus, _FULL)
+}
 # What generate() may call to decode, and the code that runs forwards then.
 _LAST_LOGITS = (GenerationMixin._sample, GenerationMixin._beam_search)  # they read no others
 _LOOPS = (*_LAST_LOGITS, GenerationMixin._assisted_decoding)
@@ -447,9 +462,10 @@ def give_back_tokenizer() -> None:
 
 
 def autocast() -> Hashable:
-    """The precision this thread computes with: float32 matmul precision, and autocast by device type."""
-    products, *rest = [read() for read in precision_readers()]
-    found: tuple[Hashable, ...] = (products,)
+    """The precision this thread computes with: that of float32 numbers, and autocast by device type."""
+    read = [read() for read in precision_readers()]
+    of_float32, rest = tuple(read[: len(_OF_FLOAT32)]), read[len(_OF_FLOAT32) :]
+    found: tuple[Hashable, ...] = (_NAMED.get(of_float32, of_float32),)
     for kind, is_enabled, dtype in zip(_device_kinds(), rest[::2], rest[1::2], strict=True):
         if is_enabled:
             found += ((kind, dtype),)
@@ -461,7 +477,7 @@ def precision_readers() -> tuple[Callable[[], Any], ...]:
     """What reads all that `autocast` tells, and the dtypes of an autocast that is not enabled: functions in C."""
     of_kind = (torch.is_autocast_enabled, torch.get_autocast_dtype)
     by_kind = [partial(read, kind) for kind in _device_kinds() for read in of_kind]
-    return (torch._C._get_float32_matmul_precision, *by_kind)
+    return (*(partial(torch._C._get_fp32_precision_getter, *each) for each in _OF_FLOAT32), *by_kind)
 
 
 @cache

@@ -214,7 +214,7 @@ def _probe(model: PreTrainedModel) -> str | None:
     if not off <= _SAME_SHAPE_TOLERANCE.get(dtype, 2e-2):
         return f"it is not causal: later tokens change earlier logits (by {off:.2g} standard deviations)"
     if all(map(_can_be_cut, cache.layers)):
-        cache.batch_select_indices(torch.tensor([0]))  # on the host, for layers on any device
+        cache.batch_select_indices(torch.tensor([0], device="cpu"))  # on the host, for layers on any device
         cache.crop(cut - _PROBE_TOKENS)
     else:
         cache = PrivateCache(cache_layers(model))

@@ -202,7 +202,7 @@ def _frequencies(model: PreTrainedModel) -> list[torch.Tensor]:
                 found.append(inv_freq.clone())
     dim = getattr(model.config, "rotary_dim", None)
     if not found and isinstance(dim, int):  # GPT-J and CodeGen keep tables of sines
-        found.append(1.0 / (10_000 ** (torch.arange(0, dim, 2, dtype=torch.int64) / dim)))
+        found.append(1.0 / (10_000 ** (torch.arange(0, dim, 2, dtype=torch.int64, device="cpu") / dim)))
     return found
 
 

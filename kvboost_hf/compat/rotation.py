@@ -165,7 +165,9 @@ def _cos_sin(angles: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)  # layers that rotate alike share it, and so do chunks of the same length
 def _cos_sin_each(layer: LayerRotation, shifts: range, device: torch.device) -> torch.Tensor:
-    return _cos_sin(torch.tensor(shifts, dtype=torch.float64)[:, None] * layer.inv_freq.double()).to(device)
+    return _cos_sin(torch.tensor(shifts, dtype=torch.float64, device="cpu")[:, None] * layer.inv_freq.double()).to(
+        device
+    )
 
 
 def _blocks(

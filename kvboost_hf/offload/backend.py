@@ -175,7 +175,7 @@ def _fill(target: torch.Tensor, source: Source, rate: _Rate) -> None:
     if target.device.type == "cpu":
         source.read_into(target, 0)
     else:
-        buffer = torch.empty(min(_PIECE_BYTES, source.nbytes), dtype=torch.uint8)
+        buffer = torch.empty(min(_PIECE_BYTES, source.nbytes), dtype=torch.uint8, device="cpu")
         for start in range(0, source.nbytes, _PIECE_BYTES):
             piece = target[start : start + _PIECE_BYTES]
             source.read_into(buffer[: piece.numel()], start)

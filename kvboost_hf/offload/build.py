@@ -107,7 +107,7 @@ class StreamBuilder:
             source = self._found.pop(number, None)
             if source is None:
                 assert self._folder is not None
-                flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
+                flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu")
                 _fill(unit, layout, flat)
                 source = self._folder.write(number, flat, layout)
             self._sources[number] = source

@@ -45,7 +45,7 @@ class LayerLink(Protocol):
 
 def link_rate(device: torch.device) -> float:
     """Bytes per second of copies from pinned host memory to a GPU, measured with some 300 MB."""
-    host = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(64 << 20, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.empty_like(host, device=device)
     there.copy_(host, non_blocking=True)  # the first copy maps memory
     started, ended = (torch.Event(device, enable_timing=True) for _ in range(2))

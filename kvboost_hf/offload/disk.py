@@ -306,7 +306,7 @@ def _is_digest(text: object) -> bool:
 
 def _contents_of(file: FileIO, layout: FlatLayout) -> dict[str, Content] | None:
     """The contents of the tensors in a file; None if it has another size."""
-    flat = torch.empty(layout.nbytes, dtype=torch.uint8)
+    flat = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
     if os.fstat(file.fileno()).st_size != layout.nbytes or read_into(file, 0, flat.numpy().data) < layout.nbytes:
         return None
     _forget_pages(file.fileno(), 0, layout.nbytes)

@@ -47,7 +47,7 @@ def in_memory(source: Source) -> torch.Tensor:
     """
     if source.host is not None:
         return source.host
-    flat = torch.empty(source.nbytes, dtype=torch.uint8)
+    flat = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu")
     source.read_into(flat, 0)
     return flat
 

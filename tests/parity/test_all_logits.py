@@ -132,6 +132,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "all": {},
     "zero": {"logits_to_keep": 0},
     "indices": {"logits_to_keep": torch.tensor([0, 57, 198])},
+    "a slice": {"logits_to_keep": slice(57, 198)},
     "loss": {"labels": BASE},
     "tuple": {"labels": BASE, "return_dict": False},
     "an empty cache": {"past_key_values": None},

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +20,12 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility
+from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy, attach, check_model_compatibility
 from kvboost_hf.errors import StoreClosedError
 from tests.architectures.models import TRIED, make_architecture
 from tests.conftest import VOCAB, as_inputs, counted, left_pad, make_model, random_ids
 from tests.internals.compat import padding_reason, probe_reason
+from tests.internals.top import device_link
 
 BASE = random_ids(200, seed=1)
 NEXT = random_ids(10, seed=2)
@@ -66,6 +68,32 @@ class TestWhatKvDependsOn:
         cache = ChunkReuseCache(llama, store)
         prompt(llama, cache, BASE)
         assert cache.report.reused_tokens == 0
+
+    @pytest.mark.parametrize(
+        ("backend", "what", "precision"),
+        [
+            ("cuda", "matmul", "tf32"),
+            ("mkldnn", "matmul", "bf16"),
+            ("cuda", "conv", "ieee"),
+            ("mkldnn", "conv", "bf16"),
+        ],
+    )
+    def test_the_precision_of_a_backend(
+        self, llama: PreTrainedModel, store: ChunkStore, backend: str, what: str, precision: str
+    ) -> None:
+        """Settings since PyTorch 2.9: behind one of products, the older setting of all raises an error."""
+        prompt(llama, ChunkReuseCache(llama, store), BASE)
+        before = torch._C._get_fp32_precision_getter(backend, what)
+        torch._C._set_fp32_precision_setter(backend, what, precision)
+        try:
+            cache = ChunkReuseCache(llama, store)
+            prompt(llama, cache, BASE)
+            assert cache.report.reused_tokens == 0
+        finally:
+            torch._C._set_fp32_precision_setter(backend, what, before)
+        cache = ChunkReuseCache(llama, store)
+        prompt(llama, cache, BASE)
+        assert cache.report.reused_tokens > 0
 
     def test_a_part_in_training_mode(self, llama: PreTrainedModel, store: ChunkStore) -> None:
         llama.model.layers[0].train().self_attn.attention_dropout = 0.1
@@ -253,6 +281,56 @@ class TestTheUnsupported:
         for kwargs in ({"assistant_early_exit": 1}, {}, {"assistant_early_exit": 1}):
             found = llama.generate(**as_inputs(BASE), max_new_tokens=6, **kwargs)
             assert torch.equal(found, plain.generate(**as_inputs(BASE), max_new_tokens=6))
+
+
+HOST = {
+    "memory": ({}, {}, {}),
+    "a codec": ({}, {"codec": "int8"}, {}),
+    "another codec": ({}, {"codec": "turboquant"}, {}),
+    "moved": ({"mode": "blend", "repair": "query", "recompute_ratio": 1.0}, {}, {}),
+    "logits of all tokens": ({"keep_logprobs": True}, {}, {}),
+    "codes": ({}, {}, {"live_quant": KVQuantConfig(key_bits=4, value_bits=4)}),
+    "a fixed size": ({}, {}, {"max_cache_len": 300}),
+}
+
+
+@pytest.mark.parametrize("how", HOST)
+def test_another_default_device(how: str, tmp_path: Path) -> None:
+    """What belongs on the host is there also after `torch.set_default_device`, as scripts for GPUs call it."""
+    (policy, kept, made), model = HOST[how], make_model("llama")
+    moved = torch.cat([BASE[:, :40], random_ids(30, seed=3), BASE[:, 40:]], dim=1)
+    asked = [(as_inputs(ids), model.generate(**as_inputs(ids), max_new_tokens=4)) for ids in (BASE, moved, BASE)]
+    with torch.device("meta"):
+        for _ in range(2):
+            store = ChunkStore(model, chunk_size=16, tiers=["ram:1GB", f"disk:{tmp_path}:1GB"], **kept)
+            for inputs, expected in asked:
+                cache = ChunkReuseCache(model, store, ReusePolicy(**policy, min_prefill_saving=0), **made)
+                found = model.generate(**inputs, cache=cache, max_new_tokens=4)
+                assert torch.equal(found, expected) or "codec" in kept
+                cache.store_tails()
+            assert cache.report.reused_tokens == 199
+            store.close()
+        assert device_link.link.pinned(torch.Size([4]), torch.int64).device.type == "cpu"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("ones", "dtype", "reused"), [(2.0, torch.float32, 0), (0.5, torch.float32, 0), (1.0, torch.bfloat16, 1)]
+)
+def test_masks_of_any_numbers(name: str, ones: float, dtype: torch.dtype, reused: int) -> None:
+    """Models with states multiply by them."""
+    model, ids = make_architecture(name), BASE % 100
+    given = {"attention_mask": torch.full(ids.shape, ones, dtype=dtype), "position_ids": torch.arange(200)[None]}
+    if dtype is torch.bfloat16:
+        given["position_ids"] = given["position_ids"].to(dtype)
+    expected, store = model(ids, **given, logits_to_keep=1).logits, ChunkStore(model, chunk_size=32)
+    model.generate(**as_inputs(ids), past_key_values=ChunkReuseCache(model, store), max_new_tokens=1)
+    for _ in range(2):
+        cache = ChunkReuseCache(model, store)
+        found = model(ids, **given, past_key_values=cache, logits_to_keep=1).logits
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+        assert min(cache.report.reused_tokens, 1) == reused
 
 
 class TestLifetimes:

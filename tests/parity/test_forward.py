@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -152,6 +153,9 @@ def test_a_loop_by_hand(llama: PreTrainedModel) -> None:
 WANTS_ALL: dict[str, tuple[dict[str, Any], str]] = {
     "all logits": ({}, "logits of all tokens"),
     "labels": ({"labels": BASE, "logits_to_keep": 0}, "logits of all tokens"),
+    "a slice": ({"logits_to_keep": slice(-3, None)}, "logits of all tokens"),
+    "a list": ({"logits_to_keep": [3, 150]}, "logits of all tokens"),
+    "a number of NumPy, which is an index": ({"logits_to_keep": np.int64(3)}, "logits of all tokens"),
     "hidden states": ({"output_hidden_states": True, "logits_to_keep": 1}, "without the hidden states"),
 }
 

@@ -393,10 +393,10 @@ def test_stored_kv_that_cannot_be_pinned_is_one_warning(
 ) -> None:
     empty = torch.empty
 
-    def refuse(shape: torch.Size, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+    def refuse(shape: torch.Size, *, dtype: torch.dtype, device: str, pin_memory: bool = False) -> torch.Tensor:
         if pin_memory:
             raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
-        return empty(shape, dtype=dtype)
+        return empty(shape, dtype=dtype, device=device)
 
     monkeypatch.setattr(torch, "empty", refuse)
     device_link._warn_pageable.cache_clear()

@@ -27,7 +27,7 @@ def attend_codes(call: AttentionCall, keys: CodePlanes, values: CodePlanes, leng
     out, lse = torch.zeros_like(rows), rows.new_full(rows.shape[:3], float("-inf"))
     for start in range(0, blocks, step):
         some = slice(start, start + step)
-        hidden = (torch.arange(tokens) >= lengths[some, None]).flatten()
+        hidden = (torch.arange(tokens, device="cpu") >= lengths[some, None]).flatten()
         if hidden.all():
             continue
         if folded:
@@ -38,7 +38,11 @@ def attend_codes(call: AttentionCall, keys: CodePlanes, values: CodePlanes, leng
                 logits.masked_fill_(hidden, float("-inf"))
             part = weighted(logits, lambda weights, some=some: value.weigh(weights, some))  # type: ignore[misc]
         else:
-            bias = torch.zeros(1, 1, 1, len(hidden)).masked_fill_(hidden, float("-inf")) if hidden.any() else None
+            bias = (
+                torch.zeros(1, 1, 1, len(hidden), device="cpu").masked_fill_(hidden, float("-inf"))
+                if hidden.any()
+                else None
+            )
             part = flash(turned, key.read(some), value.read(some), bias, scale=1.0)
         join(out, lse, part)
     return value.turn_back(out).view(query.shape).transpose(1, 2).contiguous(), lse.view(query.shape[:3])
@@ -59,11 +63,11 @@ class Decoder:
         places = _PLACES.get(codes.bits)
         if codes.codebook is not None and places and dim % 8 == 0:
             self._table = _table(codes.codebook, codes.bits)
-            order = torch.arange(dim).view(places, -1).T.flatten()
-            self._turn = (self._turn if self._turn is not None else torch.eye(dim))[:, order]
+            order = torch.arange(dim, device="cpu").view(places, -1).T.flatten()
+            self._turn = (self._turn if self._turn is not None else torch.eye(dim, device="cpu"))[:, order]
         batch, _, heads, tokens, _ = codes.codes.shape
         # Written to again and again: memory that the system has just given is slow to write to.
-        self._buffer = torch.empty(batch * heads * blocks * tokens * dim)
+        self._buffer = torch.empty(batch * heads * blocks * tokens * dim, device="cpu")
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate vectors [..., dim] as those that `read` returns are."""
@@ -172,10 +176,10 @@ class Decoder:
 def _table(codebook: torch.Tensor, bits: int) -> torch.Tensor:
     """[256], or [4096] for 3 bits: for each byte, or byte and 4 third bits, its numbers, as one wide element."""
     if bits == 3:
-        index = torch.arange(4096)
+        index = torch.arange(4096, device="cpu")
         codes = [(index >> 2 * place & 3) + 4 * (index >> 8 + place & 1) for place in range(4)]
     else:
-        index = torch.arange(256)
+        index = torch.arange(256, device="cpu")
         codes = [index >> bits * place & (1 << bits) - 1 for place in range(8 // bits)]
     table = codebook.float()[torch.stack(codes, dim=-1)]
     return table.view(torch.complex128 if len(codes) == 4 else torch.float64).view(-1)

@@ -82,7 +82,7 @@ def _attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part
     queries, stop = query.shape[2], key.shape[2]
     if not (stop and query.numel()):  # the kernel divides by these
         out = query.new_zeros(*query.shape[:3], value.shape[3])
-        return out, torch.full(query.shape[:3], float("-inf"))
+        return out, torch.full(query.shape[:3], float("-inf"), device="cpu")
     if is_plain(seen, queries, stop) and not call.softcap:
         return _flash(query, key, value, None, seen.causal and queries > 1, call.scale)
     small = queries > 1 and queries * stop <= (_SMALL if queries > _FEW else 8 * _SMALL)
@@ -148,7 +148,7 @@ def _tiles(seen: Visibility, own: torch.Tensor | None, queries: int, total: int)
         return [Tile(slice(0, queries), slice(0, total))]
     if own is None and not seen.window:
         return square(queries, total)
-    return staircase(own if own is not None else torch.arange(total - queries, total), seen.window)
+    return staircase(own if own is not None else torch.arange(total - queries, total, device="cpu"), seen.window)
 
 
 def _solve(
@@ -162,7 +162,7 @@ def _solve(
         given = query[:, :, rows], key[:, :, columns], value[:, :, columns]
         kept = keep[:, None, None, columns] if keep is not None else None
         if causal and (softcap or kept is not None):
-            mask = torch.ones(1, 1, shape[2], shape[2], dtype=torch.bool).tril()
+            mask = torch.ones(1, 1, shape[2], shape[2], dtype=torch.bool, device="cpu").tril()
         if kept is not None:
             mask = mask & kept if mask is not None else kept
         if softcap:

@@ -273,7 +273,7 @@ def _table_of(runs: Iterable[_LayerRun], like: LayerKV, device: torch.device) ->
         rows.append((row, column, length, at, kv.blocks[0].shape[1], *own))
     shape = torch.Size((len(rows), _FIELDS + len(like.blocks)))
     host = device_link.link.pinned(shape, torch.int64)
-    host.copy_(torch.tensor(rows, dtype=torch.int64).view(shape))
+    host.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu").view(shape))
     return device_link.link.send(host, device)
 
 

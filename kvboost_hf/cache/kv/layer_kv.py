@@ -139,7 +139,7 @@ class Block:
         planes: Planes = {}
         for name, plane in self.planes.items():
             shape, dtype = plane.shape, plane.dtype
-            host = device_link.link.pinned(shape, dtype) if pins else torch.empty(shape, dtype=dtype)
+            host = device_link.link.pinned(shape, dtype) if pins else torch.empty(shape, dtype=dtype, device="cpu")
             planes[name] = host.copy_(plane)
         return replace(self, planes=planes, blob=None, ready=None)
 

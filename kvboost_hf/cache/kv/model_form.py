@@ -325,7 +325,7 @@ def _plane_forms(
     codec: Codec, role: Role, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each plane that a codec makes of one tensor, by name."""
-    planes = codec.encode(torch.zeros(1, *shape, dtype=dtype), role, (None,))
+    planes = codec.encode(torch.zeros(1, *shape, dtype=dtype, device="cpu"), role, (None,))
     return {name: (tuple(plane.shape[1:]), plane.dtype) for name, plane in planes.items()}
 
 

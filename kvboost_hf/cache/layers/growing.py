@@ -201,7 +201,7 @@ class ColumnLayer(ColumnsInTensors, DynamicLayer):  # type: ignore[no-untyped-ca
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
         if self.is_initialized:
-            self._select(torch.arange(self._batch_size).repeat_interleave(repeats))
+            self._select(torch.arange(self._batch_size, device="cpu").repeat_interleave(repeats))
 
     def offload(self) -> None:
         """Move to host memory, as stock layers do."""

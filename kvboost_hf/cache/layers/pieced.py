@@ -280,4 +280,6 @@ def _table(rows: Sequence[_Row], columns: int) -> PieceTable:
     most = max(map(len, found))
     filled = [row + [(-1, -1, -1)] * (most - len(row)) for row in found]
     keys, values = zip(*pieces, strict=True)
-    return PieceTable(keys, values, torch.tensor(filled, dtype=torch.int64).view(len(rows), most, 3), columns)
+    return PieceTable(
+        keys, values, torch.tensor(filled, dtype=torch.int64, device="cpu").view(len(rows), most, 3), columns
+    )

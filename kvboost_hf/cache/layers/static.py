@@ -141,7 +141,9 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
         self.whole = True
         self._tensors = [_FixedTensor(max_cache_len) for _ in range(self._num_tensors)]
         with torch.inference_mode(False):
-            self.length_tensor = torch.zeros((), dtype=torch.long)  # columns held, graphs' steps included
+            self.length_tensor = torch.zeros(
+                (), dtype=torch.long, device="cpu"
+            )  # columns held, graphs' steps included
 
     @property
     def sliding_window(self) -> int:

@@ -325,9 +325,9 @@ def logits_kept(kwargs: dict[str, Any]) -> Any:
 
 
 def wants_all_logits(kwargs: dict[str, Any]) -> bool:
-    """Whether a forward may want the logits of all its tokens, or a loss over them."""
+    """Whether a forward may want the logits of all its tokens, or a loss over them. What is no number is an index."""
     keep = logits_kept(kwargs)
-    return keep is None or isinstance(keep, torch.Tensor) or keep <= 0 or kwargs.get("labels") is not None
+    return not isinstance(keep, int) or keep <= 0 or kwargs.get("labels") is not None
 
 
 def _are_positions_of(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> bool:
@@ -452,12 +452,15 @@ def positions_follow_padding(model: PreTrainedModel, inputs: ForwardInputs) -> b
 def read_pads(mask: torch.Tensor | None, batch: int, columns: int) -> NDArray[np.int64] | None:
     """Columns of left padding of each row, or None where the mask is not of the form 0…01…1 over all `columns`.
 
+    Other numbers than 0 and 1 mean something, too: models with states multiply by them.
+
     A row may be all padding, as far as it goes: its first real tokens may come with the next piece of the prompt.
     """
     if mask is None:
         return np.zeros(batch, dtype=np.int64)
-    seen = mask.cpu().numpy() != 0
-    if seen.shape != (batch, columns):
+    values = (mask.float() if mask.dtype == torch.bfloat16 else mask).cpu().numpy()  # NumPy has no bfloat16
+    seen = values != 0
+    if seen.shape != (batch, columns) or not (seen == values).all():
         return None
     count = seen.sum(axis=1)
     first = np.where(count > 0, seen.argmax(axis=1), columns)
@@ -474,7 +477,7 @@ def positions_count_up(position_ids: torch.Tensor | None, pads: NDArray[np.int64
     """Whether every real token from column `start` on has its column, less the padding, as its position."""
     if position_ids is None or position_ids.ndim > 2:
         return True  # column ids contain those of several dimensions
-    found = position_ids.cpu().numpy()
+    found = (position_ids.float() if position_ids.dtype == torch.bfloat16 else position_ids).cpu().numpy()
     if not pads.any():
         return bool((found == np.arange(start, start + found.shape[1])).all())
     expected = np.arange(start, start + found.shape[1])[None, :] - pads[:, None]

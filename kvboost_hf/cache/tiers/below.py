@@ -138,7 +138,7 @@ class MeasuredTier:
             return
         tokens = np.zeros(1, dtype=np.int64)
         entry = Entry(_PROBE_KEY, Kind.CONTENT, b"probe", b"probe", b"probe", b"", 0, tokens, 0)
-        entry, parts = dump(entry, {"probe": torch.zeros(1, _PROBE_BYTES, dtype=torch.uint8)}, None)
+        entry, parts = dump(entry, {"probe": torch.zeros(1, _PROBE_BYTES, dtype=torch.uint8, device="cpu")}, None)
         self.tier.write(entry, parts)
         self._time(entry)
         self.tier.delete([_PROBE_KEY])

@@ -145,7 +145,7 @@ class Blob:
         dtype, shape = getattr(torch, _DTYPES[spec["dtype"]][0]), spec["shape"]
         start, stop = spec["data_offsets"]
         if start == stop:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         part = self._data[self._start + start : self._start + stop]
         return torch.frombuffer(part, dtype=dtype).view(shape)
 

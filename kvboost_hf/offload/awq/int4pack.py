@@ -128,7 +128,7 @@ def _dense(x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales:
     with torch.autocast("cpu", enabled=False):
         for columns, octets, split in _tiles(qweight, own_block()):
             codes = torch.empty_like(octets)
-            weights = torch.empty(octets.shape, dtype=dtype)
+            weights = torch.empty(octets.shape, dtype=dtype, device="cpu")
             for half in (0, 1):
                 zero, step = (split(each[:, columns], half).reshape(groups, 1, -1) for each in (zeros, steps))
                 _nibbles(octets, half, out=codes)
