@@ -175,7 +175,13 @@ PRIVATE = (
     ),
     _names("torch.cpu", "_is_avx2_supported _is_vnni_supported", "the instructions of 4-bit products"),
     _names("torch.ops:mkldnn", "_is_mkldnn_bf16_supported", "whether oneDNN multiplies bfloat16"),
-    _names("torch._C", "_get_fp32_precision_getter", "the precision of float32 numbers, read in C"),
+    _names(
+        "torch._C",
+        "_get_fp32_precision_getter _get_cublas_allow_fp16_accumulation "
+        "_get_cublas_allow_fp16_reduced_precision_reduction _get_cublas_allow_bf16_reduced_precision_reduction "
+        "_get_cpu_allow_fp16_reduced_precision_reduction",
+        "the precision of float32 numbers, and how sums are rounded, read in C",
+    ),
     _names(
         "torch._C",
         "_get_tracing_state _are_functorch_transforms_active _get_dispatch_mode _TorchDispatchModeKey",

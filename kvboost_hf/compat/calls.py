@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cache, partial
-from itertools import product
+from itertools import islice, product
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, NamedTuple
 
@@ -48,6 +48,13 @@ _NAMED: dict[tuple[str, ...], str] = {
         ("medium", ("tf32",), ("bf16",)),
     )
     for each in product(on_gpus, on_cpus, _FULL)
+}
+# Whether sums of half-precision products may be rounded on their way, and what PyTorch says where nobody has set it.
+_OF_SUMS = {
+    torch._C._get_cublas_allow_fp16_reduced_precision_reduction: (True, (True, True)),
+    torch._C._get_cublas_allow_bf16_reduced_precision_reduction: (True, (True, True)),
+    torch._C._get_cublas_allow_fp16_accumulation: (False,),
+    torch._C._get_cpu_allow_fp16_reduced_precision_reduction: (False,),
 }
 # What generate() may call to decode, and the code that runs forwards then.
 _LAST_LOGITS = (GenerationMixin._sample, GenerationMixin._beam_search)  # they read no others
@@ -462,10 +469,13 @@ def give_back_tokenizer() -> None:
 
 
 def autocast() -> Hashable:
-    """The precision this thread computes with: that of float32 numbers, and autocast by device type."""
-    read = [read() for read in precision_readers()]
-    of_float32, rest = tuple(read[: len(_OF_FLOAT32)]), read[len(_OF_FLOAT32) :]
+    """The precision this thread computes with: of float32 numbers, of sums, and autocast by device type."""
+    read = iter([read() for read in precision_readers()])
+    of_float32, of_sums, rest = tuple(islice(read, len(_OF_FLOAT32))), list(islice(read, len(_OF_SUMS))), list(read)
     found: tuple[Hashable, ...] = (_NAMED.get(of_float32, of_float32),)
+    for (reader, usual), allowed in zip(_OF_SUMS.items(), of_sums, strict=True):
+        if allowed not in usual:
+            found += ((reader.__name__, allowed),)
     for kind, is_enabled, dtype in zip(_device_kinds(), rest[::2], rest[1::2], strict=True):
         if is_enabled:
             found += ((kind, dtype),)
@@ -477,7 +487,7 @@ def precision_readers() -> tuple[Callable[[], Any], ...]:
     """What reads all that `autocast` tells, and the dtypes of an autocast that is not enabled: functions in C."""
     of_kind = (torch.is_autocast_enabled, torch.get_autocast_dtype)
     by_kind = [partial(read, kind) for kind in _device_kinds() for read in of_kind]
-    return (*(partial(torch._C._get_fp32_precision_getter, *each) for each in _OF_FLOAT32), *by_kind)
+    return (*(partial(torch._C._get_fp32_precision_getter, *each) for each in _OF_FLOAT32), *_OF_SUMS, *by_kind)
 
 
 @cache

@@ -95,6 +95,24 @@ class TestWhatKvDependsOn:
         prompt(llama, cache, BASE)
         assert cache.report.reused_tokens > 0
 
+    @pytest.mark.parametrize(
+        "name", ["fp16_accumulation", "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction"]
+    )
+    def test_how_sums_are_rounded(self, llama: PreTrainedModel, store: ChunkStore, name: str) -> None:
+        settings, name = torch.backends.cuda.matmul, f"allow_{name}"
+        usual = getattr(settings, name)
+        prompt(llama, ChunkReuseCache(llama, store), BASE)
+        setattr(settings, name, not usual)
+        try:
+            cache = ChunkReuseCache(llama, store)
+            prompt(llama, cache, BASE)
+            assert cache.report.reused_tokens == 0
+        finally:
+            setattr(settings, name, usual)
+        cache = ChunkReuseCache(llama, store)
+        prompt(llama, cache, BASE)
+        assert cache.report.reused_tokens > 0
+
     def test_a_part_in_training_mode(self, llama: PreTrainedModel, store: ChunkStore) -> None:
         llama.model.layers[0].train().self_attn.attention_dropout = 0.1
         cache = ChunkReuseCache(llama, store)
