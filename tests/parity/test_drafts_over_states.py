@@ -213,6 +213,8 @@ def test_crop(name: str) -> None:
             if records or name == "lfm2":
                 continue
             run(twin.fork(), 72, 75, output_hidden_states=True)  # not with others in front of its own
+            behind_one = model(ids[:, 72:75], cache=twin.fork(), logits_to_keep=-1).logits
+            torch.testing.assert_close(behind_one, right[:, 73:75], atol=5e-4, rtol=5e-4)
             run(twin, 72, 75)
             twin.crop(-2)
             twin.batch_repeat_interleave(2)

@@ -114,7 +114,7 @@ def may_carry(model: PreTrainedModel, kwargs: Kwargs, rows: int) -> bool:
         and len(ids) == rows
         and (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2))
         and (positions is None or positions.shape[-1] == ids.shape[1])
-        and (keep is None or type(keep) is int)
+        and (keep is None or (type(keep) is int and keep >= 0))
         and kwargs.get("use_cache") is not False
         and all(name in _PLAIN or value is None or value is False for name, value in kwargs.items())
         and not any(returns_of_each_token(model).values())
