@@ -56,7 +56,7 @@ def figure(text: str) -> Path:
 def read_text(path: Path) -> str:
     """The text of a file; `ValueError` if it cannot be read, is not UTF-8, or is empty."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"{path} must be a file that can be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -70,7 +70,7 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(
             f"`--config` must be a TOML file with a flag a line, such as `port = 9000`, got {path}: {error}."

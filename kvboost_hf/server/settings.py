@@ -172,7 +172,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
     Raises `ValueError` for a file that others may read or write, that cannot be read, or that holds no key.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"The file of keys {path} cannot be read: {error}. Pass a text file with a key a line."

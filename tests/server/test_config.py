@@ -27,6 +27,7 @@ def file(tmp_path: Path) -> Path:
     ("text", "dest", "value"),
     [
         ("port = 9000", "port", 9000),
+        ("\ufeffport = 9000", "port", 9000),  # as editors on Windows write it
         ("max_batch_size = 3", "max_batch_size", 3),
         ("max-batch-size = 3", "max_batch_size", 3),
         ("timeout-s = 5", "timeout_s", 5.0),

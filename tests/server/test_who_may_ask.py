@@ -100,6 +100,8 @@ def test_keys_from_a_file(tmp_path: Path) -> None:
     assert read_keys(file) == ("first", "second")
     file.chmod(0o640)  # as containers have them
     assert read_keys(file) == ("first", "second")
+    file.write_text("first\nsecond\n", encoding="utf-8-sig")  # as editors on Windows write it
+    assert read_keys(file) == ("first", "second")
     for mode in (0o644, 0o604, 0o660, 0o602):
         file.chmod(mode)
         with pytest.raises(ValueError, match="chmod 600"):

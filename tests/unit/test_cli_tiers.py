@@ -39,13 +39,15 @@ def test_what_is_warmed_is_reused(
 ) -> None:
     monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)
     own = ["--tiers", disk, "--chunk-size", "64", "--chunk-boundary-window", "0", "--attn-implementation", "sdpa"]
+    text = Path(files[1]).read_text(encoding="utf-8")
+    Path(files[1]).write_text(text, encoding="utf-8-sig")  # as editors on Windows write it
     assert main(["warm", *files, *own, "--dtype", "float32"]) == 0
     shown = capsys.readouterr().out
     assert "a.txt: prompt" in shown
     assert "chunks" in shown
     model, tokenizer = load_embedded()
     store = ChunkStore(model.float(), chunk_size=64, tiers=[disk])
-    inputs = tokenizer(Path(files[1]).read_text(encoding="utf-8") + "Who?", return_tensors="pt")
+    inputs = tokenizer(text + "Who?", return_tensors="pt")
     cache = ChunkReuseCache(model, store)
     model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
     assert cache.report.tier_tokens["disk"] > 100
