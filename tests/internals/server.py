@@ -34,7 +34,7 @@ from kvboost_hf.server.engine import task, worker
 from kvboost_hf.server.engine.belongings import Beginnings
 from kvboost_hf.server.engine.embedding import EmbeddingJob, EmbeddingTurns
 from kvboost_hf.server.engine.holdings import Holdings
-from kvboost_hf.server.engine.intake import EngineLimits, WaitingLine
+from kvboost_hf.server.engine.intake import EngineLimits, Intake, WaitingLine
 from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit
 from kvboost_hf.server.engine.neighbours import MemoryPlans
 from kvboost_hf.server.engine.phases import Prefill

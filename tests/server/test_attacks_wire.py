@@ -1,5 +1,6 @@
 """Clients without a key that would stop the server from the wire, and how it ends while others ask."""
 
+import asyncio
 import http.client
 import json
 import logging
@@ -18,6 +19,8 @@ import pytest
 
 from kvboost_hf.assets import load_embedded
 from tests.internals.server import (
+    ConnectionLimits,
+    Connections,
     DrainingError,
     Finished,
     Job,
@@ -148,6 +151,25 @@ def test_without_descriptors_the_log_has_a_line(
         until(lambda: any("descriptors" in record.getMessage() for record in log), "the log has nothing")
     assert len([record for record in log if record.levelno > logging.INFO]) < 15
     assert not [record for record in log if record.exc_info]
+
+
+def test_a_server_that_ends_does_not_listen_again(caplog: pytest.LogCaptureFixture) -> None:
+    """What asyncio tells of its attempt goes into no log; other failures do, and so did this one before."""
+    listening, other = "Exception in callback BaseSelectorEventLoop._start_serving()", "Exception in callback f()"
+    told = list[list[str]]()
+
+    async def fail() -> None:
+        connections = Connections(ConnectionLimits(most=4, header_s=10, write_s=10))
+        connections.start()
+        for end in (lambda: None, connections.stop):
+            end()
+            caplog.clear()
+            for message in (listening, other):
+                asyncio.get_running_loop().call_exception_handler({"message": message})
+            told.append([record.getMessage() for record in caplog.records if record.name == "asyncio"])
+
+    asyncio.run(fail())
+    assert told == [[listening, other], [other]]
 
 
 def test_a_header_must_come_in_time(engine: FakeEngine, tokenizer: Any) -> None:

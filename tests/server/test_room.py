@@ -47,6 +47,17 @@ def test_tokens_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         tokens_that_fit(hybrid, rows=4000)
 
 
+def test_what_pytorch_keeps_on_a_gpu_and_does_not_use_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    monkeypatch.setattr(room, "input_device", lambda model: torch.device("cuda"))
+    for name, told in (("memory_reserved", 2**20), ("memory_allocated", 2**18), ("mem_get_info", (2**21, 2**30))):
+        monkeypatch.setattr(torch.cuda, name, lambda device, told=told: told)
+    free = 2**21 + 2**20 - 2**18
+    # What is taken of host memory, or promised to others, is none of a GPU's.
+    found = tokens_that_fit(model, reserved=2**40, promised=2**40, safety_margin=0)
+    assert found == free // (2 * bytes_per_token(model))
+
+
 def test_prompts_without_room(serve: Callable[..., Listening]) -> None:
     """They are refused with a length that fits, or lose their beginning if that is asked for."""
     model, tokenizer = load_embedded()

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -15,7 +16,7 @@ from tokenizers.models import WordLevel
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from kvboost_hf import ChunkStore
+from kvboost_hf import ChunkStore, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.errors import StoreClosedError
 from tests.architectures.models import make_architecture
@@ -25,13 +26,17 @@ from tests.internals.compat import kv_bytes_per_token
 from tests.internals.server import (
     BatchKV,
     DrainingError,
+    EngineLimits,
     Finished,
+    Intake,
     Job,
     JobEvent,
     ModelEngine,
+    ModelRunner,
     Progress,
     QueueFullError,
     SamplingOptions,
+    Task,
     TooLongError,
     WaitingLine,
     _BatchLayer,
@@ -414,6 +419,27 @@ def test_the_queue_is_bounded(engines: Any) -> None:
     assert not told[3].events
 
 
+def test_who_finds_no_place_is_told_how_long_the_others_take() -> None:
+    intake = Intake(EngineLimits(max_batch_size=2, max_queue_size=6))
+
+    def task(started: float | None = None) -> Task:
+        return Task(job(random_ids(3, 0), 3), Told(), 0.0, started=started)
+
+    def told() -> float:
+        with pytest.raises(QueueFullError) as refused:
+            intake.submit(task())
+        return refused.value.retry_after_s
+
+    for _ in range(6):
+        intake.submit(task())
+    assert told() == 1.0
+    for _ in range(30):
+        intake.end(task(time.perf_counter() - 10), "length")
+    assert told() == pytest.approx(6 * 10 / 2, rel=0.02)  # six before it, two at a time
+    intake.end(task(), "timeout")  # one that never began
+    assert told() == pytest.approx(0.8 * 6 * 10 / 2, rel=0.02)
+
+
 def test_cancelling_and_time_limits(engines: Any) -> None:
     model = make_model()
     engine = engines(model, max_batch_size=1)
@@ -483,6 +509,33 @@ def test_prompts_may_part_at_any_token(name: str, engines: Any) -> None:
         engine.submit(job(torch.cat([random_ids(45, 1), random_ids(9, 2 + seed)], 1), 1), told)
         cached.append(told.end.cached_tokens)
     assert cached == [0, 45 if name != "qwen3_next" else cached[1], 45]
+
+
+@torch.no_grad()
+def test_what_runs_lends_its_beginning_to_what_may_use_it() -> None:
+    """A chunk of it or more, of the same salt, under the same policy, and while it is kept in the same store."""
+    model = make_model()
+    store = ChunkStore(model, chunk_size=16)
+    runner = ModelRunner(model, store, ReusePolicy(mode="blend"), None, 512)
+    ids = random_ids(40, 1)
+    first = Task(job(ids, 3, salt=b"a"), Told(), 0.0)
+    first.cache, _ = runner.open(first, [])
+    runner.forward(first.cache, ids, 0)
+
+    def lent(same: int, count: int = 3, **more: Any) -> int:
+        asked = torch.cat([ids[:, :same], random_ids(20, 2)], 1)
+        cache, found = runner.open(Task(job(asked, count, **{"salt": b"a", **more}), Told(), 0.0), [first])
+        assert bool(cache.get_seq_length()) is bool(found)
+        return found
+
+    assert lent(40) == 0  # nothing of it is computed yet, as far as is known
+    first.done = 32
+    assert (lent(40), lent(25), lent(16), lent(15)) == (32, 25, 16, 0)
+    assert lent(40, salt=b"b") == 0
+    assert runner.policy_of(job(ids, 0)) != runner.policy_of(first.job)
+    assert lent(40, 0) == 0
+    runner.store = store.without_room(with_roots=False)
+    assert lent(40) == 0
 
 
 def test_a_forward_that_fails(engines: Any) -> None:

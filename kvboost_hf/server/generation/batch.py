@@ -323,16 +323,17 @@ class BatchKV:
         made = max((len(layer.buffers[0]) for layer in self._layers if layer is not None and layer.buffers), default=0)
         try:
             placed = 0
+            pairs = [pair for pair in kv if pair is not None]
             if self._tree is not None:
-                placed = self._tree.add(owner, [] if rides else tokens, [pair for pair in kv if pair is not None])
+                placed = self._tree.add(owner, [] if rides else tokens, pairs)
             own = len(tokens) - placed
             self._stop = max(self._stop, own)
-            for layer, pair in zip(self._layers, kv, strict=True):
-                if layer is not None and pair is not None:
-                    layer.add((pair[0][:, :, placed:], pair[1][:, :, placed:]), self._stop)
-            for held, state in zip(self._states, states, strict=True):
-                if held is not None and state is not None:
-                    held.add(state)
+            layers = [layer for layer in self._layers if layer is not None]
+            for layer, (keys, values) in zip(layers, pairs, strict=True):
+                layer.add((keys[:, :, placed:], values[:, :, placed:]), self._stop)
+            holders = [held for held in self._states if held is not None]
+            for held, state in zip(holders, [state for state in states if state is not None], strict=True):
+                held.add(state)
             self.lengths.append(len(tokens))
             self._own.append(own)
             self._kept.append(_RowHidden(hidden, last))
