@@ -448,6 +448,14 @@ def test_settings_of_the_grammar_are_none_of_a_client(held: Any) -> None:
         (r"^(?<year>\d+)$", ["12"], ["a"]),
         (r"^\k$", ["k"], ["\\k"]),
         (r"^[^]$", ["a", "\n"], [""]),
+        # Quotes and backslashes, which texts of JSON escape.
+        (r'^a[^"]b$', ["acb", "a\nb", "a\\b"], ['a"b']),
+        (r"^[^\\]*$", ['"', "\t"], ["\\", "a\\b"]),
+        (r"^[^!-~]$", ["\n", " "], ['"', "\\", "a"]),
+        (r"^[\x00-!#-\[]*$", ["\n!", "#"], ['"', "\\"]),
+        (r"^[^\p{P}\\]$", ["a"], ['"', "\\", "!"]),
+        (r"^\P{P}\PP\p{P}$", ['aa"', "aa\\"], ['"a"', "a\\!"]),
+        (r'^[^|"][^||][\D"]$', ['\\"\\'], ['"||', "||a"]),
     ],
 )
 def test_patterns_of_javascript(grammars: Grammars, tokenizer: Any, pattern: str, texts: Any, others: Any) -> None:

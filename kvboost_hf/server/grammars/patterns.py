@@ -7,6 +7,7 @@ from typing import NamedTuple
 _CLASSES = {"d": "0-9", "w": "A-Za-z0-9_"}  # JavaScript's are of ASCII
 _ANCHORS = {"A": "^", "Z": "$", "z": "$"}  # Python's
 _KEPT = frozenset("nrtfvsSpPx")
+_OF_UNICODE = re.compile(r"\\[pP](?:\{[^{}]*\}|[A-Za-z])")
 _META = frozenset(r"\.+*?()|[]{}^$#&-~/")
 _QUANTIFIER = re.compile(r"[*+?]\??|\{\d+(?:,\d*)?\}\??")
 _GROUP = re.compile(r"\(\?(?:<?[=!])")
@@ -83,6 +84,8 @@ def _piece(pattern: str, at: int) -> tuple[str, int, bool]:
         return r"[\s\S]*", name.end(), False
     if escaped in "bB":
         return "(?:)", end, False
+    if of_unicode := _OF_UNICODE.match(pattern, at):
+        return _held(f"[{of_unicode[0]}]"), of_unicode.end(), True
     if escaped in _ANCHORS:
         return _ANCHORS[escaped], end, True
     if escaped.lower() in _CLASSES:
@@ -101,7 +104,7 @@ def _set(pattern: str, at: int) -> tuple[str, int, bool]:
     while at < len(pattern) and pattern[at] != "]":
         char, escaped = pattern[at], pattern[at + 1 : at + 2]
         if char != "\\" or not escaped:
-            found.append(f"\\{char}" if char in "[&~" or (char == "-" and pattern.startswith("-", at - 1)) else char)
+            found.append(f"\\{char}" if char in "[&~|" or (char == "-" and pattern.startswith("-", at - 1)) else char)
             at += 1
         elif escaped.lower() in _CLASSES:
             inner = _CLASSES[escaped.lower()]
@@ -115,7 +118,22 @@ def _set(pattern: str, at: int) -> tuple[str, int, bool]:
             found.append(piece)
     if at >= len(pattern):
         return pattern[start:], at, True  # which is refused when it is compiled
-    return "".join([*found, "]"]), at + 1, True
+    return _held("".join([*found, "]"])), at + 1, True
+
+
+def _held(kind: str) -> str:
+    """A class of characters as grammars hold it.
+
+    llguidance lets quotes and backslashes through where a class has all control characters: without one of these, NUL,
+    it does not. Classes that are known to have both are left as they are.
+    """
+    try:
+        has = None if kind[1:].count("[") > kind.count(r"\[") else re.compile(kind)
+    except re.error:  # what Python does not know, such as `\p{L}`
+        has = None
+    if has is not None and (not has.match("\0") or all(map(has.match, '"\\'))):
+        return kind
+    return rf"[{kind}&&[^\x00]]"
 
 
 def _escape(pattern: str, at: int) -> tuple[str, int]:
