@@ -24,7 +24,7 @@ from kvboost_hf.cache.forward import moved as moved_forward
 from kvboost_hf.cache.forward.admission import blend_reason
 from kvboost_hf.cache.forward.ahead import StemReader
 from kvboost_hf.cache.forward.head_kv import HeadKV
-from kvboost_hf.cache.forward.idle import Idle
+from kvboost_hf.cache.forward.idle import Idle, _IdleLine, _IdleTurn
 from kvboost_hf.cache.forward.loans import Loans, lending_reason, reading_reason
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
@@ -32,7 +32,7 @@ from kvboost_hf.cache.identity import ModelFingerprint, ModelState, ModelWalk, f
 from kvboost_hf.cache.identity.foreign import edits_inputs, foreign_functions, holder_of_cache, only_looks
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
 from kvboost_hf.cache.identity.values import Reached, Reader
-from kvboost_hf.cache.identity.versions import _SAID_OF_CLASSES, COMPILED_CALL, NOTES, _are_counted
+from kvboost_hf.cache.identity.versions import _SAID_OF_CLASSES, COMPILED_CALL, NOTES, _are_counted, _counts
 from kvboost_hf.cache.identity.walk import ModelParts, Walk
 from kvboost_hf.cache.identity.weights import (
     Memories,

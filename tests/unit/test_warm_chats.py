@@ -138,6 +138,18 @@ def test_chats_begin_with_what_was_warmed(
     assert found >= prompt - len(tokenizer.encode(added)) - 16  # the rest: what the template writes around it
 
 
+def test_results_of_calls_may_stand_where_no_message_of_the_user_can(tokenizer: Any) -> None:
+    """As in templates that write them into the turn of the assistant, which a message of the user ends."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ '<|im_end|>\n' if loop.index0 }}<|im_start|>{{ m.role }}\n"
+        "{% endif %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    )
+    template, called = ChatTemplate(tokenizer), [SYSTEM, USER, CALL]
+    start, chat = template.start(called).ids, template.encode([*called, RESULT])
+    assert start.tolist() == chat[: len(start)].tolist()
+    assert len(start) > len(template.encode([SYSTEM, USER]))
+
+
 def test_a_date_is_told(reader: tuple[PreTrainedModel, Any], tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATES["dated"]
     report = (store := ChunkStore(reader[0], chunk_size=16)).warm([SYSTEM], tokenizer=tokenizer)
