@@ -130,7 +130,17 @@ from kvboost_hf.cache.store.memory import DeviceMemory
 from kvboost_hf.cache.store.settings import chunk_bytes
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import DEFAULT_DISK_BYTES, TierSpec, below, open_tier, open_tiers, parse_tier, record
-from kvboost_hf.cache.tiers.base import Entry, Guard, Kind, MadeWith, NoticeBoard, Tier, secrets_in, without_secrets
+from kvboost_hf.cache.tiers.base import (
+    Entry,
+    Failures,
+    Guard,
+    Kind,
+    MadeWith,
+    NoticeBoard,
+    Tier,
+    secrets_in,
+    without_secrets,
+)
 from kvboost_hf.cache.tiers.below import MeasuredTier
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier
 from kvboost_hf.cache.tiers.record import (
@@ -143,7 +153,7 @@ from kvboost_hf.cache.tiers.record import (
     read_tier_key,
     unpack_entry,
 )
-from kvboost_hf.cache.tiers.valkey import ValkeyTier
+from kvboost_hf.cache.tiers.valkey import ValkeyTier, _member
 from kvboost_hf.device_link import Staging
 from kvboost_hf.scoring import plan_batches
 
