@@ -274,6 +274,7 @@ def test_a_failure_ends_graphs_and_not_the_call(
     assert cache.store.check_integrity().wrong == 0
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("other", [_changed, _with_other_kv])
 def test_a_graph_that_computes_something_else_is_found(
     llama: PreTrainedModel, compiler: Compiler, other: Callable[..., Any]

@@ -413,6 +413,7 @@ def test_what_is_lost_on_its_way_is_not_kept(connect, answer):
     assert b"HSET" in impostor.received
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("allowed", [True, False])
 def test_room_is_made_in_as_many_rounds_as_it_takes(connect, monkeypatch, allowed):
     """Unless chunks cannot be given up."""

@@ -200,6 +200,9 @@ def test_a_text_is_pinned_whole_or_not_at_all(folder: Path) -> None:
     assert store.stats()["pinned_chunks"] == 3
     store.let_go(b"holder")
     assert store.stats()["pinned_chunks"] == 0
+    store.max_bytes = 3 * CHUNK * (BYTES_PER_TOKEN + 8)
+    put_all(store, np.arange(1000, 1000 + 3 * CHUNK))
+    assert not {*keys} & {*store.inspect().chunks}
     store.close()
 
 
@@ -308,7 +311,8 @@ def test_what_one_row_is_to_do_without_others_find(folder: Path) -> None:
     assert finds(is_piece=True)
     assert finds()
     assert not finds(is_piece=True, without=frozenset([key]))
-    assert store.view(root, tokens, is_piece=True) is store.view(root, tokens, is_piece=True)
+    known = store.view(root, tokens)
+    assert store.view(root, tokens, is_piece=True) is known
     store.close()
 
 
