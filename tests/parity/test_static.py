@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, detach, last_cache
 from tests import multimodal
@@ -411,7 +411,7 @@ def test_candidates_need_room(llama: PreTrainedModel) -> None:
 class AllLogits(LlamaForCausalLM):
     """A model that no prompt can be reused for, whatever the cache."""
 
-    def forward(self, input_ids: Any, position_ids: Any = None, past_key_values: Any = None) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Any, position_ids: Any = None, past_key_values: Any = None) -> Any:
         return super().forward(input_ids, position_ids=position_ids, past_key_values=past_key_values)
 
 
@@ -423,7 +423,7 @@ def test_what_is_refused(llama: PreTrainedModel) -> None:
         with pytest.raises(ValueError, match=r"`max_cache_len` is not for .* Leave it out"):
             ChunkReuseCache(make_model(name), max_cache_len=64)
     with pytest.raises(ValueError, match=r"`max_cache_len` is not for AllLogits: its forward takes no logits_to_keep"):
-        ChunkReuseCache(AllLogits(llama.config), max_cache_len=64)
+        ChunkReuseCache(AllLogits(LlamaConfig(**llama.config.to_dict())), max_cache_len=64)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "glm4v", "gemma3"])

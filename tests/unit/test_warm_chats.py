@@ -150,7 +150,7 @@ def test_results_of_calls_may_stand_where_no_message_of_the_user_can(tokenizer: 
     template = ChatTemplate(tokenizer)
     for dropped in ("", "id"):  # some chats have no ids
         calls = [{name: value for name, value in call.items() if name != dropped} for call in CALLS]
-        called = [SYSTEM, USER, {**CALL, "tool_calls": calls}]
+        called: list[Any] = [SYSTEM, USER, {**CALL, "tool_calls": calls}]
         start = template.start(called).ids
         chat = template.encode([*called, {**RESULT, "tool_call_id": calls[0].get("id", "")}])
         assert start.tolist() == chat[: len(start)].tolist()
@@ -165,6 +165,12 @@ def test_the_last_text_of_the_user_may_go_on(tokenizer: Any, name: str) -> None:
     chat = template.encode([form(SYSTEM), form({**USER, "content": USER["content"] + " Who?"})])
     assert start.tolist() == chat[: len(start)].tolist()
     assert len(start) > len(template.encode([form(SYSTEM)]))
+
+
+def test_a_message_of_the_user_without_text_is_whole(tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATES["parts"]
+    template, chat = ChatTemplate(tokenizer), [parts(SYSTEM), {"role": "user", "content": []}]
+    assert template.start(chat).ids.tolist() == template.encode(chat, False).tolist()
 
 
 def test_a_date_is_told(reader: tuple[PreTrainedModel, Any], tokenizer: Any) -> None:
