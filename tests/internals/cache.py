@@ -24,7 +24,7 @@ from kvboost_hf.cache.forward import moved as moved_forward
 from kvboost_hf.cache.forward.admission import blend_reason
 from kvboost_hf.cache.forward.ahead import StemReader
 from kvboost_hf.cache.forward.head_kv import HeadKV
-from kvboost_hf.cache.forward.idle import Idle
+from kvboost_hf.cache.forward.idle import Idle, _IdleLine, _IdleTurn
 from kvboost_hf.cache.forward.loans import Loans, lending_reason, reading_reason
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
@@ -32,7 +32,7 @@ from kvboost_hf.cache.identity import ModelFingerprint, ModelState, ModelWalk, f
 from kvboost_hf.cache.identity.foreign import edits_inputs, foreign_functions, holder_of_cache, only_looks
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
 from kvboost_hf.cache.identity.values import Reached, Reader
-from kvboost_hf.cache.identity.versions import _SAID_OF_CLASSES, COMPILED_CALL, NOTES, _are_counted
+from kvboost_hf.cache.identity.versions import _SAID_OF_CLASSES, COMPILED_CALL, NOTES, _are_counted, _counts
 from kvboost_hf.cache.identity.walk import ModelParts, Walk
 from kvboost_hf.cache.identity.weights import (
     Memories,
@@ -130,7 +130,17 @@ from kvboost_hf.cache.store.memory import DeviceMemory
 from kvboost_hf.cache.store.settings import chunk_bytes
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import DEFAULT_DISK_BYTES, TierSpec, below, open_tier, open_tiers, parse_tier, record
-from kvboost_hf.cache.tiers.base import Entry, Guard, Kind, MadeWith, NoticeBoard, Tier, secrets_in, without_secrets
+from kvboost_hf.cache.tiers.base import (
+    Entry,
+    Failures,
+    Guard,
+    Kind,
+    MadeWith,
+    NoticeBoard,
+    Tier,
+    secrets_in,
+    without_secrets,
+)
 from kvboost_hf.cache.tiers.below import MeasuredTier
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier
 from kvboost_hf.cache.tiers.record import (
@@ -143,7 +153,7 @@ from kvboost_hf.cache.tiers.record import (
     read_tier_key,
     unpack_entry,
 )
-from kvboost_hf.cache.tiers.valkey import ValkeyTier
+from kvboost_hf.cache.tiers.valkey import ValkeyTier, _member
 from kvboost_hf.device_link import Staging
 from kvboost_hf.scoring import plan_batches
 

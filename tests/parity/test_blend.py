@@ -336,6 +336,18 @@ def test_deviation_costs_two_layers_and_then_a_part(monkeypatch: pytest.MonkeyPa
     assert report.moved_tokens == 256
 
 
+def test_what_has_every_column_is_taken_for_those_that_go_on() -> None:
+    """Wherever it is among the arguments of a layer; all else is left as it is."""
+    rows = torch.tensor([[1, 3], [0, 2]])
+    alike, own = torch.arange(4)[None, :, None], torch.arange(8).view(2, 4)
+    others = torch.arange(4), torch.zeros(2, 5), torch.zeros(3, 4), "text", None
+    found = scatter._take({"a": alike, "b": [own, (own, *others)]}, rows, 4)
+    taken = [[1, 3], [4, 6]]
+    assert found["a"][..., 0].tolist() == rows.tolist()
+    assert found["b"][0].tolist() == found["b"][1][0].tolist() == taken
+    assert all(one is other for one, other in zip(found["b"][1][1:], others, strict=True))
+
+
 def test_what_is_as_it_was_stored_deviates_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("deep_llama")
     cache = ChunkReuseCache(model, store_with_documents(model), blend("cacheblend"))

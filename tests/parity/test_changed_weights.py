@@ -555,6 +555,20 @@ class TestSampleInPlace:
         assert watch.epoch(tensors) == before + 1
 
 
+@torch.no_grad()
+def test_what_weights_of_two_kinds_have_computed_is_not_stored(llama: PreTrainedModel) -> None:
+    """A hook changes those of a layer in the middle of a forward."""
+    store = ChunkStore(llama, chunk_size=32)
+    cache = ChunkReuseCache(llama, store)
+
+    def change(*given: Any) -> None:
+        llama.model.layers[1].self_attn.v_proj.weight.add_(0.3)
+
+    with llama.model.layers[0].register_forward_hook(change):
+        llama(BASE, past_key_values=cache, logits_to_keep=1)
+    assert (cache.get_seq_length(), cache.store_all(), len(store)) == (100, [], 0)
+
+
 @pytest.mark.parametrize("check", ["sample", "full"])
 def test_memory_that_is_there_in_forwards_only(
     tmp_path: Path, check: WeightsCheck, caplog: pytest.LogCaptureFixture

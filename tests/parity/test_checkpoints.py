@@ -99,6 +99,17 @@ def test_rows(name: str) -> None:
         check(model, ids, ChunkReuseCache(model, store))
 
 
+@torch.no_grad()
+def test_arguments_of_no_column_reach_a_mixer_as_they_are() -> None:
+    model, ids = make("falcon_h1"), random_ids(150, seed=1)
+    more = {"cache_position": torch.arange(150), "num_items_in_batch": torch.tensor(3)}
+    expected = model(ids, logits_to_keep=1, **more).logits
+    store = ChunkStore(model, chunk_size=16)
+    found = model(ids, past_key_values=ChunkReuseCache(model, store), logits_to_keep=1, **more).logits
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+    assert store.stats()["states"] > 1
+
+
 @pytest.mark.parametrize("part", ["out_proj", "in_proj_qkvz", "norm"])
 def test_a_hook_within_a_mixer_sees_all_columns(part: str) -> None:
     model, ids = make("qwen3_next"), random_ids(300, seed=5)

@@ -419,6 +419,22 @@ def test_edges(tmp_path: Path) -> None:
     store.check_consistency()
 
 
+@torch.no_grad()
+def test_rows_that_a_cache_does_not_have() -> None:
+    """Nor has any more, where other rows go on without it."""
+    model, heads = make_model("llama"), make_model("llama", seed=1)
+    cache, rows = ChunkReuseCache(model, ChunkStore(model, chunk_size=32)), random_ids(64, batch=2)
+    model(rows, past_key_values=cache, logits_to_keep=1)
+    kept = [cache.loans.head_kv(heads, lambda: [torch.zeros(1, 2, 1, 8)], row) for row in range(3)]
+    for row, each in enumerate(kept):
+        assert each.find(rows[min(row, 1)].numpy(), 63) is None
+    assert [each.reason is None for each in kept] == [True, True, False]
+    cache.batch_select_indices(torch.tensor([0]))
+    for row, each in enumerate(kept[:2]):
+        each.offer(rows[row].numpy(), lambda start, stop: [torch.zeros(1, 2, stop - start, 8)], 0, tail=True)
+    assert [each.reason is None for each in kept] == [True, False, False]
+
+
 def test_a_thread_for_each_request(tmp_path: Path) -> None:
     model, heads = make_pair("glm4_moe", tmp_path)
     store, prompts = ChunkStore(model, chunk_size=16), [random_ids(60 + 7 * n, seed=n % 3) for n in range(6)]

@@ -362,6 +362,21 @@ def test_recording_ends_with_the_call_that_asked_for_it(architecture: str) -> No
     cache.crop(-3)
 
 
+def test_a_new_text_is_not_computed_behind_what_was_cropped() -> None:
+    """Not even where its first forward cannot compute what was left for the next one."""
+    model, rows = make_architecture("lfm2"), left_pad(OTHER, OTHER[:, 3:])
+    found: list[int] = []
+    for cropped in (0, 0, 3):  # the first time, the model is probed
+        cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))
+        generate(model, as_inputs(BASE[:, :100]), past_key_values=cache)
+        cache.crop(-cropped)
+        assert (cache.lag > 0) == (cropped > 0)
+        with counted(model) as work:
+            generate(model, rows, past_key_values=cache)
+        found.append(work.tokens)
+    assert found[2] == found[1]
+
+
 def test_a_window_lets_go_of_what_can_never_be_stored() -> None:
     model = make_model("mistral")
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from tests.blobs import is_right, key_of, make_blob
-from tests.internals.cache import Entry
+from tests.internals.cache import Entry, Failures
 from tests.internals.disk import DiskTier, charge, disk, disk_files, disk_index
 
 Open = Callable[..., DiskTier]
@@ -496,6 +496,19 @@ def test_a_new_index_keeps_the_budget(opened: Open, folder: Path) -> None:
 
 
 # Failures
+
+
+def test_failures_of_one_kind_are_logged_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = Failures(logging.getLogger("kvboost_hf"), "A tier", (OSError,))
+    for error in (OSError(errno.EIO, "1"), OSError(errno.EIO, "2"), OSError(errno.ENOSPC, "3")):
+        with failures.caught("read"):
+            raise error
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == ["1.", "3."]
+    monkeypatch.setattr("kvboost_hf.cache.tiers.base._SILENCE_S", 0.0)
+    failures.note("read", OSError(errno.EIO, "4"))
+    assert (failures.count, len(caplog.messages)) == (4, 3)
 
 
 def test_a_full_disk(

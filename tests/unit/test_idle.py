@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from tests.internals.cache import Idle
+from tests.internals.cache import Idle, _IdleLine, _IdleTurn
 
 
 @pytest.mark.parametrize("forked", [False, True])
@@ -36,3 +36,25 @@ def test_work_that_is_under_way_is_not_begun_again(monkeypatch: pytest.MonkeyPat
     idle.begin(second, 1, 10**9)
     assert idle.wait(20)
     assert runs == ["first"] + ["second"] * (1 + forked)
+
+
+def test_work_that_comes_as_the_thread_ends_is_done() -> None:
+    """Whoever brings it finds the thread at work, and begins no other."""
+    line, runs = _IdleLine(), list[str]()
+    first, second = (_IdleTurn(lambda stop, name=name: bool(runs.append(name))) for name in ("first", "second"))
+
+    class Late:
+        """The lock of the thread: as it is released, the second turn has just come."""
+
+        def __init__(self) -> None:
+            self._lock, self.acquire = line._taken, line._taken.acquire
+
+        def release(self) -> None:
+            if len(runs) == 1:
+                line._waiting.append(second)
+            self._lock.release()
+
+    line._taken = Late()  # type: ignore[assignment]
+    line.add(first, 10**9)
+    assert second.ended.wait(5)
+    assert runs == ["first", "second"]

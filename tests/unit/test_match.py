@@ -264,6 +264,15 @@ class TestVariants:
         assert len(segments) == 2
         assert not segments[1].continues
 
+    @pytest.mark.parametrize(("left_out", "found"), [(0, [(30, 33), (33, 97)]), (5, [(33, 92)])])
+    def test_only_what_is_there_from_its_beginning_was_computed_behind_what_is_before_it(
+        self, left_out: int, found: list[tuple[int, int]]
+    ) -> None:
+        head = text(64, 1)
+        chunks = FakeChunk(head, 500, key=b"head"), FakeChunk(self.document, 564, parent=b"head")
+        row = np.concatenate([100 + text(30), head[-3:], self.document[left_out:]])
+        assert [(s.start, s.stop) for s in moved(row, index_of(*chunks))] == found
+
     @pytest.mark.parametrize("before", [0, 10, 64, 100])
     @pytest.mark.parametrize("chunks", [True, False], ids=["stored text before it", "new text before it"])
     def test_behind_the_same_text_there_is_no_seam(self, before: int, chunks: bool) -> None:

@@ -18,6 +18,7 @@ from tests.internals.cache import (
     Guard,
     Tier,
     ValkeyTier,
+    _member,
     open_tier,
     pack_entry,
     parse_tier,
@@ -410,6 +411,28 @@ def test_what_is_lost_on_its_way_is_not_kept(connect, answer):
         assert tier.stats()["state"] == "down"
         tier.close()
     assert b"HSET" in impostor.received
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize("allowed", [True, False])
+def test_room_is_made_in_as_many_rounds_as_it_takes(connect, monkeypatch, allowed):
+    """Unless chunks cannot be given up."""
+    tier, rounds = connect(f"redis://127.0.0.1:{free_port()}/0", max_bytes=1000), []
+    entries = [make_entry(n) for n in range(5)]
+    held = [_member(entry) for entry in entries]
+    size = entries[0].nbytes
+
+    def drop(members):
+        rounds.append(len(members))
+        del held[: len(members) if allowed else 0]
+        return allowed
+
+    tier.max_bytes = 5 * size
+    monkeypatch.setattr(tier, "_count", lambda: (len(held), len(held) * size))
+    monkeypatch.setattr(tier, "_ask", lambda commands: [held[:2]])
+    monkeypatch.setattr(tier, "_drop", drop)
+    tier._make_room(3 * size)
+    assert (rounds, len(held)) == (([2, 1], 2) if allowed else ([2], 5))
 
 
 def test_nobody_is_there(connect, caplog):

@@ -190,6 +190,22 @@ def test_pinned_chunks_stay_and_are_on_disk(folder: Path) -> None:
     store.close()
 
 
+def test_a_text_is_pinned_whole_or_not_at_all(folder: Path) -> None:
+    store = open_store(folder)
+    put_all(store, np.arange(3 * CHUNK))
+    keys = list(store.inspect().chunks)
+    assert not store.pin([*keys, b"gone"], b"holder")
+    assert store.stats()["pinned_chunks"] == 0
+    assert store.pin(keys, b"holder")
+    assert store.stats()["pinned_chunks"] == 3
+    store.let_go(b"holder")
+    assert store.stats()["pinned_chunks"] == 0
+    store.max_bytes = 3 * CHUNK * (BYTES_PER_TOKEN + 8)
+    put_all(store, np.arange(1000, 1000 + 3 * CHUNK))
+    assert not {*keys} & {*store.inspect().chunks}
+    store.close()
+
+
 def test_pinning_documents_that_are_on_disk(folder: Path) -> None:
     documents = [random_ids(64, seed=seed) for seed in range(4)]
     store = open_store(folder)
@@ -276,6 +292,28 @@ def test_quarantine_takes_what_was_stored_while_its_parent_was_below(folder: Pat
 
 
 # Closing
+
+
+def test_what_one_row_is_to_do_without_others_find(folder: Path) -> None:
+    """A later piece of a prompt finds what the prompt did, unless that was looked up without something."""
+    store, tokens = open_store(folder), np.arange(2 * CHUNK)
+    put_all(store, tokens)
+    store.close()
+    store = open_store(folder)
+    root = store.root(b"")
+    assert root is not None
+    key = prefix_key(root, tokens[:CHUNK])
+
+    def finds(**how: Any) -> bool:
+        return store.view(root, tokens, **how).find(key, tokens[:CHUNK]) is not None
+
+    assert not finds(without=frozenset([key]))
+    assert finds(is_piece=True)
+    assert finds()
+    assert not finds(is_piece=True, without=frozenset([key]))
+    known = store.view(root, tokens)
+    assert store.view(root, tokens, is_piece=True) is known
+    store.close()
 
 
 def test_close_reopen_and_use_after_close(folder: Path) -> None:

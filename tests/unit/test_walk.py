@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.internals.cache import ModelParts, ModelState, ModelWalk, Walk, _are_counted, hooks_of_all_modules
+from tests.internals.cache import ModelParts, ModelState, ModelWalk, Walk, _are_counted, _counts, hooks_of_all_modules
 
 
 def make() -> LlamaForCausalLM:
@@ -131,6 +131,31 @@ def test_an_edit_is_found(model: LlamaForCausalLM, edit: str) -> None:
     assert repr(now) == repr(_shown(Walk(model).complete(model)))  # True and 1 are equal, and not the same
     assert (repr(now) == repr(before)) == (edit == "nothing")
     assert _shown(walk.look(model)) == now
+
+
+_where_counted = pytest.mark.skipif(
+    sys.implementation.name != "cpython" or sys.version_info[:2] > (3, 12), reason="changes of dicts are not counted"
+)
+
+
+@_where_counted
+def test_changes_of_dicts_are_counted() -> None:
+    assert _are_counted()
+
+
+@pytest.mark.daily
+@_where_counted
+@pytest.mark.parametrize(("changes", "counted"), [([1, 2, 3], True), ([1, 2, None], False), ([1], False), ([], False)])
+def test_each_of_several_changes_counts(changes: list[int | None], counted: bool) -> None:
+    """One that the number of a dict does not tell is enough for no number to be trusted."""
+
+    def run() -> Iterator[Any]:
+        changed = dict[str, int]()
+        for value in changes:
+            changed |= {"value": value} if value is not None else {}
+            yield changed
+
+    assert _counts(run) == counted
 
 
 def _other_dict(model: Any) -> None:

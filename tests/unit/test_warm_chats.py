@@ -10,6 +10,8 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, KVBoost, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from tests.internals.cache import ChatTemplate
 
+pytestmark = pytest.mark.daily
+
 TEXT = "You read documents and answer questions about them. " * 4
 SYSTEM, USER = {"role": "system", "content": TEXT.strip()}, {"role": "user", "content": TEXT.strip()}
 ANSWER = {"role": "assistant", "content": "Anna lives in Oslo."}
@@ -136,6 +138,39 @@ def test_chats_begin_with_what_was_warmed(
     assert report.prompt_tokens - 8 < found <= report.prompt_tokens
     added = goes_on if isinstance(goes_on, str) else "".join(str(message["content"]) for message in goes_on)
     assert found >= prompt - len(tokenizer.encode(added)) - 16  # the rest: what the template writes around it
+
+
+def test_results_of_calls_may_stand_where_no_message_of_the_user_can(tokenizer: Any) -> None:
+    """As in templates that write them into the turn of the assistant, which a message of the user ends."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %} {{ m.name }}, {{ m.tool_call_id }}: {% else %}"
+        "{{ '<|im_end|>\n' if loop.index0 }}<|im_start|>{{ m.role }}\n{% endif %}{{ m.content }}"
+        "{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    )
+    template = ChatTemplate(tokenizer)
+    for dropped in ("", "id"):  # some chats have no ids
+        calls = [{name: value for name, value in call.items() if name != dropped} for call in CALLS]
+        called: list[Any] = [SYSTEM, USER, {**CALL, "tool_calls": calls}]
+        start = template.start(called).ids
+        chat = template.encode([*called, {**RESULT, "tool_call_id": calls[0].get("id", "")}])
+        assert start.tolist() == chat[: len(start)].tolist()
+        assert len(start) > len(template.encode([SYSTEM, USER]))
+
+
+@pytest.mark.parametrize("name", ["chatml", "parts"])
+def test_the_last_text_of_the_user_may_go_on(tokenizer: Any, name: str) -> None:
+    tokenizer.chat_template = TEMPLATES[name]
+    template, form = ChatTemplate(tokenizer), parts if name == "parts" else dict[str, Any]
+    start = template.start([form(SYSTEM), form(USER)]).ids
+    chat = template.encode([form(SYSTEM), form({**USER, "content": USER["content"] + " Who?"})])
+    assert start.tolist() == chat[: len(start)].tolist()
+    assert len(start) > len(template.encode([form(SYSTEM)]))
+
+
+def test_a_message_of_the_user_without_text_is_whole(tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATES["parts"]
+    template, chat = ChatTemplate(tokenizer), [parts(SYSTEM), {"role": "user", "content": []}]
+    assert template.start(chat).ids.tolist() == template.encode(chat, False).tolist()
 
 
 def test_a_date_is_told(reader: tuple[PreTrainedModel, Any], tokenizer: Any) -> None:

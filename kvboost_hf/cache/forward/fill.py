@@ -329,10 +329,9 @@ class Rows:
         pad, held, own = self.plan.pads[part.row], self.plan.held, self.layers[layer_idx]
         start = max(start, 0)
         known = pieces_of(self.spans[part.row], layer_idx, max(start, held - pad), stop)
-        if start + pad < min(held, stop + pad):
-            piece = own.columns(part.row, max(start + pad, own.first), min(held, stop + pad))
-            return [piece, *known] if piece is not None else known
-        return known
+        begin, end = max(start + pad, own.first), min(held, stop + pad)
+        piece = own.columns(part.row, begin, end) if begin < end else None
+        return [piece, *known] if piece is not None else known
 
 
 def compute(model: PreTrainedModel, of: Rows, inputs: ForwardInputs, first: int, parts: Sequence[Part]) -> Ahead:

@@ -101,7 +101,7 @@ def find_moved(tokens: Tokens, start: int, stop: int, index: MovedIndex) -> tupl
     hashes = _rolling_hashes(np.frombuffer(text, dtype=np.int32)[start:stop])
     places = [start + place for place in index.known_heads(hashes)]
     if len(places) * MIN_MOVED_TOKENS > stop - start:  # more than can all serve: a text that repeats itself
-        places = _leftmost(tokens, text, places, stop, index)
+        places = _leftmost(tokens, text, places, index)
     covered = _chosen(tokens, text, _best_cover(tokens, text, places, stop, index), index)
     gaps = _Gaps(tokens, text, start, hashes, index)
     segments: list[Segment] = []
@@ -244,13 +244,13 @@ def _common_end(a: Tokens, b: Tokens) -> int:
     return common_length(a[::-1], b[::-1])
 
 
-def _leftmost(tokens: Tokens, text: bytes, places: list[int], stop: int, index: MovedIndex) -> list[int]:
+def _leftmost(tokens: Tokens, text: bytes, places: list[int], index: MovedIndex) -> list[int]:
     """The first of `places`, and then always the next one that the one before does not cover."""
     found: list[int] = []
     free = 0
     for at in places:
         if at >= free:
-            end = min(at + index.max_tokens, stop)
+            end = at + index.max_tokens
             found.append(at)
             free = at + _agreed(index.leading(text[at * CODE_BYTES : end * CODE_BYTES]), tokens[at:end])
     return found

@@ -187,8 +187,8 @@ class Failures:
         """Count one failure; each kind is logged at once, and then once a minute."""
         self.count += 1
         kind = f"{type(error).__name__} {getattr(error, 'errno', None) or getattr(error, 'sqlite_errorname', '')}"
-        now = time.monotonic()
-        if now - self._logged.get(kind, -_SILENCE_S) >= _SILENCE_S:
+        last, now = self._logged.get(kind), time.monotonic()
+        if last is None or now - last >= _SILENCE_S:
             self._logged[kind] = now
             self._log.warning(
                 "%s: failed to %s: %s. %s; failures so far: %d.",
