@@ -300,6 +300,26 @@ def test_without_memory_for_a_row_the_others_go_on(
 
 
 @torch.no_grad()
+def test_without_memory_to_find_what_is_shared_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    model.set_attn_implementation("kvboost_fa2")
+    batch, texts = BatchKV(model, in_place=True, least=1), [random_ids(30, 1), random_ids(20, 2)]
+    for ids in texts:
+        _in_row(batch, model, ids)
+
+    def fail(*_: Any) -> int:
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="none left"):
+        patch.setattr(type(batch._tree), "add", fail)
+        _in_row(batch, model, random_ids(40, 3))
+    logits = batch.step([7, 7])
+    for row, ids in enumerate(texts):
+        wanted = model(torch.cat([ids, torch.tensor([[7]])], 1)).logits[0, -1]
+        torch.testing.assert_close(logits[row], wanted, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
 def test_without_memory_to_move_to_rows_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     texts = [random_ids(600, 1), random_ids(30, 2), random_ids(20, 3)]
