@@ -529,6 +529,18 @@ def test_a_full_disk_has_nothing_of_what_did_not_fit(tmp_path, monkeypatch, writ
     assert set(tier.find([entry.key])) == {entry.key}
 
 
+def test_who_could_not_read_a_notice_has_missed_it(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem._LISTED_EVERY_S", 0.0)
+    files.announce(b"first")
+    heard = files.heard(None)
+    files.announce(b"second")
+    last = max((tmp_path / "notices").iterdir())
+    last.unlink()
+    last.symlink_to(tmp_path / "gone")
+    later = files.heard(heard.place)
+    assert (list(later.notices), later.complete) == ([], False)
+
+
 def test_half_an_entry_is_a_miss(files, tmp_path):
     write(files, make_entry(1), make_entry(2))
     path = tmp_path / "chunks" / f"{make_entry(1).key.hex()}.entry"

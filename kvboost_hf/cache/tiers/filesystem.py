@@ -184,7 +184,7 @@ class FilesystemTier(RemoteTier):
         found = self._fs.cat(new, on_error="omit") if new else {}
         if len(listed) > _MAX_NOTICES:
             self._remove(sorted(listed)[: _MAX_NOTICES // 4])
-        complete = since is None or not seen or bool(seen & listed)
+        complete = since is None or (len(found) == len(new) and (not seen or bool(seen & listed)))
         return Heard((now, listed), [found[path] for path in new if path in found], complete)
 
     def _count(self) -> tuple[int, int]:
