@@ -363,8 +363,10 @@ class LowerTiers:
         with self._lock:
             if self._closed:
                 return
-            with suppress(RuntimeError):  # at the end of the interpreter, no more is taken
+            with suppress(RuntimeError):  # no more is taken once the main thread has ended
                 self._last = self._executor.submit(_logged, job)
+                return
+        _logged(job)
 
     def flush(self) -> None:
         """Wait until all that was given to the thread is done."""
