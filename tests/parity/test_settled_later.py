@@ -293,6 +293,28 @@ def test_an_interrupt_while_storing(
     assert torch.equal(generate(llama, cache), generate(llama, None))
 
 
+@pytest.mark.parametrize("step", ["planning.eviction.EvictionOrder.add", "store.memory.HostMemory._place"])
+def test_an_interrupt_in_the_middle_of_a_change_leaves_a_whole_store(
+    llama: PreTrainedModel, store: ChunkStore, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Ctrl+C between two steps: later prompts raised a KeyError."""
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    caches = [ChunkReuseCache(llama, store) for _ in range(2)]
+    generate(llama, caches[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(f"kvboost_hf.cache.{step}", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.warm(random_ids(100, seed=7))
+    store.check_consistency()
+    for cache in caches:
+        assert torch.equal(generate(llama, cache), generate(llama, None))
+        cache.store_tails()
+    store.check_consistency()
+
+
 def _generate_and_wait(model: PreTrainedModel, cache: ChunkReuseCache, new: int) -> None:
     generate(model, cache, new)
     time.sleep(5)  # from the end of a call an interrupt comes a moment later

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -160,6 +161,40 @@ def test_a_folder_that_is_removed_in_mid_use(tmp_path: Path, disk: str, caplog: 
     assert serve(model, cache, BASE).tier_tokens["ram"] == 149  # and host memory goes on
     store.close()
     put_right("llama", disk)
+
+
+@pytest.mark.parametrize("how", ["clear", "quarantine"])
+@pytest.mark.parametrize("kind", ["disk", "filesystem"])
+def test_what_a_tier_did_not_delete_is_not_found(
+    tmp_path: Path, disk: str, kind: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it does so: what is wrong must not serve again."""
+    address = disk if kind == "disk" else f"memory://{tmp_path.name}"
+    fill("llama", address, BASE)
+    model, _, _ = restart("llama", disk)
+    tier = DiskTier(tmp_path / "tier", 10**9) if kind == "disk" else FilesystemTier(address, cooldown_s=0.01)
+    store = ChunkStore(model, chunk_size=32, tiers=[tier])
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvboost_hf.cache.tiers.disk.DiskIndex.transaction", full)
+        patched.setattr("kvboost_hf.cache.tiers.filesystem.FilesystemTier._remove", full)
+        if how == "clear":
+            store.clear()
+        else:
+            store.quarantine([entry.key for entry in tier.entries()])
+        assert store.owing == [tier.name]
+        time.sleep(0.1)  # then a tier that has failed is asked again
+        assert serve(model, ChunkReuseCache(model, store), BASE).reused_tokens == 0
+    time.sleep(0.1)
+    store.hear()
+    assert not store.owing
+    assert not list(tier.entries())
+    store.close()
+    tier.close()
+    put_right("llama", address)
 
 
 # Servers

@@ -1,5 +1,6 @@
 """Readers of a file of notices hear each of them once, in order, or are told that they may have missed some."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -90,6 +91,19 @@ def test_what_is_not_a_notice_may_have_told_of_anything(tmp_path: Path) -> None:
     path.unlink()
     assert not file.read(found.place).complete
     assert file.read(None).complete
+
+
+def test_half_a_notice_on_a_full_disk_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, write = NoticeFile(tmp_path / "notices"), os.write
+    file.append(b"first")
+    place = file.read(None).place
+    with monkeypatch.context() as patched:
+        patched.setattr("kvboost_hf.cache.tiers.disk_files.os.write", lambda to, data: write(to, data[:20]))
+        with pytest.raises(OSError, match="No space left"):
+            file.append(b"a notice of more than twenty bytes")
+    file.append(b"again")
+    found = file.read(place)
+    assert (list(found.notices), found.complete) == ([b"again"], False)
 
 
 @pytest.mark.parametrize("extra", [0, 1])

@@ -1,5 +1,6 @@
 """Tiers on servers and file systems, as long as they work, and when they do not."""
 
+import errno
 import logging
 import os
 import struct
@@ -7,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import fsspec
@@ -527,6 +529,39 @@ def test_a_writer_that_dies_leaves_no_entry_without_a_blob(tmp_path, monkeypatch
     write(tier, make_entry(2))  # what was left half written is given up as any other
     assert tier.stats()["bytes"] == 3000
     assert keys(tier.entries()) == [make_entry(2).key]
+
+
+@pytest.mark.parametrize("written", [0, 1, 2, 3])
+def test_a_full_disk_has_nothing_of_what_did_not_fit(tmp_path, monkeypatch, written):
+    """It would be counted nowhere, and take the room that is left."""
+    tier, entry, replace = FilesystemTier(tmp_path.as_uri(), cooldown_s=COOLDOWN_S), make_entry(1), os.replace
+    left = written
+
+    def replace_some(*args: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvboost_hf.cache.tiers.filesystem.os.replace", replace_some)
+        assert not tier.write(entry, make_blob(entry))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    eventually(lambda: tier.write(entry, make_blob(entry)))
+    assert set(tier.find([entry.key])) == {entry.key}
+
+
+def test_who_could_not_read_a_notice_has_missed_it(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem._LISTED_EVERY_S", 0.0)
+    files.announce(b"first")
+    heard = files.heard(None)
+    files.announce(b"second")
+    last = max((tmp_path / "notices").iterdir())
+    last.unlink()
+    last.symlink_to(tmp_path / "gone")
+    later = files.heard(heard.place)
+    assert (list(later.notices), later.complete) == ([], False)
 
 
 def test_half_an_entry_is_a_miss(files, tmp_path):

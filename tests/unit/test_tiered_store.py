@@ -399,6 +399,20 @@ def test_two_stores_on_one_folder(folder: Path) -> None:
     other.close()
 
 
+LATE = """
+import sys, threading
+from pathlib import Path
+from tests.unit.test_tiered_store import IDS, MODEL, ChunkReuseCache, as_inputs, open_store
+
+store = open_store(Path(sys.argv[1]))
+
+def late():
+    threading.main_thread().join()
+    MODEL.generate(**as_inputs(IDS), cache=ChunkReuseCache(MODEL, store), max_new_tokens=1)
+
+threading.Thread(target=late).start()
+"""
+
 SECOND = """
 import sys
 from tests.conftest import as_inputs, make_model, random_ids
@@ -425,6 +439,15 @@ def test_another_process_finds_what_is_stored(folder: Path) -> None:
     command = [sys.executable, "-c", SECOND, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout == "reused 149", done.stderr
+    store.close()
+
+
+@pytest.mark.slow
+def test_what_a_thread_stores_after_the_main_one_has_ended_is_written(folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LATE, str(folder)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    store = open_store(folder)
+    assert store.stats()["tiers"]["disk"]["chunks"] > 0
     store.close()
 
 

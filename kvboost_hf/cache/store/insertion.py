@@ -189,10 +189,11 @@ class Insertion:
         *,
         require_open: Callable[[], None],
         bring_back: Callable[[StoredChunk], None],
+        on_torn: Callable[[], None],
     ) -> None:
         self._lock, self._memory, self._lower = lock, memory, lower
         self._contents, self._payback, self._counts = contents, payback, counts
-        self._require_open, self._bring_back = require_open, bring_back
+        self._require_open, self._bring_back, self._on_torn = require_open, bring_back, on_torn
         self.offences: dict[bytes, int] = {}
 
     def put(
@@ -292,13 +293,17 @@ class Insertion:
         tokens = offered.tokens
         assert len(tokens) >= HEAD_TOKENS
         with self._lock:
-            if (present := self._present(holder, pinned)) is not None:
-                return present
-            if copy is None:
-                return Put.GONE
-            reserved = self._reserve(offered, pinned)
-            if isinstance(reserved, Put):
-                return reserved
+            try:
+                if (present := self._present(holder, pinned)) is not None:
+                    return present
+                if copy is None:
+                    return Put.GONE
+                reserved = self._reserve(offered, pinned)
+                if isinstance(reserved, Put):
+                    return reserved
+            except BaseException:  # such as that of Ctrl+C, in the middle of a change
+                self._on_torn()
+                raise
         try:  # without the lock: copies take their time
             loaded, above = copy(), self._memory.chunks.get(offered.parent)
             own = {"ids": packed(tokens)} if isinstance(offered, StoredChunk) else {"tokens": tokens.copy()}
@@ -309,17 +314,21 @@ class Insertion:
             reserved.release()
             raise
         with self._lock:
-            present, orphaned = self._present(holder, pinned), not self._continues(offered)
-            if reserved.lapsed or present is not None or orphaned:  # somebody else was faster
-                reserved.release()
-                return Put.NO_PARENT if orphaned else Put.PRESENT
-            self.insert(stored, reserved, pinned=pinned)
-            self._lower.write(stored)
-            if isinstance(stored, StoredChunk) and not stored.content_only:
-                for shorter in self._memory.continued_by(stored):
-                    self._replace(shorter, stored)
-            if not pinned and not (isinstance(stored, StoredStates) and stored.spare):
-                self._payback.note_stored(len(tokens))
+            try:
+                present, orphaned = self._present(holder, pinned), not self._continues(offered)
+                if reserved.lapsed or present is not None or orphaned:  # somebody else was faster
+                    reserved.release()
+                    return Put.NO_PARENT if orphaned else Put.PRESENT
+                self.insert(stored, reserved, pinned=pinned)
+                self._lower.write(stored)
+                if isinstance(stored, StoredChunk) and not stored.content_only:
+                    for shorter in self._memory.continued_by(stored):
+                        self._replace(shorter, stored)
+                if not pinned and not (isinstance(stored, StoredStates) and stored.spare):
+                    self._payback.note_stored(len(tokens))
+            except BaseException:  # such as that of Ctrl+C, in the middle of a change
+                self._on_torn()
+                raise
         return Put.STORED
 
     def _present(self, holder: Callable[[], bytes | None], pinned: bool) -> Put | None:

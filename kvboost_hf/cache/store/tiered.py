@@ -70,7 +70,7 @@ class TieredRecords:
         chunker: Chunker,
     ) -> None:
         self._chunker = chunker
-        self.lock = forks.rlock(torn=self._forget_after_fork)
+        self.lock = forks.rlock(torn=self._forget_torn)
         self.payback, self.history = payback, History()
         self.contents = ContentIndexes(self.lock, lambda: memory.chunks.values())
         self.text = StoredText(self.history.salt_of)
@@ -102,6 +102,7 @@ class TieredRecords:
             self.counts,
             require_open=self.require_open,
             bring_back=self._bring_back,
+            on_torn=self._forget_torn,
         )
 
     # Watching
@@ -468,12 +469,12 @@ class TieredRecords:
             for changed in self._watchers:
                 changed(None)
 
-    def _forget_after_fork(self) -> None:
-        """In a process that was forked in the middle of a change: keep nothing of what is in memory."""
+    def _forget_torn(self) -> None:
+        """Keep nothing of what is in memory, after a fork or an exception in the middle of a change."""
         try:
             self.clear()
         except Exception:  # whatever a half changed book leads to
-            _log.exception("A ChunkStore was forked in the middle of a change, and cannot be used in this process.")
+            _log.exception("A ChunkStore was left in the middle of a change, and cannot be used in this process.")
             self.is_open = False
 
     def close(self) -> None:

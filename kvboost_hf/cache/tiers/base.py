@@ -112,8 +112,8 @@ class Tier(Protocol):
         """Give these up; tells whether none of them is there any more."""
         ...
 
-    def clear(self, model: bytes) -> None:
-        """Give up all that is kept of one model (`Entry.model`)."""
+    def clear(self, model: bytes) -> bool | None:
+        """Give up all that is kept of one model (`Entry.model`); False if some of it may still be there."""
         ...
 
     def stats(self) -> Mapping[str, int | float | str]:
@@ -328,8 +328,16 @@ class RemoteTier(ABC):
     def heard(self, since: Any) -> Heard | None:
         return self._guard.call(None, self._heard, since)
 
-    def clear(self, model: bytes) -> None:
-        self.delete([entry.key for entry in self.entries() if entry.model == model])
+    def clear(self, model: bytes) -> bool:
+        return self._guard.call(False, self._clear, model)
+
+    def _clear(self, model: bytes) -> bool:
+        keys, done = self._keys(None), True
+        for at in range(0, len(keys), _BATCH):
+            found = self._find(keys[at : at + _BATCH]).values()
+            doomed = [entry.key for entry in found if entry.model == model]
+            done = (not doomed or self._delete(doomed)) and done
+        return done
 
     def stats(self) -> Mapping[str, int | float | str]:
         """`chunks` and `bytes` are those last heard of while `state` is `"down"`."""

@@ -54,6 +54,7 @@ class MeasuredTier:
         self._board = tier if isinstance(tier, NoticeBoard) else None
         self._place: Any = None  # of the last notice that was heard
         self._owed: deque[Callable[[], bool]] = deque(maxlen=_MAX_OWED)  # what it did not take, in order
+        self.doomed = set[bytes]()  # keys, and names of models, whose deletion it did not take: nobody is to find them
         self._settling = forks.lock()
         self._measure()
 
@@ -80,8 +81,22 @@ class MeasuredTier:
         return bool(self._owed)
 
     def delete(self, keys: Collection[bytes]) -> None:
-        """Give blobs up, as soon as the tier answers."""
-        self._have(lambda: self.tier.delete(keys) is not False)
+        """Give blobs up, as soon as the tier answers; from now on they are not found."""
+        self._give_up(keys, lambda: self.tier.delete(keys))
+
+    def clear(self, model: bytes) -> None:
+        """Give all of a model up, as soon as the tier answers; from now on it is not found."""
+        self._give_up((model,), lambda: self.tier.clear(model))
+
+    def _give_up(self, names: Collection[bytes], attempt: Callable[[], bool | None]) -> None:
+        def is_done() -> bool:
+            done = attempt() is not False
+            if done:
+                self.doomed.difference_update(names)
+            return done
+
+        self.doomed.update(names)
+        self._have(is_done)
 
     def announce(self, notice: bytes) -> None:
         """Have a notice heard by all who share the tier, as soon as it answers."""
@@ -228,7 +243,7 @@ class LowerTiers:
         for tier in self.tiers:
             if rest := [key for key in keys if key not in found]:
                 entries = tier.tier.find(rest)
-                found |= {key: Found(entry, tier) for key, entry in entries.items() if _is_usable(entry, key)}
+                found |= {key: Found(entry, tier) for key, entry in entries.items() if _is_usable(entry, key, tier)}
         return found
 
     def find_alike(self, heads: Sequence[bytes]) -> list[Found]:
@@ -236,7 +251,7 @@ class LowerTiers:
         found: dict[bytes, Found] = {}
         for tier in self.tiers:
             for entry in tier.tier.find_alike(heads):
-                if entry.head in heads and _is_usable(entry, entry.key):
+                if entry.head in heads and _is_usable(entry, entry.key, tier):
                     found.setdefault(entry.key, Found(entry, tier))
         return list(found.values())
 
@@ -245,7 +260,8 @@ class LowerTiers:
         seen: set[bytes] = set()
         for tier in self.tiers:
             for entry in tier.tier.entries(root):
-                if entry.key not in seen and _is_usable(entry, entry.key) and entry.root.startswith(root or b""):
+                known = entry.key in seen or not entry.root.startswith(root or b"")
+                if not known and _is_usable(entry, entry.key, tier):
                     seen.add(entry.key)
                     yield Found(entry, tier)
 
@@ -327,7 +343,12 @@ class LowerTiers:
 
     def clear(self, model: bytes) -> None:
         """Give up all of a model, before returning."""
-        self._each(lambda tier: tier.clear(model))
+
+        def clear() -> None:
+            for tier in self.tiers:
+                tier.clear(model)
+
+        self.run(clear)
         self.flush()
 
     def _each(self, job: Callable[[Tier], None]) -> None:
@@ -342,8 +363,10 @@ class LowerTiers:
         with self._lock:
             if self._closed:
                 return
-            with suppress(RuntimeError):  # at the end of the interpreter, no more is taken
+            with suppress(RuntimeError):  # no more is taken once the main thread has ended
                 self._last = self._executor.submit(_logged, job)
+                return
+        _logged(job)
 
     def flush(self) -> None:
         """Wait until all that was given to the thread is done."""
@@ -384,8 +407,10 @@ class LowerTiers:
         }
 
 
-def _is_usable(entry: Entry, key: bytes) -> bool:
+def _is_usable(entry: Entry, key: bytes, tier: MeasuredTier) -> bool:
     """Whether an entry can be planned with: whoever writes to a tier may write anything there."""
+    if key in tier.doomed or entry.model in tier.doomed:
+        return False
     counts = 0 <= entry.start < _MAX_COUNT and 0 < entry.nbytes < _MAX_COUNT
     return counts and entry.key == key and len(entry.key) == KEY_BYTES and len(entry.tokens) > 0
 

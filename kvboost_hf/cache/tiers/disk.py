@@ -264,12 +264,15 @@ class DiskTier:
             self._failures.note("read notices", error)
             return None
 
-    def clear(self, model: bytes) -> None:
+    def clear(self, model: bytes) -> bool:
+        done = False
         if not self._index.read_only:
             self._wait_until_whole()
             with self._failures.caught("clear"):
                 while self._clear_some(model):
                     pass
+                done = True
+        return done
 
     def _clear_some(self, model: bytes) -> bool:
         with self._index.transaction() as db:

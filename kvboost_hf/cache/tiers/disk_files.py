@@ -236,7 +236,9 @@ class NoticeFile:
                 start = _header(uuid4().hex.encode(), 0)
             elif os.pread(file, 1, size - 1) != b"\n":
                 start = b"\n"  # whoever wrote there was killed
-            os.write(file, start + b"%08x %s\n" % (zlib.crc32(notice), notice))
+            line = start + b"%08x %s\n" % (zlib.crc32(notice), notice)
+            if os.write(file, line) < len(line):  # the disk is full
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
             if header is not None and size > self._max_bytes:
                 self._shorten(file, header[1], int(header[2]))
 

@@ -139,11 +139,20 @@ class FilesystemTier(RemoteTier):
 
     def _put_all(self, entry: Entry, blob: Sequence[memoryview]) -> None:
         listed = self._listed(entry)
-        self._put(self._blob_path(entry.key), b"".join(blob))
-        self._put(listed.path, b"")
-        self._put(self._entry_path(entry.key), pack_entry(entry))
+        contents = {
+            self._blob_path(entry.key): b"".join(blob),
+            listed.path: b"",
+            self._entry_path(entry.key): pack_entry(entry),
+        }
         if entry.head:
-            self._put(f"{self._base}/heads/{entry.head.hex()}/{time.time_ns():016x}-{entry.key.hex()}", b"")
+            contents[f"{self._base}/heads/{entry.head.hex()}/{time.time_ns():016x}-{entry.key.hex()}"] = b""
+        try:
+            for path, content in contents.items():
+                self._put(path, content)
+        except Exception:
+            with suppress(Exception):  # it would take room, and nobody would count it
+                self._remove(reversed(contents))
+            raise
         with self._lock:
             if self._held is not None:
                 self._held[entry.key] = listed
@@ -175,7 +184,7 @@ class FilesystemTier(RemoteTier):
         found = self._fs.cat(new, on_error="omit") if new else {}
         if len(listed) > _MAX_NOTICES:
             self._remove(sorted(listed)[: _MAX_NOTICES // 4])
-        complete = since is None or not seen or bool(seen & listed)
+        complete = since is None or (len(found) == len(new) and (not seen or bool(seen & listed)))
         return Heard((now, listed), [found[path] for path in new if path in found], complete)
 
     def _count(self) -> tuple[int, int]:
@@ -237,12 +246,17 @@ class FilesystemTier(RemoteTier):
             self._fs.pipe_file(path, content)
             return
         unfinished = f"{self._base}/unfinished-{uuid4().hex}"
-        if isinstance(self._fs, LocalFileSystem):
-            _put_privately(unfinished, path, content)
-            return
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self._fs.pipe_file(unfinished, content)
-        self._fs.mv(unfinished, path)
+        try:
+            if isinstance(self._fs, LocalFileSystem):
+                _put_privately(unfinished, path, content)
+            else:
+                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self._fs.pipe_file(unfinished, content)
+                self._fs.mv(unfinished, path)
+        except Exception:
+            with suppress(Exception):
+                self._fs.rm_file(unfinished)
+            raise
 
     def _remove(self, paths: Iterable[str]) -> None:
         for path in paths:

@@ -349,8 +349,8 @@ class SealedTier:
     def delete(self, keys: Iterable[bytes]) -> bool:
         return self._tier.delete(keys)
 
-    def clear(self, model: bytes) -> None:
-        self._tier.clear(model)
+    def clear(self, model: bytes) -> bool | None:
+        return self._tier.clear(model)
 
     def hits(self) -> Mapping[bytes, int]:
         return self._tier.hits()
