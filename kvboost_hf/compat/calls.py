@@ -54,7 +54,7 @@ _OF_SUMS = {
     torch._C._get_cublas_allow_fp16_reduced_precision_reduction: (True, (True, True)),
     torch._C._get_cublas_allow_bf16_reduced_precision_reduction: (True, (True, True)),
     torch._C._get_cublas_allow_fp16_accumulation: (False,),
-    torch._C._get_cpu_allow_fp16_reduced_precision_reduction: (False,),
+    torch._C._get_cpu_allow_fp16_reduced_precision_reduction: (False,),  # type: ignore[attr-defined]
 }
 # What generate() may call to decode, and the code that runs forwards then.
 _LAST_LOGITS = (GenerationMixin._sample, GenerationMixin._beam_search)  # they read no others
