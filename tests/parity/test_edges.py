@@ -301,7 +301,7 @@ class TestTheUnsupported:
             assert torch.equal(found, plain.generate(**as_inputs(BASE), max_new_tokens=6))
 
 
-HOST = {
+HOST: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "memory": ({}, {}, {}),
     "a codec": ({}, {"codec": "int8"}, {}),
     "another codec": ({}, {"codec": "turboquant"}, {}),
