@@ -94,7 +94,7 @@ class TagsReader:
         self._key, self._held, self._starts = key, "", self._tags.lines
         self._muted = key in self._keys
         self._keys.add(key)
-        types = self._types(key)
+        types = types_of(self._property(key), self._schema)
         self._is_text = not types - {"string"}
         if self._is_text:
             self._write_key()
@@ -128,17 +128,18 @@ class TagsReader:
         self._key, self._held, self._muted = None, "", False
         return held[end + len(self._tags.close) :]
 
-    def _types(self, key: str) -> set[str]:
+    def _property(self, key: str) -> Any:
+        """What the schema says of an argument; None for nothing."""
         properties = self._schema.get("properties")
-        schema = properties.get(key) if isinstance(properties, dict) else None
-        return types_of(schema, self._schema)
+        return properties.get(key) if isinstance(properties, dict) else None
 
     def _typed(self, value: str) -> str:
         """A value as JSON of one of its types; as a text if it is of none of them."""
-        types, bare = self._types(self._key or ""), value.strip()
+        schema, bare = self._property(self._key or ""), value.strip()
+        types, values = types_of(schema, self._schema), values_in(schema)
         if "null" in types and bare in ("null", "None"):
             return "null"
-        if "string" not in types:
+        if "string" not in types or (values is not None and value not in values):
             words = ("true", "false") if types & {"integer", "number"} else ("true", "1", "false", "0")
             if "boolean" in types and bare.lower() in words:
                 return "true" if bare.lower() in ("true", "1") else "false"
