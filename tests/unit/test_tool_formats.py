@@ -105,6 +105,21 @@ def test_a_call_that_ends_before_its_arguments_is_none(tokenizer: Any) -> None:
             assert (parsed.calls, parsed.content) == ((), text)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("QWEN_XML", "<tool_call>\n<function=get_weather>\n<parameter=days>\n3"),
+        ("QWEN_XML", "<tool_call>\n<function=get_weather>\n<parameter=da"),
+        ("GLM", "<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>3"),
+        ("GLM", "<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_val"),
+    ],
+)
+def test_a_call_that_ends_in_its_first_argument_is_none(tokenizer: Any, name: str, text: str) -> None:
+    for streams in (False, True):
+        parsed = joined(read(tokenizer, RECORDED[name][0], [text], streams=streams))
+        assert (parsed.calls, parsed.content) == ((), text)
+
+
 def pieces_of(parts: list[Parsed]) -> list[ToolCall]:
     return [call for part in parts for call in part.calls]
 

@@ -33,20 +33,25 @@ class TagsReader:
     kind = "{"
 
     def __init__(self, tags: Tags, schema: Mapping[str, Any]) -> None:
-        self.begun = self.done = self.stuck = False
+        self.done = self.stuck = False
         self._tags, self._schema = tags, schema
         self._open = regex.compile(tags.open)
         self._out: list[str] = []
         self._held = ""  # of a tag, or of a value
         self._key: str | None = None  # of the value that is read
         self._keys: set[str] = set()
-        self._is_text = self._starts = self._muted = False
+        self._is_text = self._starts = self._muted = self._any = False
 
     def read(self, text: str) -> str:
         """Read more text; returns what comes behind the call, or cannot be a part of it."""
         while text and not self.done and not self.stuck:
             text = self._read_tag(text) if self._key is None else self._read_value(text)
         return text
+
+    @property
+    def begun(self) -> bool:
+        """Whether any of the arguments has come."""
+        return self._any or self._key is not None or bool(self._held)
 
     def take(self) -> str:
         """The JSON that was written since the last time."""
@@ -58,12 +63,13 @@ class TagsReader:
         exact = self._key is None and not self._held
         if self._key is not None and self._is_text:
             self._write(_escaped(self._held) + '"')
-        self._finish()
+        if exact or self._any:
+            self._finish()
         return exact
 
     def _finish(self) -> None:
         self._muted = False
-        self._write("}" if self.begun else "{}")
+        self._write("}" if self._any else "{}")
         self.done = True
 
     def _write(self, text: str) -> None:
@@ -103,8 +109,8 @@ class TagsReader:
     def _write_key(self) -> None:
         if self._muted or self._key is None:
             return
-        self._write((", " if self.begun else "{") + f'"{_escaped(self._key)}": ')
-        self.begun = True
+        self._write((", " if self._any else "{") + f'"{_escaped(self._key)}": ')
+        self._any = True
 
     def _read_value(self, text: str) -> str:
         held = self._held + text
