@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from kvboost_hf.assets import load_embedded
 from tests.internals.server import make_app
@@ -25,6 +26,7 @@ TEMPLATES = {
     + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
     "deepseek": _TURNS + _ASKS + "{% if thinking %}<think>{% else %}</think>{% endif %}{% endif %}",
     "r1": _TURNS + _ASKS + "<think>\n{% endif %}",
+    "magistral": _TURNS.replace("<think>", "[THINK]").replace("</think>", "[/THINK]") + _ASKS + "{% endif %}",
     "gpt-oss": "Reasoning: {{ reasoning_effort or 'medium' }}\n" + _TURNS + _ASKS + "{% endif %}",
     "plain": _TURNS.replace(_THOUGHT, "") + _ASKS + "{% endif %}",
 }
@@ -50,6 +52,7 @@ def _families() -> Iterator[tuple[FakeEngine, Family]]:
                 tokenizer = load_embedded()[1]
                 tokenizer.chat_template = TEMPLATES[name]
                 tokenizer.add_tokens(["<think>", "</think>"])
+                tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]")])
                 tokenizer.response_template = CHANNELS if name == "gpt-oss" else None
                 found[name] = stack.enter_context(listening(make_app(engine, tokenizer, SETTINGS)))
             return found[name]
@@ -101,6 +104,13 @@ def test_reasoning_in_a_stream(family: Family, engine: FakeEngine) -> None:
     assert "".join(delta.content or "" for delta in deltas) == "I look."
     assert [call.function.name for delta in deltas for call in delta.tool_calls or () if call.id] == ["look"]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_marks_that_are_special_tokens_without_a_name(family: Family, engine: FakeEngine) -> None:
+    engine.says = ["[THINK]", "So it is.", "[/THINK]", "Anna."]
+    message = _chat(family("magistral"))["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Anna.", "So it is.")
+    assert not engine.job.skip_special_tokens
 
 
 @pytest.mark.parametrize("change", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
