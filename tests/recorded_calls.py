@@ -336,6 +336,8 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
                 "So.",
             ),
             Recorded("<|channel|>commentary to=functions.get_time <|constrain|>json<|message|><|call|>", [TIME]),
+            Recorded("<|channel|>commentary to=functions.get_time code<|message|>{}<|call|>", [TIME]),
+            Recorded("<|channel|>commentary to=functions.get_time <|constrain|>text <|message|>{}<|call|>", [TIME]),
             Recorded("<|channel|>final<|message|>Yes.", [], "Yes."),
         ],
     ),
