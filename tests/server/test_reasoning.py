@@ -248,6 +248,27 @@ def test_reasoning_in_the_history(family: Family, engine: FakeEngine, said: dict
     assert ("assistant\nAnna.<|im_end|>" in text) == (name == "plain")
 
 
+@pytest.mark.parametrize("content", ["", "I look."])
+def test_reasoning_before_a_call_in_the_history_of_gpt_oss(content: str) -> None:
+    """Its template refuses reasoning and a text before a call, and writes either as reasoning."""
+    tokenizer: Any = load_embedded()[1]
+    engine = FakeEngine("Yes.")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.reasoning_content %}"
+        "{{ raise_exception('Cannot pass both content and thinking in a message with tool calls!') }}{% endif %}"
+        "analysis {{ m.content or m.reasoning_content }}call {{ m.tool_calls[0].function.name }}"
+        "{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    )
+    call = {"id": "a1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    said = {"role": "assistant", "content": content, "reasoning_content": "So.", "tool_calls": [call]}
+    with listening(make_app(engine, tokenizer, SETTINGS)) as at:
+        body = {"messages": [*ASK, said, {"role": "tool", "tool_call_id": "a1", "content": "It glows."}]}
+        response = at.http.post("/v1/chat/completions", json=body)
+    thought = f"So.\n\n{content}" if content else "So."
+    assert f"analysis {thought}call look" in tokenizer.decode(engine.job.ids)
+    assert response.headers.get("x-kvboost-changed") == ("text-into-reasoning" if content else None)
+
+
 def test_an_answer_that_continues_a_message(family: Family, engine: FakeEngine) -> None:
     at = family("qwen")
     tokenizer = at.server.config.app.state.context.tokenizer

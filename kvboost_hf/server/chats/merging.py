@@ -43,6 +43,7 @@ class Abilities:
     user_after_tool: Ability = "refused"  # with one of the user behind a result
     calls: Ability = "refused"  # with calls whose arguments are objects
     text_calls: Ability = "refused"  # with calls whose arguments are JSON as a text
+    reasoned_calls: Ability = "refused"  # with calls behind a text and reasoning
     long_ids: Ability = "refused"  # with ids of calls that are longer than nine characters
 
 
@@ -68,12 +69,18 @@ def abilities_of(render: Callable[[Messages], str | None]) -> Abilities:
         user_after_tool=try_all("uctu", "uctuau", **how),
         calls=calls,
         text_calls="taken" if as_text else "refused",
+        reasoned_calls=try_all("uct", reasons=True, **how),
         long_ids=try_all("uct", long_id=True, **how),
     )
 
 
 def _try(
-    render: Callable[[Messages], str | None], chat: str, *, as_text: bool = False, long_id: bool = False
+    render: Callable[[Messages], str | None],
+    chat: str,
+    *,
+    as_text: bool = False,
+    reasons: bool = False,
+    long_id: bool = False,
 ) -> Ability:
     """What a template does with a chat, given by the first letters of its roles, and "c" for a call."""
     id, arguments = "abcdefghi" + "jklmno" * long_id, {"a": "b"}
@@ -84,6 +91,8 @@ def _try(
         if letter == "c":
             function = {"name": "look", "arguments": json.dumps(arguments) if as_text else arguments}
             message["tool_calls"] = [{"id": id, "type": "function", "function": function}]
+            if reasons:
+                message |= {"content": f"probe{n}text", "reasoning_content": f"probe{n}thought"}
         if letter == "t":
             message |= {"tool_call_id": id, "name": "look"}
         messages.append(message)
@@ -120,6 +129,8 @@ def adapted(messages: Messages, abilities: Abilities, *, dropped_only: bool = Fa
     elif not dropped_only and any(message.get("tool_calls") for message in found):
         if abilities.calls == "refused" and abilities.text_calls == "taken":
             found = [_with_text_arguments(message, changes) for message in found]
+        if abilities.reasoned_calls == "refused":
+            found = [_with_reasoned_text(message, changes) for message in found]
         if abilities.long_ids != "taken":
             found = [_with_short_ids(message, changes) for message in found]
     joined: Messages = []
@@ -189,6 +200,15 @@ def _with_text_arguments(message: dict[str, Any], changes: dict[str, None]) -> d
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
+
+
+def _with_reasoned_text(message: dict[str, Any], changes: dict[str, None]) -> dict[str, Any]:
+    """A text between reasoning and calls as a part of the reasoning."""
+    thoughts = message.get("reasoning_content")
+    if not (thoughts and message["content"] and message.get("tool_calls")):
+        return message
+    changes["text-into-reasoning"] = None
+    return {**message, "content": "", "reasoning_content": f"{thoughts}{_BETWEEN}{message['content']}"}
 
 
 def _with_short_ids(message: dict[str, Any], changes: dict[str, None]) -> dict[str, Any]:
