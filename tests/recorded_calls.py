@@ -124,6 +124,11 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
                 '"days": 3}}}\n</tool_call>',
                 [PARIS],
             ),
+            # Arguments beside the name.
+            Recorded(
+                '<tool_call>\n{"name": "get_weather", "why": "So.", "city": "Paris", "days": 3}\n</tool_call>', [PARIS]
+            ),
+            Recorded('<tool_call>\n{"id": 1, "name": "get_time", "why": "So."}\n</tool_call>', [TIME]),
             # A bracket too few, and one too many.
             Recorded(
                 '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}\n</tool_call>', [PARIS]

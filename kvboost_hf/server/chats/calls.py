@@ -62,6 +62,12 @@ class _Call:
         """Whether a tool may be called by the name."""
         return self.name is not None and (self._known.marked or self.name in self._tools)
 
+    @property
+    def properties(self) -> set[str]:
+        """The arguments that the tool of the name has by its schema."""
+        named = self._tools.get(self.name or "", {}).get("properties")
+        return set(named) if isinstance(named, dict) else set()
+
     def argue(self, text: str, *, ended: bool = False, cut: bool = False) -> None:
         """Add to the arguments."""
         self._waiting += text
@@ -243,6 +249,7 @@ class _ObjectCall:
         self._value: ValueReader | None = None  # of a field, or of its value
         self._text = ""  # of a value that is not told as it comes
         self._has_arguments = False
+        self._others: dict[str, str] = {}  # fields that no call has
 
     def read(self, text: str) -> str:
         while text and not self.done and not self.stuck:
@@ -314,10 +321,22 @@ class _ObjectCall:
             if arguments is not None and (arguments != "{}" or value.startswith('"{')):
                 self._has_arguments = True
                 self._call.argue(arguments)
+        elif self._field not in _FIELDS:
+            self._others.setdefault(self._field, value)
+
+    def _argue_others(self) -> None:
+        """Take arguments that stand beside the name, where there are no others."""
+        known = self._call.properties
+        pairs = [
+            f"{json.dumps(name, ensure_ascii=False)}: {each}" for name, each in self._others.items() if name in known
+        ]
+        if pairs and not self._has_arguments:
+            self._call.argue(f"{{{', '.join(pairs)}}}")
 
     def _leave(self, rest: str) -> str:
         self._depth -= 1
         if not self._depth:
+            self._argue_others()
             self.done = self._call.offered
             self.stuck = not self.done
         return rest
@@ -333,6 +352,7 @@ class _ObjectCall:
                 return False
             self._take_value()
             return exact and not cut
+        self._argue_others()
         return self._has_arguments or (self._state == self._name_field and not cut)
 
     def may_begin(self, names: Sequence[str]) -> bool:
