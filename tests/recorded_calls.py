@@ -308,6 +308,13 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
                 [FILE],
                 ids=("functions.write_file:12",),
             ),
+            Recorded(
+                "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_time<|tool_call_argument_begin|>{}"
+                "<|tool_call_end|><|tool_call_begin|>functions.get_time<|tool_call_argument_begin|>{}<|tool_call_end|>"
+                "<|tool_calls_section_end|>",
+                [TIME, TIME],
+                ids=("functions.get_time",),  # which one call can have
+            ),
         ],
     ),
     "HARMONY": (

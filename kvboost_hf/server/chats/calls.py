@@ -83,6 +83,8 @@ class _Call:
 class CallsReader:
     """Reads calls of one format, one after the other.
 
+    `ids` are those that calls of the answer have from the model; more are added.
+
     With `streams` pieces of a call are told as soon as they are certain. Otherwise a call is told when it is complete,
     so that one that turns out to be none can stay text.
 
@@ -91,8 +93,9 @@ class CallsReader:
         stuck: Whether the text goes on as no call does.
     """
 
-    def __init__(self, known: ToolFormat, tools: Sequence[Tool], *, streams: bool) -> None:
+    def __init__(self, known: ToolFormat, tools: Sequence[Tool], ids: set[str], *, streams: bool) -> None:
         self.count, self.stuck = 0, False
+        self._ids = ids
         self._known, self._streams = known, streams
         self._tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         self._call: _Call | None = None
@@ -128,7 +131,7 @@ class CallsReader:
         if char == "{":
             self._call, self._reader = call, _ObjectCall(call, self._known)
         elif self._known.head is not None:
-            self._call, self._reader = call, _HeadedCall(call, self._known, self._tools)
+            self._call, self._reader = call, _HeadedCall(call, self._known, self._tools, self._ids)
         else:
             self.stuck = True
 
@@ -173,9 +176,9 @@ class _HeadedCall:
     beginning of a call of one of the tools. So does `_ObjectCall`.
     """
 
-    def __init__(self, call: _Call, known: ToolFormat, tools: Mapping[str, Any]) -> None:
+    def __init__(self, call: _Call, known: ToolFormat, tools: Mapping[str, Any], ids: set[str]) -> None:
         self.done = self.stuck = False
-        self._call, self._known, self._tools = call, known, tools
+        self._call, self._known, self._tools, self._ids = call, known, tools, ids
         self._head = regex.compile(known.head or "")
         self._held = ""
         self._arguments: ValueReader | TagsReader | None = None
@@ -196,7 +199,9 @@ class _HeadedCall:
         return ""
 
     def _begin(self, name: str, id: str | None, rest: str) -> str:
-        self._call.id = id or self._call.id
+        if id and id not in self._ids:  # a model may write one twice
+            self._call.id = id
+            self._ids.add(id)
         self.stuck = not self._call.named(name)
         if self.stuck:
             return rest
