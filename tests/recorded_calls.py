@@ -124,6 +124,11 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
                 '"days": 3}}}\n</tool_call>',
                 [PARIS],
             ),
+            # Arguments beside the name.
+            Recorded(
+                '<tool_call>\n{"name": "get_weather", "why": "So.", "city": "Paris", "days": 3}\n</tool_call>', [PARIS]
+            ),
+            Recorded('<tool_call>\n{"id": 1, "name": "get_time", "why": "So."}\n</tool_call>', [TIME]),
             # A bracket too few, and one too many.
             Recorded(
                 '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}\n</tool_call>', [PARIS]
@@ -303,6 +308,13 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
                 [FILE],
                 ids=("functions.write_file:12",),
             ),
+            Recorded(
+                "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_time<|tool_call_argument_begin|>{}"
+                "<|tool_call_end|><|tool_call_begin|>functions.get_time<|tool_call_argument_begin|>{}<|tool_call_end|>"
+                "<|tool_calls_section_end|>",
+                [TIME, TIME],
+                ids=("functions.get_time",),  # which one call can have
+            ),
         ],
     ),
     "HARMONY": (
@@ -336,6 +348,8 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
                 "So.",
             ),
             Recorded("<|channel|>commentary to=functions.get_time <|constrain|>json<|message|><|call|>", [TIME]),
+            Recorded("<|channel|>commentary to=functions.get_time code<|message|>{}<|call|>", [TIME]),
+            Recorded("<|channel|>commentary to=functions.get_time <|constrain|>text <|message|>{}<|call|>", [TIME]),
             Recorded("<|channel|>final<|message|>Yes.", [], "Yes."),
         ],
     ),

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from kvboost_hf.assets import load_embedded
 from tests.internals.server import make_app
@@ -25,6 +26,7 @@ TEMPLATES = {
     + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
     "deepseek": _TURNS + _ASKS + "{% if thinking %}<think>{% else %}</think>{% endif %}{% endif %}",
     "r1": _TURNS + _ASKS + "<think>\n{% endif %}",
+    "magistral": _TURNS.replace("<think>", "[THINK]").replace("</think>", "[/THINK]") + _ASKS + "{% endif %}",
     "gpt-oss": "Reasoning: {{ reasoning_effort or 'medium' }}\n" + _TURNS + _ASKS + "{% endif %}",
     "plain": _TURNS.replace(_THOUGHT, "") + _ASKS + "{% endif %}",
 }
@@ -50,6 +52,7 @@ def _families() -> Iterator[tuple[FakeEngine, Family]]:
                 tokenizer = load_embedded()[1]
                 tokenizer.chat_template = TEMPLATES[name]
                 tokenizer.add_tokens(["<think>", "</think>"])
+                tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]")])
                 tokenizer.response_template = CHANNELS if name == "gpt-oss" else None
                 found[name] = stack.enter_context(listening(make_app(engine, tokenizer, SETTINGS)))
             return found[name]
@@ -101,6 +104,13 @@ def test_reasoning_in_a_stream(family: Family, engine: FakeEngine) -> None:
     assert "".join(delta.content or "" for delta in deltas) == "I look."
     assert [call.function.name for delta in deltas for call in delta.tool_calls or () if call.id] == ["look"]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_marks_that_are_special_tokens_without_a_name(family: Family, engine: FakeEngine) -> None:
+    engine.says = ["[THINK]", "So it is.", "[/THINK]", "Anna."]
+    message = _chat(family("magistral"))["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Anna.", "So it is.")
+    assert not engine.job.skip_special_tokens
 
 
 @pytest.mark.parametrize("change", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
@@ -236,6 +246,27 @@ def test_reasoning_in_the_history(family: Family, engine: FakeEngine, said: dict
     text = at.server.config.app.state.context.tokenizer.decode(engine.job.ids)
     assert ("<think>So.</think>Anna.<|im_end|>" in text) == (name == "qwen")
     assert ("assistant\nAnna.<|im_end|>" in text) == (name == "plain")
+
+
+@pytest.mark.parametrize("content", ["", "I look."])
+def test_reasoning_before_a_call_in_the_history_of_gpt_oss(content: str) -> None:
+    """Its template refuses reasoning and a text before a call, and writes either as reasoning."""
+    tokenizer: Any = load_embedded()[1]
+    engine = FakeEngine("Yes.")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.reasoning_content %}"
+        "{{ raise_exception('Cannot pass both content and thinking in a message with tool calls!') }}{% endif %}"
+        "analysis {{ m.content or m.reasoning_content }}call {{ m.tool_calls[0].function.name }}"
+        "{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    )
+    call = {"id": "a1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    said = {"role": "assistant", "content": content, "reasoning_content": "So.", "tool_calls": [call]}
+    with listening(make_app(engine, tokenizer, SETTINGS)) as at:
+        body = {"messages": [*ASK, said, {"role": "tool", "tool_call_id": "a1", "content": "It glows."}]}
+        response = at.http.post("/v1/chat/completions", json=body)
+    thought = f"So.\n\n{content}" if content else "So."
+    assert f"analysis {thought}call look" in tokenizer.decode(engine.job.ids)
+    assert response.headers.get("x-kvboost-changed") == ("text-into-reasoning" if content else None)
 
 
 def test_an_answer_that_continues_a_message(family: Family, engine: FakeEngine) -> None:

@@ -175,6 +175,81 @@ def test_all_apis(served: Any, route: str, body: dict[str, Any]) -> None:
     assert places == sorted(places)
 
 
+_LOOKED: dict[str, Any] = {"id": "toolu_1", "name": "look", "input": {"at": "lamp"}}
+_RESULT: dict[str, Any] = {"tool_use_id": "toolu_1", "content": "It glows."}
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [USER, *_call("toolu_1"), *_call("toolu_2")]}),
+        (
+            "/v1/messages",
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": [{"type": "tool_use", **_LOOKED}]},
+                    {"role": "user", "content": [{"type": "tool_result", **_RESULT}]},
+                ],
+                "max_tokens": 5,
+            },
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": [
+                    USER,
+                    {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "c1", "output": "It glows."},
+                ]
+            },
+        ),
+    ],
+)
+def test_results_have_the_name_of_their_tool(route: str, body: dict[str, Any]) -> None:
+    """Some templates write it, such as FunctionGemma's, while clients send the id of the call alone."""
+    tokenizer: Any = load_embedded()[1]
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}response:{{ m.name or 'unknown' }}{{ m.content }}"
+        "{% else %}{{ m.content }}{{ m.tool_calls }}{% endif %}\n{% endfor %}"
+    )
+    engine = FakeEngine("Yes.")
+    with listening(make_app(engine, tokenizer, SETTINGS)) as at:
+        response = at.http.post(route, json={"model": "reader"} | body)
+    assert response.status_code == 200, response.text
+    text = tokenizer.decode(engine.job.ids)
+    assert "response:look" in text
+    assert "unknown" not in text
+    assert "x-kvboost-changed" not in response.headers
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_templates_of_one_call_in_a_message(refuses: bool) -> None:
+    """Of several, gpt-oss's writes the first one, and Llama 3.1's refuses them."""
+    tokenizer: Any = load_embedded()[1]
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.tool_calls %}"
+        + ("{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}" * refuses)
+        + "{{ m.content }}call {{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments.at }}"
+        "{% else %}{{ m.role }} {{ m.content }}{% endif %};{% endfor %}"
+    )
+    engine = FakeEngine("Yes.")
+    [lamp, glows], [fan, turns] = _call("call_lamp_1"), _call("call_fan_2")
+    fan["tool_calls"][0]["function"]["arguments"] = json.dumps({"at": "fan"})
+    both = {**lamp, "content": "Both. ", "tool_calls": [*lamp["tool_calls"], *fan["tool_calls"]]}
+    chat = [USER, both, {**turns, "content": "It turns."}, glows, MORE]
+    with listening(make_app(engine, tokenizer, SETTINGS)) as at:
+        response = at.http.post("/v1/chat/completions", json={"messages": chat})
+    assert response.status_code == 200, response.text
+    assert response.headers["x-kvboost-changed"] == "calls-parted"
+    assert tokenizer.decode(engine.job.ids).split(";")[1:5] == [
+        "Both. call look lamp",
+        "tool lamp: glows",
+        "call look fan",
+        "tool It turns.",
+    ]
+
+
 def test_arguments_of_any_length_are_told_apart() -> None:
     """What a template does with messages is asked for each set of arguments that clients send."""
     tokenizer: Any = load_embedded()[1]

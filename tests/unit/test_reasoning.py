@@ -27,6 +27,9 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": true}}\n</tool_c
         (False, "", "", ""),
         (True, "\nSo.</think>Yes.</think>", "So.", "Yes.</think>"),
         (True, "a < b </think>\n<think>", "a < b", "<think>"),
+        (True, "\n<think>\nSo.</think>Yes.", "So.", "Yes."),  # the mark of the prompt once more
+        (True, "<thing></think>Yes.", "<thing>", "Yes."),
+        (True, "<thi", "<thi", ""),
         (True, "", "", ""),
     ],
 )

@@ -105,6 +105,21 @@ def test_a_call_that_ends_before_its_arguments_is_none(tokenizer: Any) -> None:
             assert (parsed.calls, parsed.content) == ((), text)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("QWEN_XML", "<tool_call>\n<function=get_weather>\n<parameter=days>\n3"),
+        ("QWEN_XML", "<tool_call>\n<function=get_weather>\n<parameter=da"),
+        ("GLM", "<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>3"),
+        ("GLM", "<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_val"),
+    ],
+)
+def test_a_call_that_ends_in_its_first_argument_is_none(tokenizer: Any, name: str, text: str) -> None:
+    for streams in (False, True):
+        parsed = joined(read(tokenizer, RECORDED[name][0], [text], streams=streams))
+        assert (parsed.calls, parsed.content) == ((), text)
+
+
 def pieces_of(parts: list[Parsed]) -> list[ToolCall]:
     return [call for part in parts for call in part.calls]
 
@@ -141,6 +156,10 @@ def test_arguments_come_as_they_are_written(tokenizer: Any, name: str) -> None:
         ({"type": "string"}, "None", "None"),
         ({"type": "INTEGER"}, "5", 5),
         ({"type": "STRING", "nullable": True}, "5", "5"),
+        ({"enum": ["auto", True, 2]}, "auto", "auto"),
+        ({"enum": ["auto", True, 2]}, "true", True),
+        ({"enum": ["auto", True, 2]}, "2", 2),
+        ({"enum": ["1", 1]}, "1", "1"),
         ({"type": 5}, "5", "5"),
         ({"type": ["integer", "boolean"]}, "1", 1),
         ({"type": ["integer", "boolean"]}, "True", True),
@@ -282,6 +301,46 @@ def test_calls_that_must_come(tokenizer: Any, known: tool_formats.ToolFormat) ->
             assert constraint.finished or constraint.allowed()[tokenizer.eos_token_id]
             parsed = joined(read(tokenizer, template, [text], streams=True))
             assert told(parsed)[0] == [("get_weather", arguments)]
+
+
+@pytest.mark.parametrize("known", [known for known in FORCED if known.tags], ids=lambda known: known.name)
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": ["string", "null"]}, ["Oslo", None], []),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}, ["Oslo", None], []),
+        ({"type": ["string", "array"], "items": {"type": "integer"}}, ["Oslo"], []),
+        ({"type": ["string", "null"], "enum": ["a", None]}, ["a", None], ["b", 1]),
+        ({"enum": ["auto", True, 2]}, ["auto", True, 2], ["true or so", False]),
+        ({"const": "a"}, ["a"], ["b"]),
+        ({"type": ["integer", "null"]}, [3, None], ["a"]),
+    ],
+)
+def test_texts_in_tags_that_must_come_have_no_quotes(
+    tokenizer: Any, known: tool_formats.ToolFormat, schema: Any, good: list[Any], bad: list[Any]
+) -> None:
+    [template] = [RECORDED[name][0] for name in RECORDED if getattr(tool_formats, name) is known]
+    tokenizer.chat_template = template
+    tools = json.loads(json.dumps(TOOLS[:1]))
+    tools[0]["function"]["parameters"] |= {"properties": {"city": schema}, "required": ["city"]}
+    grammars = Grammars(tokenizer, len(tokenizer), ends=[tokenizer.eos_token_id])
+    try:
+        grammar = tool_calls(tokenizer, tools, parallel=False)
+        constraints = [grammars.constraint(grammar) for _ in [*good, *bad]]
+    finally:
+        grammars.close()
+    for constraint, value in zip(constraints, [*good, *bad], strict=True):
+        text = _written(known, {"city": value})
+        allowed = True
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            allowed = allowed and bool(constraint.allowed()[token])
+            if allowed:
+                constraint.advance(token)
+        assert allowed == (value in good), value
+        if allowed:
+            stream = ToolCallStream(tokenizer, tools)
+            [call] = joined([stream.push(text), stream.finish()]).calls
+            assert json.loads(call.arguments) == {"city": value}
 
 
 def test_tags_need_properties_at_the_top(tokenizer: Any) -> None:

@@ -17,6 +17,7 @@ from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.chats.reasoning import AfterReasoning, AnswerReader, ReasoningMarks, ReasoningReader, marks_in
 from kvboost_hf.server.chats.tool_formats import known_format
 from kvboost_hf.server.chats.tools import REASONING_FIELDS, ToolCallStream
+from kvboost_hf.server.generation.answer import special_ids
 from kvboost_hf.server.grammars.fitting import Fitted, fit
 from kvboost_hf.server.grammars.structured import choice, json_schema, regex, tool_calls, written
 from kvboost_hf.server.http.errors import refused
@@ -123,7 +124,7 @@ class Reading:
         """Whether the text has special tokens: some models mark calls and reasoning with them."""
         if self.asked.offered or self.prefix is not None:
             return True
-        return self.marks is not None and self.close in self.context.tokenizer.all_special_ids
+        return self.marks is not None and self.close in special_ids(self.context.tokenizer)
 
 
 def reading_of(context: RouteContext, asked: ChatRequest, ids: Sequence[int]) -> Reading:

@@ -41,7 +41,7 @@ from kvboost_hf.server.protocol import Engine, QueueFullError, TooLongError
 from kvboost_hf.server.requests.chat import ChatRequest, Tool
 from kvboost_hf.server.requests.fields import LargeJsonError, Sampled, read_json, require_few_parts
 from kvboost_hf.server.requests.fields import TextRequest as Asked
-from kvboost_hf.server.requests.messages import Message
+from kvboost_hf.server.requests.messages import Message, with_names
 from kvboost_hf.server.requests.texts import WarmRequest
 from kvboost_hf.server.settings import ServerSettings
 
@@ -137,7 +137,7 @@ class RouteContext:
         try:
             calls = [call for message in messages for call in message.calls]
             require_few_parts([call.function.arguments.encode() for call in calls])
-            told = [message.body for message in messages]
+            told = with_names([message.body for message in messages])
         except LargeJsonError as error:
             raise refused("messages", f"Arguments of calls: {error}") from error
         if any(message["role"] == "system" for message in told):

@@ -62,6 +62,12 @@ class _Call:
         """Whether a tool may be called by the name."""
         return self.name is not None and (self._known.marked or self.name in self._tools)
 
+    @property
+    def properties(self) -> set[str]:
+        """The arguments that the tool of the name has by its schema."""
+        named = self._tools.get(self.name or "", {}).get("properties")
+        return set(named) if isinstance(named, dict) else set()
+
     def argue(self, text: str, *, ended: bool = False, cut: bool = False) -> None:
         """Add to the arguments."""
         self._waiting += text
@@ -77,6 +83,8 @@ class _Call:
 class CallsReader:
     """Reads calls of one format, one after the other.
 
+    `ids` are those that calls of the answer have from the model; more are added.
+
     With `streams` pieces of a call are told as soon as they are certain. Otherwise a call is told when it is complete,
     so that one that turns out to be none can stay text.
 
@@ -85,8 +93,9 @@ class CallsReader:
         stuck: Whether the text goes on as no call does.
     """
 
-    def __init__(self, known: ToolFormat, tools: Sequence[Tool], *, streams: bool) -> None:
+    def __init__(self, known: ToolFormat, tools: Sequence[Tool], ids: set[str], *, streams: bool) -> None:
         self.count, self.stuck = 0, False
+        self._ids = ids
         self._known, self._streams = known, streams
         self._tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         self._call: _Call | None = None
@@ -122,7 +131,7 @@ class CallsReader:
         if char == "{":
             self._call, self._reader = call, _ObjectCall(call, self._known)
         elif self._known.head is not None:
-            self._call, self._reader = call, _HeadedCall(call, self._known, self._tools)
+            self._call, self._reader = call, _HeadedCall(call, self._known, self._tools, self._ids)
         else:
             self.stuck = True
 
@@ -167,9 +176,9 @@ class _HeadedCall:
     beginning of a call of one of the tools. So does `_ObjectCall`.
     """
 
-    def __init__(self, call: _Call, known: ToolFormat, tools: Mapping[str, Any]) -> None:
+    def __init__(self, call: _Call, known: ToolFormat, tools: Mapping[str, Any], ids: set[str]) -> None:
         self.done = self.stuck = False
-        self._call, self._known, self._tools = call, known, tools
+        self._call, self._known, self._tools, self._ids = call, known, tools, ids
         self._head = regex.compile(known.head or "")
         self._held = ""
         self._arguments: ValueReader | TagsReader | None = None
@@ -190,7 +199,9 @@ class _HeadedCall:
         return ""
 
     def _begin(self, name: str, id: str | None, rest: str) -> str:
-        self._call.id = id or self._call.id
+        if id and id not in self._ids:  # a model may write one twice
+            self._call.id = id
+            self._ids.add(id)
         self.stuck = not self._call.named(name)
         if self.stuck:
             return rest
@@ -243,6 +254,7 @@ class _ObjectCall:
         self._value: ValueReader | None = None  # of a field, or of its value
         self._text = ""  # of a value that is not told as it comes
         self._has_arguments = False
+        self._others: dict[str, str] = {}  # fields that no call has
 
     def read(self, text: str) -> str:
         while text and not self.done and not self.stuck:
@@ -314,10 +326,22 @@ class _ObjectCall:
             if arguments is not None and (arguments != "{}" or value.startswith('"{')):
                 self._has_arguments = True
                 self._call.argue(arguments)
+        elif self._field not in _FIELDS:
+            self._others.setdefault(self._field, value)
+
+    def _argue_others(self) -> None:
+        """Take arguments that stand beside the name, where there are no others."""
+        known = self._call.properties
+        pairs = [
+            f"{json.dumps(name, ensure_ascii=False)}: {each}" for name, each in self._others.items() if name in known
+        ]
+        if pairs and not self._has_arguments:
+            self._call.argue(f"{{{', '.join(pairs)}}}")
 
     def _leave(self, rest: str) -> str:
         self._depth -= 1
         if not self._depth:
+            self._argue_others()
             self.done = self._call.offered
             self.stuck = not self.done
         return rest
@@ -333,6 +357,7 @@ class _ObjectCall:
                 return False
             self._take_value()
             return exact and not cut
+        self._argue_others()
         return self._has_arguments or (self._state == self._name_field and not cut)
 
     def may_begin(self, names: Sequence[str]) -> bool:

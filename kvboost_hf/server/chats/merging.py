@@ -43,6 +43,8 @@ class Abilities:
     user_after_tool: Ability = "refused"  # with one of the user behind a result
     calls: Ability = "refused"  # with calls whose arguments are objects
     text_calls: Ability = "refused"  # with calls whose arguments are JSON as a text
+    many_calls: Ability = "refused"  # with several calls in one message
+    reasoned_calls: Ability = "refused"  # with calls behind a text and reasoning
     long_ids: Ability = "refused"  # with ids of calls that are longer than nine characters
 
 
@@ -68,30 +70,46 @@ def abilities_of(render: Callable[[Messages], str | None]) -> Abilities:
         user_after_tool=try_all("uctu", "uctuau", **how),
         calls=calls,
         text_calls="taken" if as_text else "refused",
+        many_calls=try_all("uctt", many=True, **how),
+        reasoned_calls=try_all("uct", reasons=True, **how),
         long_ids=try_all("uct", long_id=True, **how),
     )
 
 
 def _try(
-    render: Callable[[Messages], str | None], chat: str, *, as_text: bool = False, long_id: bool = False
+    render: Callable[[Messages], str | None],
+    chat: str,
+    *,
+    as_text: bool = False,
+    many: bool = False,
+    reasons: bool = False,
+    long_id: bool = False,
 ) -> Ability:
     """What a template does with a chat, given by the first letters of its roles, and "c" for a call."""
-    id, arguments = "abcdefghi" + "jklmno" * long_id, {"a": "b"}
+    ids = [each + "jklmno" * long_id for each in ("abcdefghi", "bbcdefghi")]
+    arguments = json.dumps({"a": "b"}) if as_text else {"a": "b"}
+    names = ("probefirst", "probesecond") if many else ("look",)
     messages: Messages = []
+    results = 0
     for n, letter in enumerate(chat):
         role = {"s": "system", "u": "user", "a": "assistant", "c": "assistant", "t": "tool"}[letter]
         message: dict[str, Any] = {"role": role, "content": "" if letter == "c" else f"probe{n}text"}
         if letter == "c":
-            function = {"name": "look", "arguments": json.dumps(arguments) if as_text else arguments}
-            message["tool_calls"] = [{"id": id, "type": "function", "function": function}]
+            functions = [{"name": name, "arguments": arguments} for name in names]
+            pairs = zip(ids, functions, strict=False)
+            message["tool_calls"] = [{"id": id, "type": "function", "function": one} for id, one in pairs]
+            if reasons:
+                message |= {"content": f"probe{n}text", "reasoning_content": f"probe{n}thought"}
         if letter == "t":
-            message |= {"tool_call_id": id, "name": "look"}
+            message |= {"tool_call_id": ids[results % len(names)], "name": names[results % len(names)]}
+            results += 1
         messages.append(message)
     text = render(messages)
     if text is None:
         return "refused"
     shown = all(message["content"] in text for message in messages)
-    return "taken" if shown else "dropped"
+    lost = many and "probefirst" in text and "probesecond" not in text
+    return "taken" if shown and not lost else "dropped"
 
 
 def adapted(messages: Messages, abilities: Abilities, *, dropped_only: bool = False) -> tuple[Messages, list[str]]:
@@ -117,9 +135,13 @@ def adapted(messages: Messages, abilities: Abilities, *, dropped_only: bool = Fa
         found = list(_without_late_systems(found, none, changes))
     if lacks(abilities.tool):
         found = [_without_tools(message, changes) for message in found]
-    elif not dropped_only and any(message.get("tool_calls") for message in found):
+    elif lacks(abilities.many_calls):
+        found = list(_with_one_call_each(found, changes))
+    if not (lacks(abilities.tool) or dropped_only) and any(message.get("tool_calls") for message in found):
         if abilities.calls == "refused" and abilities.text_calls == "taken":
             found = [_with_text_arguments(message, changes) for message in found]
+        if abilities.reasoned_calls == "refused":
+            found = [_with_reasoned_text(message, changes) for message in found]
         if abilities.long_ids != "taken":
             found = [_with_short_ids(message, changes) for message in found]
     joined: Messages = []
@@ -180,6 +202,30 @@ def _without_tools(message: dict[str, Any], changes: dict[str, None]) -> dict[st
     return {**found, "content": "\n".join(filter(None, [found["content"], *lines]))}
 
 
+def _with_one_call_each(messages: Messages, changes: dict[str, None]) -> Iterator[dict[str, Any]]:
+    """Calls of one message in messages of their own, each before its result."""
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        if len(calls := message.get("tool_calls", ())) < 2:
+            yield message
+            continue
+        changes["calls-parted"] = None
+        results: Messages = []
+        while at < len(messages) and messages[at].get("role") == "tool":
+            results.append(messages[at])
+            at += 1
+        for call in calls:
+            yield {**message, "tool_calls": [call]}
+            message = {"role": "assistant", "content": ""}
+            own = next(
+                (n for n, each in enumerate(results) if each.get("tool_call_id") in (None, call.get("id"))), None
+            )
+            if own is not None:
+                yield results.pop(own)
+        yield from results
+
+
 def _with_text_arguments(message: dict[str, Any], changes: dict[str, None]) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return message
@@ -189,6 +235,15 @@ def _with_text_arguments(message: dict[str, Any], changes: dict[str, None]) -> d
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
+
+
+def _with_reasoned_text(message: dict[str, Any], changes: dict[str, None]) -> dict[str, Any]:
+    """A text between reasoning and calls as a part of the reasoning."""
+    thoughts = message.get("reasoning_content")
+    if not (thoughts and message["content"] and message.get("tool_calls")):
+        return message
+    changes["text-into-reasoning"] = None
+    return {**message, "content": "", "reasoning_content": f"{thoughts}{_BETWEEN}{message['content']}"}
 
 
 def _with_short_ids(message: dict[str, Any], changes: dict[str, None]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class ReasoningReader:
 
     def __init__(self, marks: ReasoningMarks, *, opened: bool, rest: AnswerReader | None = None) -> None:
         self._marks, self._rest = marks, rest
-        self._opens = not opened  # the opening mark may still come
+        self._opens = True  # the opening mark may still come; some models repeat that of the prompt
         self.thinking = opened
         self._bare = opened  # nothing but white space since the last mark, which is left out
         self._held = ""
@@ -78,11 +78,12 @@ class ReasoningReader:
                 self._open(begun == self._marks.open)
                 return Parsed()
             self._opens = False
-            if not begun.startswith(self._marks.open):
+            if begun.startswith(self._marks.open):
+                self.thinking = self._bare = True
+                self._held = begun.removeprefix(self._marks.open)
+            elif not self.thinking:
                 held, self._held = self._held, ""
                 return self._said(held)
-            self.thinking = self._bare = True
-            self._held = begun.removeprefix(self._marks.open)
         return self._thought()
 
     def finish(self, *, cut: bool = False) -> Parsed:

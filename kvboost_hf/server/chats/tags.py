@@ -33,20 +33,25 @@ class TagsReader:
     kind = "{"
 
     def __init__(self, tags: Tags, schema: Mapping[str, Any]) -> None:
-        self.begun = self.done = self.stuck = False
+        self.done = self.stuck = False
         self._tags, self._schema = tags, schema
         self._open = regex.compile(tags.open)
         self._out: list[str] = []
         self._held = ""  # of a tag, or of a value
         self._key: str | None = None  # of the value that is read
         self._keys: set[str] = set()
-        self._is_text = self._starts = self._muted = False
+        self._is_text = self._starts = self._muted = self._any = False
 
     def read(self, text: str) -> str:
         """Read more text; returns what comes behind the call, or cannot be a part of it."""
         while text and not self.done and not self.stuck:
             text = self._read_tag(text) if self._key is None else self._read_value(text)
         return text
+
+    @property
+    def begun(self) -> bool:
+        """Whether any of the arguments has come."""
+        return self._any or self._key is not None or bool(self._held)
 
     def take(self) -> str:
         """The JSON that was written since the last time."""
@@ -58,12 +63,13 @@ class TagsReader:
         exact = self._key is None and not self._held
         if self._key is not None and self._is_text:
             self._write(_escaped(self._held) + '"')
-        self._finish()
+        if exact or self._any:
+            self._finish()
         return exact
 
     def _finish(self) -> None:
         self._muted = False
-        self._write("}" if self.begun else "{}")
+        self._write("}" if self._any else "{}")
         self.done = True
 
     def _write(self, text: str) -> None:
@@ -94,7 +100,7 @@ class TagsReader:
         self._key, self._held, self._starts = key, "", self._tags.lines
         self._muted = key in self._keys
         self._keys.add(key)
-        types = self._types(key)
+        types = types_of(self._property(key), self._schema)
         self._is_text = not types - {"string"}
         if self._is_text:
             self._write_key()
@@ -103,8 +109,8 @@ class TagsReader:
     def _write_key(self) -> None:
         if self._muted or self._key is None:
             return
-        self._write((", " if self.begun else "{") + f'"{_escaped(self._key)}": ')
-        self.begun = True
+        self._write((", " if self._any else "{") + f'"{_escaped(self._key)}": ')
+        self._any = True
 
     def _read_value(self, text: str) -> str:
         held = self._held + text
@@ -128,17 +134,18 @@ class TagsReader:
         self._key, self._held, self._muted = None, "", False
         return held[end + len(self._tags.close) :]
 
-    def _types(self, key: str) -> set[str]:
+    def _property(self, key: str) -> Any:
+        """What the schema says of an argument; None for nothing."""
         properties = self._schema.get("properties")
-        schema = properties.get(key) if isinstance(properties, dict) else None
-        return types_of(schema, self._schema)
+        return properties.get(key) if isinstance(properties, dict) else None
 
     def _typed(self, value: str) -> str:
         """A value as JSON of one of its types; as a text if it is of none of them."""
-        types, bare = self._types(self._key or ""), value.strip()
+        schema, bare = self._property(self._key or ""), value.strip()
+        types, values = types_of(schema, self._schema), values_in(schema)
         if "null" in types and bare in ("null", "None"):
             return "null"
-        if "string" not in types:
+        if "string" not in types or (values is not None and value not in values):
             words = ("true", "false") if types & {"integer", "number"} else ("true", "1", "false", "0")
             if "boolean" in types and bare.lower() in words:
                 return "true" if bare.lower() in ("true", "1") else "false"

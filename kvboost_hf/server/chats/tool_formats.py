@@ -219,7 +219,7 @@ HARMONY = ToolFormat(
             r"|<\|(?:end|return|call)\|>"
         ),
     ),
-    head=r"(?P<name>[\w.:/-]{1,128})(?:\s|json|<\|channel\|>(?:commentary|analysis)|<\|constrain\|>)*<\|message\|>",
+    head=r"(?P<name>[\w.:/-]{1,128})(?:\s\w*|<\|channel\|>(?:commentary|analysis)|<\|constrain\|>\w*)*<\|message\|>",
     call=("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
     between=None,
     marker="<|channel|>commentary to=",

@@ -83,6 +83,7 @@ class ToolCallStream:
             self._template = _without_calls(self._template)
         self._parser = self._new_parser(prefix)
         self._calls: CallsReader | None = None  # in the region of calls that is open
+        self._ids: set[str] = set()  # that the model has given calls
         self._untold = ""  # what came since, as it is
         self._spaces = ""  # held back
         self._called = False  # nothing but space since the last call
@@ -207,7 +208,7 @@ class ToolCallStream:
         kind = event["type"]
         if kind == "region_open":
             assert self._known is not None
-            self._calls = CallsReader(self._known, self._tools, streams=self._streams)
+            self._calls = CallsReader(self._known, self._tools, self._ids, streams=self._streams)
             return Parsed()
         calls = self._calls
         assert calls is not None

@@ -358,7 +358,7 @@ class TextStream:
 
     def _context(self, prompt_ids: Sequence[int]) -> list[int]:
         """The end of the prompt's last text, from a whole character on."""
-        special = _special_ids(self._tokenizer)
+        special = special_ids(self._tokenizer)
         context: list[int] = []
         for token in reversed(prompt_ids[-_CONTEXT_TOKENS:]):
             if token in special:
@@ -431,7 +431,8 @@ class TextStream:
 
 
 @lru_cache(maxsize=8)
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that `skip_special_tokens` leaves out of a text; `all_special_ids` lacks those without a name."""
     added = {token for token, what in tokenizer.added_tokens_decoder.items() if what.special}
     return frozenset(added.union(tokenizer.all_special_ids))
 

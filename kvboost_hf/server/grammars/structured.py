@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvboost_hf.server.chats.tags import types_of
 from kvboost_hf.server.chats.tool_formats import Tags, Tool, format_of
+from kvboost_hf.server.chats.values import values_in
 from kvboost_hf.server.grammars.program import WRITTEN
 from kvboost_hf.server.grammars.schemas import closed, require_ends
 from kvboost_hf.server.jobs import ConstraintError
@@ -145,8 +146,8 @@ def tool_calls(
 def _tagged(tags: Tags, schema: Mapping[str, Any], name: str, json_of: Callable[[Mapping[str, Any]], str]) -> str:
     """The rule of arguments that are written as tags, and behind it those of their values, whose names begin alike.
 
-    Texts are free up to the tag behind them; what else a schema says of them is left to the model. Raises
-    `ValueError` for a schema that does not name its properties at its top.
+    Texts are free up to the tag behind them, also where a value may be of another type, too; what else a schema says
+    of them is left to the model. Raises `ValueError` for a schema that does not name its properties at its top.
     """
     properties = schema.get("properties") or {}
     if not isinstance(properties, dict) or ("properties" not in schema and any(name in schema for name in _COMBINE)):
@@ -160,10 +161,11 @@ def _tagged(tags: Tags, schema: Mapping[str, Any], name: str, json_of: Callable[
         value = given if isinstance(given, dict) else {}
         before, _, behind = tags.written.replace("{key}", key).partition("{value}")
         rule = f"{name}_{n}"
-        enum = value.get("enum")
-        if isinstance(enum, list) and enum and all(isinstance(one, str) for one in enum):
-            rules.append(f"{rule}: ({' | '.join(map(json.dumps, enum))}) {json.dumps(behind)}")
-        elif not types_of(value, schema) - {"string"}:
+        types, values = types_of(value, schema), values_in(value)
+        if values and "string" in types:  # texts stand without quotes
+            names = [json.dumps(one if isinstance(one, str) else json.dumps(one)) for one in values]
+            rules.append(f"{rule}: ({' | '.join(names)}) {json.dumps(behind)}")
+        elif not types or "string" in types:
             rules.append(f"{rule}: {rule}_text {json.dumps(behind.removeprefix(tags.end))}")
             rules.append(f"{rule}_text[suffix={json.dumps(tags.end)}]: /(?s:.*)/")
         else:

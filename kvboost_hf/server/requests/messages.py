@@ -207,6 +207,28 @@ class Message(Body):
         return told
 
 
+def with_names(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in which results of calls have the name of the tool, which some templates write.
+
+    OpenAI's and Anthropic's clients send the id of the call alone.
+
+    Example:
+        >>> call = {"id": "a1", "type": "function", "function": {"name": "look", "arguments": {}}}
+        >>> chat = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a1"}]
+        >>> with_names(chat)[1]
+        {'role': 'tool', 'tool_call_id': 'a1', 'name': 'look'}
+    """
+    names: dict[str, str] = {}
+    found = []
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if call["id"]}
+        name = names.get(message.get("tool_call_id", ""))
+        if message["role"] == "tool" and "name" not in message and name is not None:
+            message = {**message, "name": name}
+        found.append(message)
+    return found
+
+
 def _thought(given: Any) -> Any:
     """The text of a part with reasoning, which Mistral has as a list of parts."""
     if isinstance(given, list):
