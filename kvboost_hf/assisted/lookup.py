@@ -137,7 +137,8 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
             `sequences` [1, tokens + proposed], and of each token proposed `scores` [1, vocab_size], float32.
         """
         ids = input_ids[0].cpu().numpy()
-        ends = end_tokens(kwargs["generation_config"])  # no variable: it would look like a generate() of transformers
+        # The configuration is no variable: this would look like a generate() of transformers.
+        ends = end_tokens(kwargs["generation_config"].eos_token_id)
         found = self.proposed(ids, max_new_tokens, ends) or [int(ids[-1])]  # transformers needs one at least
         found = found[: before_end(input_ids, found)] or [harmless_token(input_ids, ends)]
         draft = torch.tensor([found], device=input_ids.device)

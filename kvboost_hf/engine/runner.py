@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import forks
+from kvboost_hf.assisted.limits import end_tokens
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.report import ReuseReport
@@ -282,7 +283,7 @@ def generate_rows(
     out = generate(input_ids=ids.to(device), attention_mask=mask.to(device), **given)
     watch(out, None)  # the last token: not every way of decoding asks criteria about that
     told = options.get("eos_token_id", getattr(model.generation_config, "eos_token_id", None))
-    ends = set(told) if isinstance(told, list | tuple) else {told}
+    ends = set(end_tokens(told))
     return [_to_end(row, ends) for row in out[:, width:].tolist()]
 
 

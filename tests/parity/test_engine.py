@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -436,6 +437,10 @@ def test_rows_end_each_for_itself(engine: KVBoost) -> None:
     assert [result.token_ids for result in results] == [plain(engine, prompt, max_new_tokens=30) for prompt in prompts]
     assert len({result.generated_tokens for result in results}) > 1
     assert all(result.token_ids[-1] == engine.model.generation_config.eos_token_id for result in results)
+    end = engine.model.generation_config.eos_token_id
+    for told in (torch.tensor([end]), torch.tensor(end), np.array([end])):
+        again = engine.generate_batch(prompts, 30, eos_token_id=told)
+        assert [result.token_ids for result in again] == [result.token_ids for result in results]
 
 
 def test_any_prompts_are_answered_in_their_order(engine: KVBoost) -> None:
