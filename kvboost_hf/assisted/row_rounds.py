@@ -26,9 +26,11 @@ _ROW_BY_ROW = tuple(
     for name in (
         "EpsilonLogitsWarper",
         "EtaLogitsWarper",
+        "ExponentialDecayLengthPenalty",
         "ForcedBOSTokenLogitsProcessor",
         "ForcedEOSTokenLogitsProcessor",
         "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
         "MinLengthLogitsProcessor",
         "MinNewTokensLengthLogitsProcessor",
         "MinPLogitsWarper",
@@ -43,6 +45,7 @@ _ROW_BY_ROW = tuple(
         "TopKLogitsWarper",
         "TopPLogitsWarper",
         "TypicalLogitsWarper",
+        "WatermarkLogitsProcessor",
     )
     if hasattr(logits_process, name)
 )
