@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -255,8 +256,12 @@ def call_options(
             )
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise ValueError(f"`max_new_tokens` must be an int of 1 or more, got {max_new_tokens!r}.")
-    if do_sample and not temperature > 0:
-        raise ValueError(f"`temperature` must be positive with do_sample=True, got {temperature}. Pass False.")
+    told: Any = temperature
+    if do_sample and not (isinstance(told, Real) and float(told) > 0):
+        raise ValueError(
+            f"`temperature` must be a positive number with do_sample=True, got {temperature!r}. Pass 1.0, or "
+            "do_sample=False for the likeliest tokens."
+        )
     if not do_sample and temperature not in (0, 1):
         raise ValueError(f"`temperature` is used with do_sample=True only, got {temperature}. Pass that, too.")
     sampling = {"do_sample": True, "temperature": temperature} if do_sample else {"do_sample": False}

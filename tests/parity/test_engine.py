@@ -676,6 +676,8 @@ def test_a_model_in_place_of_its_name(embedded: tuple[PreTrainedModel, Any]) -> 
     [
         ({"temperature": 0.7}, "do_sample=True"),
         ({"temperature": 0, "do_sample": True}, "positive"),
+        ({"temperature": None, "do_sample": True}, "`temperature` must be a positive number"),
+        ({"temperature": "0.7", "do_sample": True}, "`temperature` must be a positive number"),
         ({"max_new_tokens": 0}, "1 or more"),
         ({"mode": "magic"}, "prefix_cache"),
         ({"on_token": print}, "stream"),
