@@ -1,7 +1,6 @@
 """The public names of the package; `kvboost_hf` loads this module when it is asked for the first of them."""
 
 import kvboost_hf.attention as attention
-import kvboost_hf.cache.warm  # noqa: F401  # registers itself with ChunkStore
 from kvboost_hf.assisted.load import load_assistant, speculation_stats
 from kvboost_hf.assisted.lookup import lookup_assistant
 from kvboost_hf.assisted.rounds import SpeculationStats

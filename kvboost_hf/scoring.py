@@ -161,8 +161,8 @@ def score_ids(
         A score for each pair.
 
     Raises:
-        ValueError: for an empty prefix or continuation, ids of a wrong shape, more tokens than the model has positions
-            for, a bad `batch_size`, and a model that takes no cache.
+        ValueError: for an empty prefix or continuation, ids of a wrong shape or type, ids that the model does not
+            have, more tokens than it has positions for, a bad `batch_size`, and a model that takes no cache.
         NonFiniteLogitsError: see `score`.
 
     Example:
@@ -173,8 +173,14 @@ def score_ids(
         2
     """
     known = [_checked(number, *pair) for number, pair in enumerate(pairs)]
-    limit = getattr(unwrapped(model).config.get_text_config(decoder=True), "max_position_embeddings", None)
+    config = unwrapped(model).config.get_text_config(decoder=True)
+    limit, size = getattr(config, "max_position_embeddings", None), config.vocab_size
     for number, (ids, start) in enumerate(known):
+        if ids.min() < 0 or ids.max() >= size:
+            raise ValueError(
+                f"Ids of pair {number} must be from 0 to {size - 1}, for which {type(model).__name__} has embeddings, "
+                f"got {ids.min()} to {ids.max()}. Tokenize with the tokenizer of the model."
+            )
         if limit is not None and len(ids) - 1 > limit:
             raise ValueError(
                 f"Pair {number} has {start} tokens of prefix and {len(ids) - start} of continuation, and "
@@ -324,7 +330,10 @@ def _checked(number: int, prefix: Ids, continuation: Ids) -> tuple[Tokens, int]:
     """A pair as one text, and where its continuation starts."""
     parts = []
     for name, ids in (("prefix", prefix), ("continuation", continuation)):
-        found = torch.as_tensor(ids, dtype=torch.long).cpu().numpy()
+        given = torch.as_tensor(ids)
+        if len(given) and (given.is_floating_point() or given.dtype == torch.bool):
+            raise ValueError(f"The {name} of pair {number} must be ids, which are integers, got {given.dtype}.")
+        found = given.long().cpu().numpy()
         if found.ndim != 1 or not len(found):
             remedy = "Begin with [bos_token_id]" if name == "prefix" else "Leave out what has nothing to score"
             raise ValueError(

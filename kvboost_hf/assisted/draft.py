@@ -108,7 +108,7 @@ class Drafting:
         tokens = _cut(found, ids, tokens, kwargs["generation_config"])
         sure = sure[: len(tokens)]
         ended = self._clock()
-        ends = bool(tokens) and tokens[-1] in end_tokens(kwargs["generation_config"])
+        ends = bool(tokens) and tokens[-1] in end_tokens(kwargs["generation_config"].eos_token_id)
         outcome = self._await_outcome(ids.shape[1] + len(tokens))
         self._rounds[ref(getattr(found, CACHE), self._over)] = _Round(
             ids.shape[1], tokens, sure, forwards, ended - began, ended, cache is None, ends, outcome
@@ -225,7 +225,7 @@ def _cut(found: Any, ids: torch.Tensor, tokens: list[int], config: Any) -> list[
         return tokens
     kept, scores = tokens[:before], found.scores[:before]
     if not kept:
-        kept = [harmless_token(ids, sorted(end_tokens(config)))]
+        kept = [harmless_token(ids, sorted(end_tokens(config.eos_token_id)))]
         scores = (torch.full_like(found.scores[0], -torch.inf),)
         scores[0][:, kept[0]] = 0.0  # so that it is accepted as often as the target says it
     found.sequences = torch.cat([ids, ids.new_tensor([kept])], 1)
@@ -244,7 +244,7 @@ def _cover(kwargs: dict[str, Any], ids: torch.Tensor) -> None:
 
 def _end(tokens: list[int], sure: list[float], config: Any) -> int | None:
     """The number of drafted tokens up to an end of text, or up to one below the threshold; None without either."""
-    ends, threshold = end_tokens(config), config.assistant_confidence_threshold or 0.0
+    ends, threshold = end_tokens(config.eos_token_id), config.assistant_confidence_threshold or 0.0
     pairs = enumerate(zip(tokens, sure, strict=True), 1)
     return next((count for count, (token, each) in pairs if token in ends or each < threshold), None)
 

@@ -141,10 +141,10 @@ def vocab_size(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
-def end_tokens(config: Any) -> set[int]:
-    """The tokens that end a text, by a generation configuration."""
-    ends = config.eos_token_id
-    return {ends} if isinstance(ends, int) else set(ends or ())
+def end_tokens(eos_token_id: Any) -> list[int]:
+    """The tokens that end a text, by whatever `generate()` takes for them: a number, several, a tensor, or None."""
+    found: list[int] = torch.as_tensor([] if eos_token_id is None else eos_token_id).flatten().tolist()
+    return found
 
 
 @torch.no_grad()

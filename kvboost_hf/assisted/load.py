@@ -93,6 +93,7 @@ def load_assistant(
     Raises:
         ValueError: another vocabulary than the target's, heads of another width or depth, another kind of model, a
             name without a target, or an invalid number.
+        TypeError: arguments for `from_pretrained()` without a name.
 
     Warns:
         UserWarning: it is on another device than the target, computes in a wider type, or has more weights than one
@@ -112,6 +113,11 @@ def load_assistant(
         raise ValueError(f"`num_assistant_tokens` must be 1 or more, or None, got {num_assistant_tokens!r}.")
     if not 0 <= confidence_threshold < 1:
         raise ValueError(f"`confidence_threshold` must be from 0 to less than 1, got {confidence_threshold}.")
+    if kwargs and (target is None or isinstance(name_or_model, PreTrainedModel)):
+        raise TypeError(
+            f"load_assistant() takes {', '.join(map(repr, kwargs))} only with the name of a draft, to load it. Leave "
+            "that out, or see whether it is misspelled."
+        )
     if target is None:
         return _found_for(name_or_model, store, num_assistant_tokens)
     draft = _load(name_or_model, target, kwargs)

@@ -125,22 +125,20 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         """The device of the target."""
         return self._target[0].device
 
-    def generate(
-        self, input_ids: torch.Tensor, max_new_tokens: int, generation_config: GenerationConfig, **kwargs: Any
-    ) -> GenerateDecoderOnlyOutput:
+    def generate(self, input_ids: torch.Tensor, max_new_tokens: int, **kwargs: Any) -> GenerateDecoderOnlyOutput:
         """Propose tokens, as assisted decoding asks for them.
 
         Args:
             input_ids: [1, tokens].
             max_new_tokens: The most tokens to propose.
-            generation_config: The configuration of the call, whose tokens that end a text are used.
-            kwargs: Not used.
+            kwargs: Of `generation_config`, the tokens that end a text are used; nothing else.
 
         Returns:
             `sequences` [1, tokens + proposed], and of each token proposed `scores` [1, vocab_size], float32.
         """
         ids = input_ids[0].cpu().numpy()
-        ends = end_tokens(generation_config)
+        # The configuration is no variable: this would look like a generate() of transformers.
+        ends = end_tokens(kwargs["generation_config"].eos_token_id)
         found = self.proposed(ids, max_new_tokens, ends) or [int(ids[-1])]  # transformers needs one at least
         found = found[: before_end(input_ids, found)] or [harmless_token(input_ids, ends)]
         draft = torch.tensor([found], device=input_ids.device)

@@ -12,6 +12,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvboost_hf.assisted.columns import Account, PassTimes
 from kvboost_hf.assisted.hidden import TextStates, asking_for
+from kvboost_hf.assisted.limits import end_tokens
 from kvboost_hf.assisted.rounds import Drafter, Rounds, Taken
 from kvboost_hf.assisted.row_branches import RowBranches
 from kvboost_hf.assisted.text import DraftedText
@@ -25,9 +26,11 @@ _ROW_BY_ROW = tuple(
     for name in (
         "EpsilonLogitsWarper",
         "EtaLogitsWarper",
+        "ExponentialDecayLengthPenalty",
         "ForcedBOSTokenLogitsProcessor",
         "ForcedEOSTokenLogitsProcessor",
         "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
         "MinLengthLogitsProcessor",
         "MinNewTokensLengthLogitsProcessor",
         "MinPLogitsWarper",
@@ -42,6 +45,7 @@ _ROW_BY_ROW = tuple(
         "TopKLogitsWarper",
         "TopPLogitsWarper",
         "TypicalLogitsWarper",
+        "WatermarkLogitsProcessor",
     )
     if hasattr(logits_process, name)
 )
@@ -110,10 +114,7 @@ def _for_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
 
 def _pad_token(config: Any) -> int:
     """What follows a row that has ended: as in generate(), the first token that ends one where there is no padding."""
-    ends = config.eos_token_id
-    if config.pad_token_id is not None or ends is None:
-        return int(config.pad_token_id or 0)
-    return int(ends if isinstance(ends, int) else next(iter(ends)))
+    return next((int(pad) for pad in (config.pad_token_id, *end_tokens(config.eos_token_id)) if pad is not None), 0)
 
 
 def _may_wait(criterion: Any) -> bool:

@@ -94,6 +94,11 @@ class TreeDecoding:
         self._rounds = Rounds(self.config, clock)
         self._rows = RowRounds(self._rounds, self.config)
         self._fitted = draft
+        if not isinstance(draft, torch.nn.Module):
+            raise ValueError(
+                f"`draft` must be a model that is loaded, or what load_assistant() or lookup_assistant() returns, got "
+                f"{draft!r:.80}."
+            )
         if not isinstance(draft, LookupAssistant) and Heads.known(draft) is None:
             _require_checks(draft, "draft")
 

@@ -16,7 +16,7 @@ from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt.chats import ChatTemplate, is_chat, text_tokenizer, why_not_stored
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
-from kvboost_hf.cache.store.settings import Starts, Texts, WarmSettings, register_warmer
+from kvboost_hf.cache.store.settings import Starts, Texts, WarmSettings
 from kvboost_hf.compat import input_device, known_reason, probe_reason, rope_regime, run_model
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import StoreFullError
@@ -27,7 +27,7 @@ _TOKENS_PER_FORWARD = 2048  # bounds the activations of a long text
 
 
 @torch.no_grad()
-def _warm(
+def warm(
     model: PreTrainedModel,
     store: ChunkStore,
     text_or_ids: Starts | None,
@@ -35,6 +35,7 @@ def _warm(
     prefix: Starts | None,
     settings: WarmSettings,
 ) -> ReuseReport:
+    """Compute and store K/V, as `ChunkStore.warm` is asked to."""
     if (text_or_ids is None) == (documents is None) or (prefix is not None and documents is None):
         raise ValueError("`warm` takes either `text_or_ids`, or `documents` and perhaps the `prefix` before them.")
     start = prefix if text_or_ids is None else text_or_ids
@@ -53,9 +54,6 @@ def _warm(
             f"{type(settings.live_quant).__name__}. Make a store with a `codec` in its place."
         )
     return _warm_documents(model, store, documents, prefix, settings)
-
-
-register_warmer(_warm)
 
 
 def _warm_text(model: PreTrainedModel, store: ChunkStore, text_or_ids: Starts, settings: WarmSettings) -> ReuseReport:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import forks
+from kvboost_hf.assisted.limits import end_tokens
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.report import ReuseReport
@@ -254,8 +256,12 @@ def call_options(
             )
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise ValueError(f"`max_new_tokens` must be an int of 1 or more, got {max_new_tokens!r}.")
-    if do_sample and not temperature > 0:
-        raise ValueError(f"`temperature` must be positive with do_sample=True, got {temperature}. Pass False.")
+    told: Any = temperature
+    if do_sample and not (isinstance(told, Real) and float(told) > 0):
+        raise ValueError(
+            f"`temperature` must be a positive number with do_sample=True, got {temperature!r}. Pass 1.0, or "
+            "do_sample=False for the likeliest tokens."
+        )
     if not do_sample and temperature not in (0, 1):
         raise ValueError(f"`temperature` is used with do_sample=True only, got {temperature}. Pass that, too.")
     sampling = {"do_sample": True, "temperature": temperature} if do_sample else {"do_sample": False}
@@ -282,7 +288,7 @@ def generate_rows(
     out = generate(input_ids=ids.to(device), attention_mask=mask.to(device), **given)
     watch(out, None)  # the last token: not every way of decoding asks criteria about that
     told = options.get("eos_token_id", getattr(model.generation_config, "eos_token_id", None))
-    ends = set(told) if isinstance(told, list | tuple) else {told}
+    ends = set(end_tokens(told))
     return [_to_end(row, ends) for row in out[:, width:].tolist()]
 
 

@@ -206,6 +206,9 @@ def test_drafts_that_do_not_fit() -> None:
     for wrong in (0, -1, True, 2.5):
         with pytest.raises(ValueError, match="`num_assistant_tokens` must be 1 or more"):
             load_assistant(make_layers(1), target=target, num_assistant_tokens=wrong)  # type: ignore[arg-type]
+    for given in ({"target": target}, {}):
+        with pytest.raises(TypeError, match="takes 'num_assistent_tokens' only with the name of a draft"):
+            load_assistant(make_layers(1), num_assistent_tokens=3, **given)
     with pytest.raises(ValueError, match="`confidence_threshold` must be"):
         load_assistant(make_layers(1), target=target, confidence_threshold=1)
     with pytest.warns(UserWarning, match="will take longer than it saves"):

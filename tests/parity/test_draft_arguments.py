@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -37,7 +38,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from kvboost_hf import ChunkStore, TreeDecoding, load_assistant, lookup_assistant, speculation_stats
+from kvboost_hf import ChunkReuseCache, ChunkStore, TreeDecoding, load_assistant, lookup_assistant, speculation_stats
 from tests.conftest import VOCAB, as_inputs, make_model, random_ids
 from tests.internals.assisted import learned_positions
 
@@ -171,6 +172,34 @@ def test_stop_strings_end_at_the_same_token(drafting: Any) -> None:
             assert found.sequences.equal(expected.sequences)
             assert streamed == plainly
     assert speculation_stats(given["load_assistant"]["assistant_model"]).accepted > before + 5
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, np.int64, tuple], ids=lambda kind: kind.__name__)
+def test_tokens_that_end_a_text_may_be_of_any_kind(kind: Any, drafting: Any) -> None:
+    model, given = drafting
+    said = answer(model)[0].sequences[0, IDS.shape[1] :].tolist()
+    end = kind(said[5]) if kind is np.int64 else kind([said[5], said[8]])
+    expected, plainly = answer(model, eos_token_id=end)
+    assert expected.sequences.shape[1] < IDS.shape[1] + NEW
+    for way in given.values():
+        found, streamed = answer(model, eos_token_id=end, **way)
+        assert found.sequences.equal(expected.sequences)
+        assert streamed == plainly
+
+
+def test_looked_up_text_ends_at_a_stop_string() -> None:
+    """The whole draft is right, and would be accepted with a token of the target behind it."""
+    model, tokenizer = make_model("llama"), letters()
+    store = ChunkStore(model, chunk_size=16)
+    cache = ChunkReuseCache(model, store)
+    said = answer(model, cache=cache)[0].sequences[0, IDS.shape[1] :].tolist()
+    cache.store_tails()
+    for stop in range(1, NEW - 1):
+        asked = {"stop_strings": tokenizer.decode([said[stop]]), "tokenizer": tokenizer}
+        expected, plainly = answer(model, **asked)
+        found, streamed = answer(model, **asked, assistant_model=lookup_assistant(model, store))
+        assert found.sequences.equal(expected.sequences)
+        assert streamed == plainly
 
 
 def test_a_pause_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, StoppingCriteria, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import (
@@ -265,6 +265,8 @@ def test_attached() -> None:
         {"repetition_penalty": 1.3},
         {"no_repeat_ngram_size": 2, "min_new_tokens": 6},
         {"suppress_tokens": [5, 6, 7], "bad_words_ids": [[9, 10]]},
+        {"exponential_decay_length_penalty": (3, 1.2), "renormalize_logits": True, "eos_token_id": 5},
+        {"watermarking_config": WatermarkingConfig(bias=4.0, seeding_scheme="selfhash")},
     ],
 )
 def test_processors(more: dict[str, Any]) -> None:

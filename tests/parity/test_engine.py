@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -436,6 +437,10 @@ def test_rows_end_each_for_itself(engine: KVBoost) -> None:
     assert [result.token_ids for result in results] == [plain(engine, prompt, max_new_tokens=30) for prompt in prompts]
     assert len({result.generated_tokens for result in results}) > 1
     assert all(result.token_ids[-1] == engine.model.generation_config.eos_token_id for result in results)
+    end = engine.model.generation_config.eos_token_id
+    for told in (torch.tensor([end]), torch.tensor(end), np.array([end])):
+        again = engine.generate_batch(prompts, 30, eos_token_id=told)
+        assert [result.token_ids for result in again] == [result.token_ids for result in results]
 
 
 def test_any_prompts_are_answered_in_their_order(engine: KVBoost) -> None:
@@ -671,6 +676,8 @@ def test_a_model_in_place_of_its_name(embedded: tuple[PreTrainedModel, Any]) -> 
     [
         ({"temperature": 0.7}, "do_sample=True"),
         ({"temperature": 0, "do_sample": True}, "positive"),
+        ({"temperature": None, "do_sample": True}, "`temperature` must be a positive number"),
+        ({"temperature": "0.7", "do_sample": True}, "`temperature` must be a positive number"),
         ({"max_new_tokens": 0}, "1 or more"),
         ({"mode": "magic"}, "prefix_cache"),
         ({"on_token": print}, "stream"),

@@ -381,6 +381,9 @@ def test_what_cannot_be_done_is_said() -> None:
     target, trees = pair()
     inputs = {**as_inputs(random_ids(10, 0)), "max_new_tokens": 4}
     other = LlamaForCausalLM(LlamaConfig(vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=1))
+    for wrong in ("Qwen/Qwen2.5-0.5B-Instruct", None, trees):
+        with pytest.raises(ValueError, match="`draft` must be a model that is loaded, or what load_assistant"):
+            TreeDecoding(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="vocabulary of the model that generates, of 200 tokens, got 300"):
         target.generate(**inputs, custom_generate=TreeDecoding(other.eval()))
     with pytest.raises(ValueError, match="`num_beams` must be 1 with trees of drafts, got 3"):

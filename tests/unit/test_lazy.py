@@ -137,3 +137,18 @@ assert not hasattr(kvboost_hf, "ChunkReuseCach")
 assert not hasattr(kvboost_hf, "__wrapped__")
 """
     run(code)
+
+
+@pytest.mark.parametrize("how", ["the command", "the engine"])
+def test_texts_are_warmed_whatever_else_was_imported(how: str, tmp_path: Path) -> None:
+    text = "The lamp is red. " * 40
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    told = ["warm", str(tmp_path / "text.txt"), "--tiers", f"disk:{tmp_path / 'kept'}:1GB", "--dtype", "float32"]
+    by_engine = f"""
+from kvboost_hf.assets import load_embedded
+from kvboost_hf.engine import KVBoost
+assert KVBoost(*load_embedded()).warm({text!r})
+"""
+    by_command = f"from kvboost_hf.cli import main; assert main({told!r}) == 0"
+    done = subprocess.run([sys.executable, "-c", by_command if how == "the command" else by_engine], check=False)
+    assert done.returncode == 0

@@ -291,6 +291,15 @@ def test_bytes_of_rotated_codes(bits: float) -> None:
     assert layers[1].nbytes < layers[0].nbytes * (bits / 16 + 0.12)  # scales, window, and room to spare
 
 
+def test_the_formula_takes_what_caches_take() -> None:
+    shapes: Any = {"tokens": 4096, "layers": 8, "kv_heads": 2, "head_dim": 128}
+    for bits in (4, "4", "turboquant"):
+        assert live_bytes(bits, **shapes) == live_bytes(KVQuantConfig(), **shapes)
+    assert live_bytes("int8", **shapes) == live_bytes(KVQuantConfig(method="kivi", key_bits=8, value_bits=8), **shapes)
+    exact = 8 * 2 * columns(4096, heads=2, dim=128).bfloat16().nbytes
+    assert live_bytes(None, **shapes) == live_bytes("raw", **shapes) == pytest.approx(exact * 9 / 8, rel=0.02)
+
+
 @torch.no_grad()
 def test_the_formula_bounds_what_decoding_takes() -> None:
     config = KVQuantConfig(method="kivi", window=32)

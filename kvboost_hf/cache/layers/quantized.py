@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvboost_hf.cache.codecs import make_codec
+from kvboost_hf.cache.codecs import LiveQuant, live_config, make_codec
 from kvboost_hf.cache.codecs.base import Codec, Planes, Role
 from kvboost_hf.cache.layers.base import ColumnSpec, Piece, Turn
 from kvboost_hf.cache.layers.growing import ColumnLayer
@@ -365,7 +365,7 @@ def mark(config: KVQuantConfig) -> bytes:
 
 
 def live_bytes(
-    config: KVQuantConfig,
+    config: LiveQuant,
     *,
     tokens: int,
     layers: int,
@@ -393,12 +393,15 @@ def live_bytes(
         >>> f"{live_bytes(config, tokens=32_768, **shapes) / 2**30:.2f} GiB"
         '1.55 GiB'
     """
-    codec, window = make_codec(config), config.window
+    held = live_config(config)
     column = batch * kv_heads * head_dim * dtype.itemsize
-    blocks = max((tokens - config.sink_tokens) // window - 1, 0)
-    coded = 2 * column * (config.sink_tokens + 2 * window)
+    if held is None:
+        return layers * 2 * column * capacity(tokens)
+    codec, window = make_codec(held), held.window
+    blocks = max((tokens - held.sink_tokens) // window - 1, 0)
+    coded = 2 * column * (held.sink_tokens + 2 * window)
     if blocks:
         shape = (batch * block_capacity(blocks), kv_heads, window, head_dim)
         coded += codec.nbytes(shape, dtype, "keys") + codec.nbytes(shape, dtype, "values")
-    exact = 2 * exact_layers(config, layers)
+    exact = 2 * exact_layers(held, layers)
     return exact * 2 * column * capacity(tokens) + (layers - exact) * coded

@@ -1,6 +1,6 @@
 """Opens and closes a store: checks of its settings, those of `ChunkStore.warm`, and what is written at its end.
 
-Computing K/V ahead takes caches, which are built on the store: what does it registers itself here.
+Computing K/V ahead takes caches, which are built on the store: what does it is imported when it is asked for.
 """
 
 import logging
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -94,18 +95,12 @@ class WarmSettings:
 
 
 Warmer = Callable[..., ReuseReport]  # of a model, its store, texts, documents, their prefix, and settings
-_warmers: list[Warmer] = []
-
-
-def register_warmer(warmer: Warmer) -> None:
-    """Set the function that computes K/V ahead."""
-    _warmers[:] = [warmer]
 
 
 def warmer() -> Warmer:
     """The function that computes K/V ahead."""
-    assert _warmers, "kvboost_hf.cache.warm registers itself when it is imported"
-    return _warmers[0]
+    found: Warmer = import_module("kvboost_hf.cache.warm").warm
+    return found
 
 
 _log = logging.getLogger("kvboost_hf")
