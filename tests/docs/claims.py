@@ -185,9 +185,9 @@ def unbacked(page: Path, text: str) -> list[str]:
 
 
 def unknown_commits(text: str) -> list[str]:
-    """The commits that a text names and git does not have."""
+    """The commits that a text names and that are not in the history of this one: others go with their branch."""
     told = {found["commit"] for found in COMMIT.finditer(text)}
-    return sorted(commit for commit in told if git("cat-file", "-e", f"{commit}^{{commit}}") is None)
+    return sorted(commit for commit in told if git("merge-base", "--is-ancestor", commit, "HEAD") is None)
 
 
 def git(*arguments: str) -> str | None:
