@@ -14,10 +14,16 @@ from fastapi import Request
 from kvboost_hf.cache.planning.beginnings import Order, search_order
 from kvboost_hf.server.apis.answers import CallReaders, RequestJobs
 from kvboost_hf.server.apis.context import RouteContext
-from kvboost_hf.server.chats.reasoning import AfterReasoning, AnswerReader, ReasoningMarks, ReasoningReader, marks_in
+from kvboost_hf.server.chats.reasoning import (
+    AfterReasoning,
+    AnswerReader,
+    ReasoningMarks,
+    ReasoningReader,
+    marks_in,
+    special_ids,
+)
 from kvboost_hf.server.chats.tool_formats import known_format
 from kvboost_hf.server.chats.tools import REASONING_FIELDS, ToolCallStream
-from kvboost_hf.server.generation.answer import special_ids
 from kvboost_hf.server.grammars.fitting import Fitted, fit
 from kvboost_hf.server.grammars.structured import choice, json_schema, regex, tool_calls, written
 from kvboost_hf.server.http.errors import refused

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from kvboost_hf.server.chats.tools import Parsed, joined
 from kvboost_hf.server.chats.values import overlap
@@ -31,6 +32,13 @@ _KNOWN = (
 def marks_in(template: str) -> ReasoningMarks | None:
     """The marks that a model writes, by its chat template; None for none that are known."""
     return next((marks for marks in _KNOWN if marks.open in template or marks.close in template), None)
+
+
+@lru_cache(maxsize=8)
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that `skip_special_tokens` leaves out of a text; `all_special_ids` lacks those without a name."""
+    added = {token for token, what in tokenizer.added_tokens_decoder.items() if what.special}
+    return frozenset(added.union(tokenizer.all_special_ids))
 
 
 class AnswerReader(Protocol):

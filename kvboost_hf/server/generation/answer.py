@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
 from itertools import islice
 from typing import TypeVar
 
@@ -22,6 +21,7 @@ from transformers import (
 )
 
 from kvboost_hf.errors import KVBoostError
+from kvboost_hf.server.chats.reasoning import special_ids
 from kvboost_hf.server.chats.values import overlap
 from kvboost_hf.server.jobs import ReasoningSpan, SamplingOptions, TokenLogprob
 
@@ -428,13 +428,6 @@ class TextStream:
         held = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
-
-
-@lru_cache(maxsize=8)
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that `skip_special_tokens` leaves out of a text; `all_special_ids` lacks those without a name."""
-    added = {token for token, what in tokenizer.added_tokens_decoder.items() if what.special}
-    return frozenset(added.union(tokenizer.all_special_ids))
 
 
 def _cleans_up(tokenizer: PreTrainedTokenizerBase) -> bool:
