@@ -178,7 +178,7 @@ def test_another_answer_needs_no_messages(at: Listening, engine: FakeEngine) -> 
     for more in ({}, {"history": True}, {"edits": [{"replace": [0, 0], "with": [CHAT[0]]}]}):
         status, _, text = refused(at.http, [], **more)
         assert status == 400
-        assert "messages must have one message at least where history names none, got an empty list" in text
+        assert "must have one message at least where history names none, got an empty list" in text
 
 
 REFUSED: dict[str, tuple[list[Any], str]] = {

@@ -28,7 +28,7 @@ def _error(response: httpx.Response, status: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "param", "says"),
     [
-        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": []}, "messages", "must have one message at least"),
         ({"messages": [{"role": "user"}]}, "messages.0", "content"),
         ({"messages": [{"role": "poet", "content": ""}]}, "messages.0.role", "assistant"),
         ({"modalities": ["text", "audio"]}, "modalities", "answers are text"),

@@ -246,4 +246,5 @@ def test_a_cpu_needs_neither_triton_nor_a_compiler() -> None:
     done = subprocess.run(command, env={**environment, "PATH": ""}, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
     assert done.stdout == "6 []\n"
-    assert "compiler" not in done.stderr
+    assert "Triton" not in done.stderr
+    assert done.stderr.count("others need a C++ compiler") == 1  # products in 4 bits are faster with one

@@ -6,7 +6,15 @@ Requests to the other APIs' chats are turned into it.
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from kvboost_hf.server.chats.template import RESERVED, Rendering, reasoning_arguments
 from kvboost_hf.server.requests.edits import MAX_EDITS, Edit
@@ -184,6 +192,9 @@ class ReasoningFields(Body):
 class ChatRequest(ReasoningFields, Sampled):
     """A request to `/v1/chat/completions`."""
 
+    history: bool | Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    """True keeps the messages, and `history` of the answer names them. With such a name, `messages` are only those
+    behind these. Needs `prompt_cache_key`."""
     messages: Many[Message]
     """One at least, where `history` names none."""
     max_completion_tokens: Length = None
@@ -208,9 +219,6 @@ class ChatRequest(ReasoningFields, Sampled):
     """The answer continues the last message, which is the assistant's."""
     edits: Annotated[Many[Edit], Field(max_length=MAX_EDITS)] | None = None
     """Changes of the messages, made before the chat template writes them."""
-    history: bool | Annotated[str, Field(min_length=1, max_length=64)] | None = None
-    """True keeps the messages, and `history` of the answer names them. With such a name, `messages` are only those
-    behind these. Needs `prompt_cache_key`."""
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "ChatRequest":
@@ -225,6 +233,13 @@ class ChatRequest(ReasoningFields, Sampled):
     def _modern(cls, given: Any) -> Any:
         return _as_tools(given)
 
+    @field_validator("messages")
+    @classmethod
+    def _has_one(cls, given: list[Message], info: ValidationInfo) -> list[Message]:
+        if not given and not isinstance(info.data.get("history"), str):
+            raise ValueError("must have one message at least where history names none, got an empty list")
+        return given
+
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatRequest":
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
@@ -237,8 +252,6 @@ class ChatRequest(ReasoningFields, Sampled):
             raise ValueError("continue_final_message needs add_generation_prompt to be false; leave that out")
         if self.history and self.prompt_cache_key is None:
             raise ValueError("history needs prompt_cache_key, which names the session that the messages are kept for")
-        if not self.messages and not isinstance(self.history, str):
-            raise ValueError("messages must have one message at least where history names none, got an empty list")
         if self.messages and not self.edits:  # else what is last is known later
             self._require_last(self.messages[-1])
         return self
