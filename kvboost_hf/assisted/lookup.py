@@ -131,7 +131,7 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         Args:
             input_ids: [1, tokens].
             max_new_tokens: The most tokens to propose.
-            kwargs: Of `generation_config`, the tokens that end a text are used; nothing else.
+            kwargs: `generation_config`, which names the tokens that end a text; others are ignored.
 
         Returns:
             `sequences` [1, tokens + proposed], and of each token proposed `scores` [1, vocab_size], float32.

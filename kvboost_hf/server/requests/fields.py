@@ -187,7 +187,7 @@ _Added = Annotated[float, Field(ge=-100, le=100)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Length = Annotated[Annotated[int, Field(ge=1)] | None, absent(-1)]
 SessionName = Annotated[Annotated[str, Field(max_length=1024)] | None, absent("")]
-# Of which 0 means all tokens; it is another value than none, for which the model's own counts.
+# 0 means all tokens; without a value, that of the model's generation config counts.
 TopK = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda given: 0 if given == -1 else given)]
 FormKind = Literal["json", "regex", "choice", "grammar"]
 _ANY_OBJECT = {"type": "object"}
