@@ -24,6 +24,7 @@ from kvboost_hf.compat.calls import (
     reads_last_logits,
     running_config,
     running_streamer,
+    under_autocast,
     waits_for_peers,
 )
 from kvboost_hf.compat.forwards import (
@@ -203,6 +204,7 @@ __all__ = [
     "text_model",
     "tolerance",
     "training_reason",
+    "under_autocast",
     "unwrapped",
     "waits_for_peers",
     "weights_come_and_go",

@@ -482,6 +482,11 @@ def autocast() -> Hashable:
     return found
 
 
+def under_autocast() -> bool:
+    """Whether this thread computes under autocast, on any device."""
+    return any(map(torch.is_autocast_enabled, _device_kinds()))
+
+
 @cache
 def precision_readers() -> tuple[Callable[[], Any], ...]:
     """What reads all that `autocast` tells, and the dtypes of an autocast that is not enabled: functions in C."""

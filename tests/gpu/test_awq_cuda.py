@@ -1,5 +1,6 @@
 """Products with weights of four bits on a GPU: the cases of the interpreter, and those of models."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -48,11 +49,16 @@ WIDE, LONG = (1024, 5120) if ON_GPU else (128, 256)
 
 
 @pytest.fixture(autouse=True)
-def _all_bits() -> None:
+def _all_bits() -> Iterator[None]:
     """What PyTorch makes of the weights is as exact as the dtype allows."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    settings = torch.backends.cuda.matmul
+    names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    before = [getattr(settings, name) for name in names]
+    for name in names:
+        setattr(settings, name, False)
+    yield
+    for name, value in zip(names, before, strict=True):
+        setattr(settings, name, value)
 
 
 @pytest.mark.parametrize("product", [*CASES, *LARGE], ids=str)

@@ -356,6 +356,19 @@ def test_it_says_so(llama: PreTrainedModel, compiler: Compiler, caplog: pytest.L
 # Who decodes eagerly
 
 
+def test_how_sums_are_rounded_is_no_autocast(llama: PreTrainedModel, compiler: Compiler) -> None:
+    settings, inputs = torch.backends.cuda.matmul, as_inputs(BASE[:, :60])
+    plain, cache = generate(llama, inputs), ChunkReuseCache(llama, ChunkStore(llama, chunk_size=32))
+    settings.allow_fp16_accumulation = True
+    try:
+        with pretended_gpu(compiler):
+            assert torch.equal(generate(llama, inputs, cache=cache), plain)
+    finally:
+        settings.allow_fp16_accumulation = False
+    assert cache.report.eager_reason is None
+    assert columns_of(cache) is not None
+
+
 def test_who_decodes_eagerly(llama: PreTrainedModel, compiler: Compiler) -> None:
     store = ChunkStore(llama, chunk_size=32)
     inputs = as_inputs(BASE[:, :60])

@@ -52,6 +52,7 @@ def _thinks(role: str) -> dict[str, Any]:
 
 
 CASES = [
+    Case("must have one message at least where history names none", CHAT, {"messages": []}, {"messages": [ASK]}),
     Case("max_tokens must be 1 or more without echo", TEXT, {"max_tokens": 0}, {"max_tokens": 0, "echo": True}),
     Case("best_of must be n, 3, or more, got 2", TEXT, {"n": 3, "best_of": 2}, {"n": 3, "best_of": 3}),
     Case(

@@ -42,6 +42,8 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
         openai.OpenAI(base_url=f"{at.url}/v1", api_key="key") as client,
     ):
         yield server, client
+        client.models.list()
+        client.chat.completions.create(model="reader", messages=_ASK, max_tokens=1)
         server.send_signal(signal.SIGTERM)
         assert server.wait(20) == 0
     lines = [json.loads(line) for line in Path(log).read_text().splitlines() if line.startswith("{")]

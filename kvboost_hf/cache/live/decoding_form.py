@@ -25,11 +25,11 @@ from kvboost_hf.cache.prompt import Kwargs, has_other_hooks
 from kvboost_hf.compat import (
     GenerateCall,
     at_end,
-    autocast,
     bytes_per_token,
     input_device,
     ranks_of,
     running_config,
+    under_autocast,
     weights_come_and_go,
 )
 
@@ -219,7 +219,7 @@ def reason_of_model(model: PreTrainedModel) -> str | None:
     """Why a model is better not compiled without being asked for, or None."""
     if ranks_of(model) is not None:
         return "several ranks compute it (tp_plan), each of which would compile it at a time of its own"
-    if model.training or len(autocast()) > 1:  # type: ignore[arg-type]
+    if model.training or under_autocast():
         return "the model is in training mode, or under autocast"
     if weights_come_and_go(model):
         return "hooks of accelerate fetch its weights, or move its inputs from device to device"
