@@ -1,5 +1,6 @@
 """Whatever a model would say, what it may say follows the grammar."""
 
+import gc
 import json
 import re
 import threading
@@ -347,6 +348,16 @@ def test_too_much_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
             grammars.constraint(json_schema(schema))
     assert time.monotonic() - start < 2  # known: one alone would take as long
     grammars.close()
+
+
+def test_grammars_that_nobody_closes_leave_no_process(tokenizer: PreTrainedTokenizerFast) -> None:
+    before = {*psutil.Process().children()}
+    grammars = Grammars(tokenizer, VOCAB, processes=1)
+    grammars.constraint(regex("a"))
+    assert {*psutil.Process().children()} - before
+    del grammars
+    gc.collect()
+    assert not {*psutil.Process().children()} - before
 
 
 def test_a_process_that_was_killed_is_replaced(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -257,6 +258,8 @@ class _Process:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the server
         )
+        self._free = weakref.finalize(self, _free, self._process)  # also where nobody calls `kill`
+        self._free.atexit = False  # it ends with this process
         if self.ask(settings, _START_S) is None:
             self.kill()
             raise KVBoostError("The process that compiles grammars does not start. Can Python run llguidance here?")
@@ -288,12 +291,16 @@ class _Process:
 
     def kill(self) -> None:
         """Kill the process, and free what it takes here."""
-        self.end()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(OSError):  # what was not written yet
-                pipe.close()
+        self._free()
+
+
+def _free(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with suppress(OSError):  # what was not written yet
+            pipe.close()
 
 
 def narrowed(fitted: Fitted, compiles: Callable[[Mapping[str, Any]], bool]) -> Fitted:
