@@ -250,7 +250,7 @@ def test_reasoning_in_the_history(family: Family, engine: FakeEngine, said: dict
 
 @pytest.mark.parametrize("content", ["", "I look."])
 def test_reasoning_before_a_call_in_the_history_of_gpt_oss(content: str) -> None:
-    """Its template refuses reasoning and a text before a call, and writes either as reasoning."""
+    """The template of gpt-oss refuses reasoning and a text before a call, and writes either as reasoning."""
     tokenizer: Any = load_embedded()[1]
     engine = FakeEngine("Yes.")
     tokenizer.chat_template = (

@@ -225,7 +225,7 @@ def test_results_have_the_name_of_their_tool(route: str, body: dict[str, Any]) -
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_templates_of_one_call_in_a_message(refuses: bool) -> None:
-    """Of several, gpt-oss's writes the first one, and Llama 3.1's refuses them."""
+    """The template of gpt-oss writes the first of several calls, and that of Llama 3.1 refuses several."""
     tokenizer: Any = load_embedded()[1]
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.tool_calls %}"

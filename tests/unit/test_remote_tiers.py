@@ -533,7 +533,7 @@ def test_a_writer_that_dies_leaves_no_entry_without_a_blob(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("written", [0, 1, 2, 3])
 def test_a_full_disk_has_nothing_of_what_did_not_fit(tmp_path, monkeypatch, written):
-    """It would be counted nowhere, and take the room that is left."""
+    """A part that was written would be counted nowhere, and take the room that is left."""
     tier, entry, replace = FilesystemTier(tmp_path.as_uri(), cooldown_s=COOLDOWN_S), make_entry(1), os.replace
     left = written
 
