@@ -1,7 +1,5 @@
 """EAGLE-3 heads from files as the field has them: chains and trees, over no cache, a cold and a warm one."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,71 +9,19 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedTokenizerFast
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from kvboost_hf import (
-    ChunkReuseCache,
-    ChunkStore,
-    DraftTreeConfig,
     KVBoost,
     TreeDecoding,
-    attach,
-    check_model_compatibility,
-    last_cache,
     load_assistant,
     speculation_stats,
 )
-from kvboost_hf.assets import load_embedded
-from tests.conftest import VOCAB, counted, make_model, random_ids
-from tests.eagle import DRAFTED, TARGETS, make_target, save_heads, weights_of
+from tests.conftest import VOCAB, make_model, random_ids
+from tests.eagle import make_target, save_heads, weights_of
+from tests.heads import CHAINS, GREEDY, NEW, PROMPT, TREES, Rounds, watched
 from tests.internals.assisted import EagleHeads, EagleSource, TextStates, lineage
-from tests.internals.cache import HiddenStates
-
-PROMPT = random_ids(150, seed=3)
-NEW = 40
-GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
-TREES = DraftTreeConfig(policy="tree", depth=4, width=3, branching=3, max_nodes=20)
-CHAINS: dict[str, Any] = {"schedule": "constant", "num_assistant_tokens": 4}
-
-
-class Rounds:
-    """What heads have computed in one call: the tokens that each step was given, and hidden states of the text."""
-
-    def __init__(self) -> None:
-        self.tokens: list[list[int]] = []
-        self.states: list[torch.Tensor] = []
-
-    def assert_like(self, other: "Rounds") -> None:
-        assert self.tokens == other.tokens
-        for ours, theirs in zip(self.states, other.states, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-
-
-@contextmanager
-def watched() -> Iterator[Rounds]:
-    rounds, forward, fused = Rounds(), EagleHeads.forward, EagleHeads.fused
-
-    def noted(self: EagleHeads, input_ids: torch.Tensor, **given: Any) -> Any:
-        rounds.tokens.append(input_ids[0].tolist())
-        return forward(self, input_ids, **given)
-
-    def shown(self: EagleHeads, states: Any) -> torch.Tensor:
-        rounds.states.append(torch.cat(list(states), dim=-1))
-        return fused(self, states)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(EagleHeads, "forward", noted)
-        patched.setattr(EagleHeads, "fused", shown)
-        yield rounds
-
-
-@pytest.fixture(params=list(TARGETS))
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
-    """A target, and a folder with heads for it."""
-    target = make_target(request.param)
-    check_model_compatibility(target)
-    return target, save_heads(tmp_path / "heads", weights_of(target))
 
 
 @pytest.fixture
@@ -137,91 +83,6 @@ def test_the_layer_is_what_its_files_mean(llama: tuple[Any, Path]) -> None:
         torch.testing.assert_close(tree[node], chain[0], atol=1e-4, rtol=1e-4)
 
 
-def test_chains(pair: tuple[Any, Path]) -> None:
-    """The tokens of plain generate(), warm as cold, and one token of a known prompt forwarded."""
-    model, folder = pair
-    heads, store = load_assistant(str(folder), target=model, **CHAINS), ChunkStore(model, chunk_size=32)
-    plain = model.generate(PROMPT, **GREEDY)
-    with watched() as stock, counted(model) as work:
-        assert torch.equal(model.generate(PROMPT, **GREEDY, assistant_model=heads), plain)
-    cold, accepted = work.tokens, speculation_stats(heads).accepted
-    assert 0 < accepted < speculation_stats(heads).drafted
-    for computed in (150, 1, "attached"):
-        cache = ChunkReuseCache(model, store) if computed != "attached" else None
-        if cache is None:
-            attach(model, store)
-        given = {"past_key_values": cache} if cache is not None else {}
-        before = speculation_stats(heads).accepted
-        with watched() as rounds, counted(model) as work:
-            assert torch.equal(model.generate(PROMPT, **GREEDY, **given, assistant_model=heads), plain)
-        rounds.assert_like(stock)
-        assert speculation_stats(heads).accepted - before == accepted
-        used = cache or last_cache(model)
-        assert used is not None
-        assert used.report.bypass_reason is None
-        assert used.report.forwarded_tokens == (1 if cache is None else computed)
-        assert cold - work.tokens == 150 - used.report.forwarded_tokens
-    known = set(heads.targets.tolist())
-    assert len(known) == DRAFTED
-    drafted = {token for step in stock.tokens if len(step) == 1 for token in step}
-    assert drafted <= known | set(plain[0].tolist())
-
-
-def test_trees(pair: tuple[Any, Path]) -> None:
-    """More tokens a pass than chains of the same heads; warm as cold; and the cache as plain decoding leaves it."""
-    model, folder = pair
-    heads, store = load_assistant(str(folder), target=model, **CHAINS), ChunkStore(model, chunk_size=32)
-    plain, seen = model.generate(PROMPT, **GREEDY), list[tuple[Rounds, Any]]()
-    for computed in (None, 150, 1):
-        trees = TreeDecoding(heads, TREES)
-        cache = ChunkReuseCache(model, store) if computed is not None else None
-        given = {"past_key_values": cache} if cache is not None else {}
-        with watched() as rounds:
-            assert torch.equal(model.generate(PROMPT, **GREEDY, **given, custom_generate=trees), plain)
-        seen.append((rounds, trees.stats))
-        if cache is not None:
-            assert (cache.report.forwarded_tokens, cache.report.bypass_reason) == (computed, None)
-            again = cache.fork()
-            text = torch.cat([plain, random_ids(3, seed=1)], dim=1)
-            assert torch.equal(model.generate(text, **GREEDY, past_key_values=again), model.generate(text, **GREEDY))
-            assert again.report.forwarded_tokens <= 4
-    for rounds, stats in seen[1:]:
-        rounds.assert_like(seen[0][0])
-        assert (stats.accepted, stats.drafted, stats.rounds) == tuple(
-            getattr(seen[0][1], name) for name in ("accepted", "drafted", "rounds")
-        )
-    attach(model, store)
-    with watched() as rounds:
-        assert torch.equal(model.generate(PROMPT, **GREEDY, custom_generate=TreeDecoding(heads, TREES)), plain)
-    rounds.assert_like(seen[0][0])
-    used = last_cache(model)
-    assert used is not None
-    assert used.report.forwarded_tokens == 1
-    chains = TreeDecoding(heads, DraftTreeConfig(policy="tree", depth=4, width=1, branching=1))
-    model.generate(PROMPT, **GREEDY, custom_generate=chains)
-    assert seen[0][1].committed_per_round >= chains.stats.committed_per_round > 1
-    assert store.check_integrity().wrong == 0
-
-
-def test_hidden_states_of_the_prompt_matter(llama: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the tests above would show little: without what was kept, other tokens are drafted."""
-    model, folder = llama
-    store, view, drafts = ChunkStore(model, chunk_size=32), HiddenStates.view, list[Any]()
-    weights = weights_of(model)
-    weights["fc.weight"] *= 20
-    heads = load_assistant(str(save_heads(folder, weights)), target=model, **CHAINS)
-    for zeroed in (False, False, True):
-        if zeroed:
-            monkeypatch.setattr(HiddenStates, "view", lambda *args: 0 * view(*args))
-        with watched() as rounds:
-            cache = ChunkReuseCache(model, store)
-            found = model.generate(PROMPT, **GREEDY, assistant_model=heads, past_key_values=cache)
-        assert torch.equal(found, model.generate(PROMPT, **GREEDY))
-        drafts.append(rounds)
-    drafts[1].assert_like(drafts[0])
-    assert drafts[2].tokens != drafts[0].tokens
-
-
 @pytest.mark.parametrize("schedule", ["adaptive", "heuristic", "constant"])
 def test_schedules(schedule: Any, llama: tuple[Any, Path]) -> None:
     model, folder = llama
@@ -234,75 +95,6 @@ def test_schedules(schedule: Any, llama: tuple[Any, Path]) -> None:
             assert torch.equal(found, plain)
     stats = speculation_stats(heads)
     assert stats.committed + stats.plain >= 3 * 33
-
-
-class _AtMost(StoppingCriteria):
-    """Ends a text at a length that transformers does not know."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= PROMPT.shape[1] + 7)
-
-
-def test_what_ends_texts(llama: tuple[Any, Path]) -> None:
-    """Stop strings, criteria of a user's own, and tokens that end a text, in the middle of what is drafted."""
-    model, folder = llama
-    tokenizer = load_embedded()[1]
-    plain = model.generate(PROMPT, **GREEDY)[0, 150:].tolist()
-    asked: list[dict[str, Any]] = [
-        {"stop_strings": [tokenizer.decode(plain[6:8])], "tokenizer": tokenizer},
-        {"stopping_criteria": StoppingCriteriaList([_AtMost()])},
-        {"eos_token_id": plain[7], "pad_token_id": 0},
-    ]
-    for given in asked:
-        heads = load_assistant(str(folder), target=model, **CHAINS)
-        expected = model.generate(PROMPT, **GREEDY, **given)
-        assert expected.shape[1] < 150 + NEW
-        for how in ({"assistant_model": heads}, {"custom_generate": TreeDecoding(heads, TREES)}):
-            assert torch.equal(model.generate(PROMPT, **GREEDY, **given, **how), expected)
-
-
-def test_sampling_and_padding(llama: tuple[Any, Path]) -> None:
-    model, folder = llama
-    heads, store = load_assistant(str(folder), target=model, **CHAINS), ChunkStore(model, chunk_size=32)
-    seen = []
-    for cache in (None, ChunkReuseCache(model, store), ChunkReuseCache(model, store)):
-        torch.manual_seed(5)
-        given = {"past_key_values": cache} if cache is not None else {}
-        seen.append(model.generate(PROMPT, max_new_tokens=NEW, do_sample=True, assistant_model=heads, **given))
-    assert torch.equal(seen[1], seen[0])
-    assert torch.equal(seen[2], seen[0])
-    padded = torch.cat([torch.zeros(1, 9, dtype=torch.int64), PROMPT], dim=1)
-    mask = (torch.arange(159) >= 9)[None].long()
-    plain = model.generate(padded, **GREEDY, attention_mask=mask)
-    for how in ({"assistant_model": heads}, {"custom_generate": TreeDecoding(heads, TREES)}):
-        with watched() as rounds:
-            assert torch.equal(model.generate(padded, **GREEDY, attention_mask=mask, **how), plain)
-        assert rounds.tokens[0] == [*PROMPT[0, 1:].tolist(), int(plain[0, 159])]
-
-
-def test_what_fails_in_the_middle_of_a_draft_leaves_nothing_wrong(
-    llama: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, folder = llama
-    heads, store = load_assistant(str(folder), target=model, **CHAINS), ChunkStore(model, chunk_size=32)
-    plain, forward, cache = model.generate(PROMPT, **GREEDY), EagleHeads.forward, ChunkReuseCache(model, store)
-    for how in ({"assistant_model": heads}, {"custom_generate": TreeDecoding(heads, TREES)}):
-        for fails_at in (0, 1, 6):
-            calls = [0]
-
-            def failing(*args: Any, calls: Any = calls, at: int = fails_at, **given: Any) -> Any:
-                calls[0] += 1
-                if calls[0] > at:
-                    raise KeyboardInterrupt
-                return forward(*args, **given)
-
-            with monkeypatch.context() as patched:
-                patched.setattr(EagleHeads, "forward", failing)
-                with pytest.raises(KeyboardInterrupt):
-                    model.generate(PROMPT, **GREEDY, **how, past_key_values=cache)
-            for use in (cache, ChunkReuseCache(model, store)):
-                assert torch.equal(model.generate(PROMPT, **GREEDY, **how, past_key_values=use), plain)
-    assert store.check_integrity().wrong == 0
 
 
 def test_forms_of_files(llama: tuple[Any, Path], tmp_path: Path) -> None:
@@ -327,7 +119,7 @@ def test_forms_of_files(llama: tuple[Any, Path], tmp_path: Path) -> None:
     ]
     for at, (given, changes) in enumerate(forms):
         found = load_assistant(str(save_heads(tmp_path / str(at), given, **changes)), target=model, **CHAINS)
-        with watched() as each:
+        with watched(found) as each:
             model.generate(PROMPT, **GREEDY, assistant_model=found)
         rounds.append(each)
     for each in rounds[1:5]:
@@ -336,7 +128,7 @@ def test_forms_of_files(llama: tuple[Any, Path], tmp_path: Path) -> None:
     torch.save(weights, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     found = load_assistant(folder, target=model, **CHAINS)  # type: ignore[arg-type]
-    with watched() as each:
+    with watched(found) as each:
         model.generate(PROMPT, **GREEDY, assistant_model=found)
     each.assert_like(rounds[0])
 

@@ -6,31 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, DraftTreeConfig, TreeDecoding, load_assistant, speculation_stats
-from tests import gemma4
+from kvboost_hf import ChunkReuseCache, ChunkStore, DraftTreeConfig, TreeDecoding, speculation_stats
 from tests.conftest import PAD
+from tests.heads import TREES, make_pair
 from tests.internals.assisted import Account, PassTimes, eagle_drafts, head_kinds, row_branches
 from tests.parity.test_drafts_of_rows import UNEVEN, batch
-from tests.parity.test_head_kv import make_pair
 
 CHAINS = DraftTreeConfig(policy="tree", branching=1, width=1, depth=3)
-TREES = DraftTreeConfig(policy="tree", depth=4, width=3, branching=3, max_nodes=20)
 KINDS = ["eagle gemma2", "glm4_moe 2", "mimo_v2_flash", "blocks", "gemma4 text", "gemma4 shares"]
-
-
-def make(kind: str, folder: Path, *, seed: int = 0) -> tuple[Any, Any]:
-    """A model, and heads for it."""
-    family, _, rest = kind.partition(" ")
-    if family != "gemma4":
-        return make_pair(kind, folder, seed=seed)
-    model = gemma4.make_target(rest)
-    return model, load_assistant(gemma4.make_assistant(model, rest), target=model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_warm_prompts(kind: str, tmp_path: Path) -> None:
     """Rows of unequal lengths and ends, without a cache, cold and warm: the same drafts, and less to take in."""
-    model, heads = make(kind, tmp_path)
+    model, heads = make_pair(kind, tmp_path)
     told: dict[str, Any] = {**batch((60, 7, 33, 1, 48)), "max_new_tokens": 17, "pad_token_id": PAD}
     free = model.generate(**told, eos_token_id=None)
     told["eos_token_id"] = [int(free[0, -9]), int(free[3, -4])]
@@ -53,7 +42,7 @@ def test_tokens_and_warm_prompts(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_row_has_the_drafts_that_it_has_alone(kind: str, tmp_path: Path) -> None:
-    model, heads = make(kind, tmp_path)
+    model, heads = make_pair(kind, tmp_path)
     told = batch(UNEVEN)
     together, alone = TreeDecoding(heads, CHAINS), TreeDecoding(heads, CHAINS)
     given: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": None, "pad_token_id": PAD}
@@ -68,7 +57,7 @@ def test_each_row_has_the_drafts_that_it_has_alone(kind: str, tmp_path: Path) ->
 
 def test_hidden_states_of_other_rows_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: heads that read those of the row before draft something else, and rows say the same."""
-    model, heads = make("glm4_moe", tmp_path)
+    model, heads = make_pair("glm4_moe", tmp_path)
     told, seen = {**batch(UNEVEN), "max_new_tokens": 20}, []
     wanted, append = model.generate(**told), row_branches.RowBranches._append
 
@@ -102,7 +91,7 @@ def test_never_two_percent_slower(kind: str, of_heads: float, tmp_path: Path, mo
 
     Those of blocks are never right, and those of the others often.
     """
-    (model, heads), clock = make(kind, tmp_path), _Clock()
+    (model, heads), clock = make_pair(kind, tmp_path), _Clock()
     for part in (head_kinds, eagle_drafts):  # as by the layers of a larger model
         monkeypatch.setattr(part, "share_of", lambda *_: of_heads)
     told: dict[str, Any] = {**batch((12, 4, 9, 12)), "max_new_tokens": 90, "eos_token_id": None, "pad_token_id": PAD}

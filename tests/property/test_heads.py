@@ -14,42 +14,20 @@ from kvboost_hf import (
     ChunkStore,
     ReusePolicy,
     attach,
-    check_model_compatibility,
     detach,
     last_cache,
-    load_assistant,
     speculation_stats,
 )
-from tests import eagle, mtp
-from tests.conftest import make_model, random_ids
+from tests.conftest import random_ids
 from tests.fuzz.families import model_as
+from tests.heads import KINDS, make_pair
 from tests.internals.cache import ComputePace
-from tests.parity.test_own_heads import make_blocks
 
 CHUNK = 16
 CALLS = 8
 SEEDS = range(4)
 POLICY = ReusePolicy(min_prefill_saving=0)
 TEXTS = [random_ids(200, seed=70 + n) for n in range(2)]
-DRAFTED: dict[str, Any] = {"schedule": "constant", "num_assistant_tokens": 4}
-KINDS = ("mtp glm4_moe", "mtp deepseek_v3", "mtp mimo_v2_flash", "eagle llama", "eagle gemma2", "blocks deep_llama")
-
-
-def pair_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """A target, and heads that draft for it."""
-    how, name = kind.split()
-    if how == "mtp":
-        target = mtp.make_target(name)
-        mtp.use_layers(target, monkeypatch)
-        heads = load_assistant(target, **DRAFTED)
-    elif how == "eagle":
-        target = eagle.make_target(name)
-        heads = load_assistant(str(eagle.save_heads(folder, eagle.weights_of(target))), target=target, **DRAFTED)
-    else:
-        target = make_model(name)
-        heads = load_assistant(make_blocks(target, [0, 1]), target=target, **DRAFTED)
-    check_model_compatibility(target)
-    return target, heads
 
 
 @contextmanager
@@ -156,7 +134,7 @@ class Played:
 def test_random_calls_are_drafted_warm_as_cold(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Tiny models compute faster than anything is read.
     monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)
-    pair, warm = pair_of(kind, tmp_path / "heads", monkeypatch), 0
+    pair, warm = make_pair(kind, tmp_path / "heads"), 0
     for seed in SEEDS:
         played, before = Played(seed, *pair, tmp_path / f"tier{seed}"), None
         for _ in range(CALLS):

@@ -17,6 +17,8 @@ from transformers.modeling_layers import MtpModel
 from kvboost_hf import ChunkStore, DraftTreeConfig, KVQuantConfig, ReusePolicy, load_assistant, speculation_stats
 from tests import eagle, gemma4
 from tests.conftest import make_model, random_ids
+from tests.heads import Pair, Rounds, make_blocks, watched
+from tests.heads import make_pair as make_heads
 from tests.internals.assisted import EagleHeads, LookupAssistant
 from tests.internals.cli import add_options, load_draft
 from tests.internals.server import (
@@ -33,9 +35,6 @@ from tests.internals.server import (
 )
 from tests.mtp import make_target, save_with_layers, use_layers
 from tests.parity.test_assistants import noisy
-from tests.parity.test_eagle import watched as eagle_watched
-from tests.parity.test_heads_of_rows import make as make_heads
-from tests.parity.test_own_heads import Rounds, assert_alike, make_blocks, watched
 from tests.server.conftest import Serve
 from tests.server.test_worker import Told, numbers
 
@@ -73,38 +72,31 @@ def run(engine: ModelEngine, asked: Job) -> tuple[Finished, dict[str, float]]:
     return told.end, {name: after[name] - before[name] for name in before if name != "committed_per_round"}
 
 
-@pytest.fixture(params=["glm4_moe", "glm4_moe 2", "deepseek_v3", "mimo_v2_flash", "blocks", "blocks with windows"])
-def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, str]:
-    """A model, its heads, and the argument by which they are given hidden states."""
-    if request.param.startswith("blocks"):
-        model = make_model("gemma2" if "windows" in request.param else "deep_llama")
-        return model, load_assistant(make_blocks(model, [0, 1]), target=model), "context_hidden_states"
-    family, _, layers = request.param.partition(" ")
-    model = make_target(family, int(layers or 1))
-    use_layers(model, monkeypatch)
-    return model, load_assistant(model), "last_hidden_states"
+@pytest.fixture(params=["glm4_moe", "glm4_moe 2", "deepseek_v3", "mimo_v2_flash", "blocks", "blocks gemma2"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+    return make_heads(request.param, tmp_path)
 
 
-def test_warm_is_as_cold(pair: tuple[Any, Any, str], make: Make) -> None:
+def test_warm_is_as_cold(pair: Pair, make: Make) -> None:
     """The tokens of plain decoding, and the same drafts, as many accepted, from the same hidden states."""
-    model, heads, name = pair
+    model, heads = pair
     plain, engine, seen = make(model), make(model, draft=heads), list[tuple[Rounds, dict[str, float]]]()
     for least in (0, len(PROMPT) - 2):
         wanted, _ = run(plain, job())
-        with watched(heads, name) as rounds:
+        with watched(heads) as rounds:
             end, counts = run(engine, job())
         assert end.ids == wanted.ids
         assert end.cached_tokens == wanted.cached_tokens >= least
         assert end.computed_tokens == wanted.computed_tokens
         seen.append((rounds, counts))
     (cold, counted), (warm, again) = seen
-    assert_alike(warm, cold)
+    warm.assert_like(cold)
     assert again == counted
     assert counted["rounds"] + counted["accepted"] + counted["plain"] == COUNT - 1
     assert 0 < counted["drafted"]
     assert counted["shared_tokens"] == 0
     stock = {"assistant_model": heads, "max_new_tokens": COUNT, "do_sample": False}
-    with watched(heads, name) as rounds:
+    with watched(heads) as rounds:
         model.generate(random_ids(120, seed=3), **stock)
     drafts = zip(rounds.drafts, warm.drafts, strict=False)  # at the end there is no room for all of them here
     assert all(ours == theirs[: len(ours)] for theirs, ours in drafts)
@@ -128,9 +120,9 @@ def test_ways_to_choose(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
         assert run(engine, job(**options))[0].ids == run(plain, job(**options))[0].ids
 
 
-def test_alone_again_after_a_batch(pair: tuple[Any, Any, str], monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+def test_alone_again_after_a_batch(pair: Pair, monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     """Tokens that were decoded together with others have their hidden states: heads go on, and the store has them."""
-    model, heads, name = pair
+    model, heads = pair
     plain, engine = make(model), make(model, draft=heads)
     other = random_ids(50, seed=8)[0].tolist()
     wanted = [run(plain, asked)[0].ids for asked in (job(count=64), job(other, count=20))]
@@ -144,14 +136,14 @@ def test_alone_again_after_a_batch(pair: tuple[Any, Any, str], monkeypatch: pyte
     for _ in range(2):
         rows.clear()
         told, late = Told(), Told()
-        with watched(heads, name) as rounds:
+        with watched(heads) as rounds:
             engine.submit(job(count=64), told)
             while len(told.events) < 2:  # it has begun alone
                 time.sleep(0.001)
             engine.submit(job(other, count=20), late)
             assert [told.end.ids, late.end.ids] == wanted
         assert 2 in rows
-    assert rounds.shown
+    assert rounds.given
     text = [*PROMPT, *wanted[0]]
     end, counts = run(engine, job(text, count=8))
     same, _ = run(plain, job(text, count=8))
@@ -209,16 +201,17 @@ def test_trees_of_heads(kind: str, make: Make, tmp_path: Path) -> None:
     model = eagle.make_target(kind)
     heads = load_assistant(str(eagle.save_heads(tmp_path, eagle.weights_of(model))), target=model)
     sizes = DraftTreeConfig(policy="tree", depth=4, width=3, branching=3, max_nodes=20)
-    plain, seen = make(model), list[tuple[list[list[int]], dict[str, float]]]()
+    plain, seen = make(model), list[tuple[Rounds, dict[str, float]]]()
     wanted, _ = run(plain, job())
     store = ChunkStore(model, chunk_size=16)
     for cached in (0, len(PROMPT) - 1):  # an engine each: what is drafted depends on what was accepted before
         engine = make(model, draft=heads, draft_trees=sizes, store=store)
-        with eagle_watched() as rounds:
+        with watched(heads) as rounds:
             end, counts = run(engine, job())
         assert (end.ids, end.cached_tokens) == (wanted.ids, cached)
-        seen.append((rounds.tokens, counts))
-    assert seen[0] == seen[1]
+        seen.append((rounds, counts))
+    seen[1][0].assert_like(seen[0][0])
+    assert seen[1][1] == seen[0][1]
     assert 0 < seen[0][1]["accepted"] < seen[0][1]["drafted"]
     told, asked = [Told(), Told()], [job(count=64), job(PROMPT[:40], count=12)]
     engine.submit(asked[0], told[0])
@@ -369,7 +362,7 @@ def test_a_session_that_is_dropped_after_a_restart_leaves_nothing_of_heads(
     engine.store.close()
 
 
-def test_a_warm_prompt_costs_heads_its_new_columns(pair: tuple[Any, Any, str], make: Make) -> None:
+def test_a_warm_prompt_costs_heads_its_new_columns(pair: Pair, make: Make) -> None:
     """Their K/V is kept with the prompt, and goes with the session."""
     model, heads, _ = pair
     plain, engine, stats = make(model), make(model, draft=heads), speculation_stats(heads)
