@@ -630,3 +630,16 @@ def test_integrity_of_compressed_attention() -> None:
     found = store.check_integrity()
     assert found.checked > 3
     assert found.wrong == 0
+
+
+def test_integrity_of_states_beside_windows() -> None:
+    """ZAYA's code takes states of convolutions as they are, also while transformers records longer ones."""
+    model = make_architecture("zaya")
+    check_model_compatibility(model)
+    store = ChunkStore(model, chunk_size=16)
+    for seed in (1, 2):
+        ids = join(BASE[:, :60], random_ids(80, seed=seed))
+        generate(model, as_inputs(ids), past_key_values=ChunkReuseCache(model, store))
+    found = store.check_integrity()
+    assert found.checked > 8
+    assert found.wrong == 0
