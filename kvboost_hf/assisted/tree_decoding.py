@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvboost_hf.assisted.branches import lender_of, recording
@@ -33,6 +34,8 @@ from kvboost_hf.compat import (
 from kvboost_hf.config import DraftTreeConfig
 
 _log = logging.getLogger(__name__)
+# Chains of drafts that are asked for besides change no answer.
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
 
 class _SignatureOfCall:
@@ -67,8 +70,8 @@ class TreeDecoding:
 
     Raises:
         ValueError: for a draft that cannot compute drafted tokens in one forward; and in a call, for a target of
-            another vocabulary, or that cannot, beams, a prompt as embeddings, or attentions or hidden states to
-            return; with several rows also for what looks at all rows together, and a streamer.
+            another vocabulary, or that cannot, beams and other ways of decoding, a prompt as embeddings, or attentions
+            or hidden states to return; with several rows also for what looks at all rows together, and a streamer.
 
     Example:
         >>> from kvboost_hf import ChunkReuseCache, TreeDecoding, speculation_stats
@@ -276,6 +279,11 @@ class TreeDecoding:
         if config.num_beams > 1:
             raise ValueError(
                 f"`num_beams` must be 1 with trees of drafts, got {config.num_beams}. Generate without drafts."
+            )
+        if (mode := config.get_generation_mode()) not in _MODES:
+            raise ValueError(
+                "Arguments of generate() must ask for greedy decoding or sampling with trees of drafts, got those of "
+                f"{mode.value}. Generate without drafts."
             )
         if (cache := model_kwargs.get(CACHE)) is not None and not keeps_states(model):
             lender_of(cache)

@@ -40,11 +40,23 @@ FAMILIES: dict[str, int] = {
     "granitemoehybrid": 1,
     "mamba2": 1,
     "zamba2": 1,
+    "qwen3_5_text": 2,
+    "kimi_linear": 1,
+    "inkling_text": 1,
+    "zaya": 2,
+    "qwen4_exp_text": 1,
+    "deepseek_v4": 1,
+    "deepseek_v32": 1,
+    "gemma4_text": 2,
 }
 # They keep states, of which nothing can be taken back, so that nothing is drafted for them.
-STATEFUL = ("qwen3_next", "falcon_h1", "olmo_hybrid", "lfm2", "nemotron_h", "granitemoehybrid", "mamba2", "zamba2")
+STATEFUL = (
+    *("qwen3_next", "falcon_h1", "olmo_hybrid", "lfm2", "nemotron_h", "granitemoehybrid", "mamba2", "zamba2"),
+    *("qwen3_5_text", "kimi_linear", "inkling_text", "zaya", "qwen4_exp_text", "deepseek_v4"),
+)
 FULL = ("llama", "qwen3", "gpt2", "opt", "bloom", "deepseek_v3", "mixtral")  # all layers hold all tokens
-MOVABLE = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "mixtral")  # behind other text
+# Their K/V can be used behind other text.
+MOVABLE = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "mixtral", "gemma4_text")
 # Plain decoding without a draft is what they must say.
 OWN_DRAFTS = ("load_assistant", "trees", "lookup", "looked-up trees")
 DRAFTED = 3

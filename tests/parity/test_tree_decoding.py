@@ -388,6 +388,9 @@ def test_what_cannot_be_done_is_said() -> None:
         target.generate(**inputs, custom_generate=TreeDecoding(other.eval()))
     with pytest.raises(ValueError, match="`num_beams` must be 1 with trees of drafts, got 3"):
         target.generate(**inputs, custom_generate=trees, num_beams=3)
+    for other_way in ({"dola_layers": "high"}, {"penalty_alpha": 0.6, "top_k": 4}, {"force_words_ids": [[5]]}):
+        with pytest.raises(ValueError, match=r"must ask for greedy decoding or sampling .*, got those of"):
+            target.generate(**inputs, custom_generate=trees, **other_way)
     with pytest.raises(ValueError, match="`output_hidden_states` cannot be returned"):
         target.generate(**inputs, custom_generate=trees, output_hidden_states=True, return_dict_in_generate=True)
     with pytest.raises(ValueError, match="several drafted tokens in one forward: a prompt in two parts gives other"):

@@ -17,6 +17,7 @@ from kvboost_hf import (
     detach,
 )
 from tests.architectures.models import make_architecture
+from tests.architectures.sizes import SIZES
 from tests.conftest import STATEFUL, WINDOWED, as_inputs, counted, left_pad, make_model, random_ids
 from tests.internals.cache import SlidingLayer, TokenLog, bytes_per_column
 from tests.internals.compat import CACHE, cache_argument, steps_reason
@@ -53,6 +54,29 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     made = make_model(request.param)
     check_model_compatibility(made)
     return made
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "reason"),
+    [
+        *[(name, torch.bfloat16, "other states than in one") for name in ("mamba", "falcon_mamba", "jamba", "zamba")],
+        ("zamba", torch.float32, "other states than in one"),
+        ("recurrent_gemma", torch.bfloat16, "it keeps its states elsewhere than in its cache"),
+    ],
+)
+def test_states_that_are_lost_are_not_reused(
+    name: str, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("initializer_range", "initializer_factor"):  # logits of eight tokens hardly depend on the first four
+        monkeypatch.setitem(SIZES, each, 0.02)
+    model = make_architecture(name).to(dtype)
+    cache, inputs = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK)), as_inputs(BASE % 200)
+    for mode in ({}, {"num_beams": 2}):
+        plain = generate(model, inputs, **mode)
+        reused = generate(model, inputs, past_key_values=cache, **mode)
+        assert reason in str(cache.report.bypass_reason)
+        assert torch.equal(plain.sequences, reused.sequences)
+        assert all(torch.equal(one, other) for one, other in zip(plain.logits, reused.logits, strict=True))
 
 
 def test_prompts_that_grow_shrink_repeat_and_part(model: PreTrainedModel) -> None:
@@ -605,4 +629,17 @@ def test_integrity_of_compressed_attention() -> None:
         )
     found = store.check_integrity()
     assert found.checked > 3
+    assert found.wrong == 0
+
+
+def test_integrity_of_states_beside_windows() -> None:
+    """ZAYA's code takes states of convolutions as they are, also while transformers records longer ones."""
+    model = make_architecture("zaya")
+    check_model_compatibility(model)
+    store = ChunkStore(model, chunk_size=16)
+    for seed in (1, 2):
+        ids = join(BASE[:, :60], random_ids(80, seed=seed))
+        generate(model, as_inputs(ids), past_key_values=ChunkReuseCache(model, store))
+    found = store.check_integrity()
+    assert found.checked > 8
     assert found.wrong == 0

@@ -150,10 +150,7 @@ def _compute(
     model: PreTrainedModel, text: Tokens, stops: Sequence[int]
 ) -> tuple[list[ReuseLayer], dict[int, LayerStates]]:
     """Layers that hold a text, computed in one forward, and the states that they had after some tokens."""
-    layers = make_layers(model)
-    for layer in layers:  # those of windows keep all of it
-        if layer.is_sliding:
-            layer.native.activate_past_recording()
+    layers = make_layers(model)  # those of windows keep all of it: no store has had any yet
     cache = PrivateCache([layer.native for layer in layers])
     checkpoints = Checkpoints(mixers_of(model) if stops else {}, layers, 0, len(text), stops, (), 0)
     checkpoints.start()
