@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -176,6 +177,27 @@ def test_log_lines_are_json(tokenizer: Any, engine: FakeEngine, caplog: pytest.L
     tokens = {"prompt_tokens": 2 * len(engine.job.ids), "completion_tokens": 8}
     times = {"queue_s": 0.0, "ttft_s": 0.25, "cached_tokens": 2 * (len(engine.job.ids) // 2)}
     assert {"status": 200, "stop": 2, **tokens, **times}.items() <= answered.items()
+
+
+@pytest.mark.parametrize("root", ["/llm", "/v1"])
+def test_an_app_below_a_path(tokenizer: Any, engine: FakeEngine, root: str) -> None:
+    """As Ray Serve has it by its `route_prefix`, and Uvicorn by `--root-path`."""
+    app = make_app(engine, tokenizer, replace(SETTINGS, api_keys=("key",)))
+
+    async def below(scope: Any, receive: Any, send: Any) -> None:
+        mounted = {"root_path": root, "path": root + scope["path"]} if scope["type"] == "http" else {}
+        await app({**scope, **mounted}, receive, send)
+
+    with listening(below) as at:
+        for path in ("/health", "/ready", "/", "/docs"):
+            assert at.http.get(path).status_code == 200
+        assert at.http.get("/v1/models").status_code == 401
+        at.http.headers["x-api-key"] = "key"
+        assert at.http.get("/openapi.json").status_code == 200
+        for path in ("/v1/chat/completions", "/chat/completions"):
+            assert at.http.post(path, json={"messages": ASK}).status_code == 200
+        assert at.http.post("/v1/messages", json={}).json()["type"] == "error"
+        assert isinstance(at.http.post("/api/chat", json={}).json()["error"], str)
 
 
 def test_other_origins_are_let_in_only_if_asked(serve: Serve, engine: FakeEngine) -> None:
