@@ -10,7 +10,16 @@ import pytest
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
-from tests.internals.server import JsonLines, Keep, ModelEngine, QueueFullError, ServerSettings, make_app
+from tests.internals.server import (
+    Job,
+    JsonLines,
+    Keep,
+    ModelEngine,
+    QueueFullError,
+    SamplingOptions,
+    ServerSettings,
+    make_app,
+)
 from tests.server.conftest import SETTINGS, Listening, Serve, listening
 from tests.server.fake_engine import FakeEngine
 
@@ -138,6 +147,24 @@ def test_warming_more_than_the_queue_holds(serve: Serve, tokenizer: Any) -> None
     engine.close()
     assert first["prompt_tokens"] == again["prompt_tokens"] == sum(len(tokenizer.encode(text)) for text in texts)
     assert again["cached_tokens"] == again["prompt_tokens"] - len(texts)  # the last token of each is always computed
+
+
+def test_more_answers_to_one_request_than_the_queue_holds(serve: Serve, tokenizer: Any) -> None:
+    model = load_embedded()[0]
+    engine = ModelEngine(model, tokenizer, store=ChunkStore(model), max_batch_size=1, max_queue_size=2)
+    at, asked = serve(engine), {"messages": ASK, "max_tokens": 2}
+    assert len(at.http.post("/v1/chat/completions", json=asked | {"n": 5}).json()["choices"]) == 5
+
+    def submit(places: int) -> None:
+        engine.submit(Job(ids=[5], options=SamplingOptions(max_tokens=1), places=places), lambda event: None)
+
+    with engine._intake.changed:  # nothing is admitted meanwhile
+        submit(1)
+        with pytest.raises(QueueFullError, match="1 requests are waiting, and 2 may: there is no place for 2 more"):
+            submit(2)
+        for places in (1, 0):
+            submit(places)
+    engine.close()
 
 
 def test_warming_waits_for_others(at: Listening, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
