@@ -24,7 +24,8 @@ def add_secrets(options: argparse.Namespace, environment: Mapping[str, str], nam
     for name in names:
         file, value = getattr(options, f"{name}_file"), environment.get(f"KVBOOST_HF_{name.upper()}")
         keys = [*getattr(options, name), *(read_keys(file) if file is not None else ())]
-        setattr(options, name, [*keys, value] if value else keys)
+        # A secret of Kubernetes often ends with a line end, which no header can hold.
+        setattr(options, name, [*keys, value.strip()] if value else keys)
     options.ssl_keyfile_password = environment.get("KVBOOST_HF_SSL_KEYFILE_PASSWORD")
 
 

@@ -135,6 +135,8 @@ class Job:
     # Token ids of a text that the answer may have parts of, which then come with fewer forwards.
     prediction: Sequence[int] = ()
     limited_by: LimitedBy = "request"  # what `SamplingOptions.max_tokens` comes from
+    # Places that must be free in the queue: those of all answers of the request for its first job, 0 for the others.
+    places: int = 1
     # Keys of the pieces of the request's text, by which the front of a cluster knows the prompt.
     text_keys: Sequence[bytes] = ()
 

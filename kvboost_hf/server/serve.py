@@ -78,6 +78,9 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             # Uvicorn answers all first, and then raises it again; what is kept is still to be written.
             signal.signal(number, _end)
+        # A terminal that closes tells the server to end, unless `nohup` keeps that from it.
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+            signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
         salts = [prompt_salt(settings.salt, key) for key in settings.api_keys or (None,)]
         in_tiers = InTiers.of(model, engine.store, kept.live_config, salts)
         if (warning := unfound(model, engine.store, kept.live_config, salts, in_tiers)) is not None:

@@ -153,8 +153,10 @@ class ServerSettings:
         if not self.model_name:
             raise ValueError("`model_name` must not be empty. Pass the name that clients ask for.")
         for name in ("api_keys", "operator_keys"):
-            if any(not key or not key.isascii() for key in getattr(self, name)):
-                raise ValueError(f"`{name}` must be texts of ASCII characters, and not empty.")
+            if any(not key or not key.isascii() or key != key.strip() for key in getattr(self, name)):
+                raise ValueError(
+                    f"`{name}` must be texts of ASCII characters, not empty, and without space around them."
+                )
         for pattern in self.strip_heads:
             try:
                 re.compile(pattern)

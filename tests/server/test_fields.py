@@ -2,10 +2,13 @@
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from tests.internals.server import Body
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 from tests.server.wire import until
@@ -161,3 +164,28 @@ def test_many_fields_of_one_request_are_read_quickly(at: Listening) -> None:
     response = at.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert len(response.headers.get("x-kvboost-ignored", "").split(", ")) in (1, 32)
     assert response.status_code in (200, 413)
+
+
+_SHAPES: list[tuple[Callable[[dict[str, Any]], Any], Any]] = [
+    (lambda told: told, True),
+    (lambda told: told.get("items"), [True]),
+    (lambda told: told.get("additionalProperties"), {"5": True}),
+]
+
+
+def test_no_number_is_true() -> None:
+    kinds, found = [Body], 0
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for name, told in kind.model_json_schema().get("properties", {}).items():
+            choices = told.get("anyOf", [told])
+            if any(choice.get("type") == "boolean" for choice in choices):
+                continue
+            for part, given in _SHAPES:
+                parts = [inner for choice in choices if isinstance(inner := part(choice), dict)]
+                if any(inner.get("type") in ("integer", "number") for inner in parts) and name != "index":
+                    with pytest.raises(ValidationError) as error:
+                        kind.model_validate({name: given})
+                    assert any(one["loc"][0] == name for one in error.value.errors()), (kind, name)
+                    found += 1
+    assert found > 40

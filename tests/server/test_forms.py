@@ -10,6 +10,7 @@ import pytest
 from tests.internals.server import closed
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
+from tests.server.test_tools import _follow
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -87,6 +88,23 @@ def test_least_tokens_do_not_break_a_grammar(reading: Listening) -> None:
         response = _ask(reading, "completions", asked)
         assert re.fullmatch("(a|b)*", _text(response))
         assert response.json()["usage"]["completion_tokens"] == least + 1
+
+
+@pytest.mark.parametrize(
+    ("grammar", "taken", "refused"),
+    [
+        (r'root ::= "\u0041\u00e9\u0022" [\u0041-\u0043\U0001F642\u005d]', 'Aé"🙂', 'Aé"D'),
+        (r'root ::= "a\[b\]" "\\[\\u0041"', r"a[b]\[\u0041", r"a[b]\[A"),
+        ('root ::= . "x" .*', "\nx\n.", "\ny"),
+        ('root ::= start [.] # start .\nstart ::= "start."', "start..", "a."),
+    ],
+)
+def test_grammars_that_llama_cpp_takes(
+    at: Listening, engine: FakeEngine, tokenizer: Any, grammar: str, taken: str, refused: str
+) -> None:
+    for text in (taken, refused):
+        assert _ask(at, "completions", {"grammar": grammar}).status_code == 200
+        assert _follow(engine.job.options.constraint, tokenizer, text) == (text == taken)
 
 
 ROGUE = "root ::= " + "(" * 5000 + '"a"' + ")" * 5000

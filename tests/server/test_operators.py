@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -9,7 +10,16 @@ import pytest
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
-from tests.internals.server import JsonLines, Keep, ModelEngine, QueueFullError, ServerSettings, make_app
+from tests.internals.server import (
+    Job,
+    JsonLines,
+    Keep,
+    ModelEngine,
+    QueueFullError,
+    SamplingOptions,
+    ServerSettings,
+    make_app,
+)
 from tests.server.conftest import SETTINGS, Listening, Serve, listening
 from tests.server.fake_engine import FakeEngine
 
@@ -139,6 +149,24 @@ def test_warming_more_than_the_queue_holds(serve: Serve, tokenizer: Any) -> None
     assert again["cached_tokens"] == again["prompt_tokens"] - len(texts)  # the last token of each is always computed
 
 
+def test_more_answers_to_one_request_than_the_queue_holds(serve: Serve, tokenizer: Any) -> None:
+    model = load_embedded()[0]
+    engine = ModelEngine(model, tokenizer, store=ChunkStore(model), max_batch_size=1, max_queue_size=2)
+    at, asked = serve(engine), {"messages": ASK, "max_tokens": 2}
+    assert len(at.http.post("/v1/chat/completions", json=asked | {"n": 5}).json()["choices"]) == 5
+
+    def submit(places: int) -> None:
+        engine.submit(Job(ids=[5], options=SamplingOptions(max_tokens=1), places=places), lambda event: None)
+
+    with engine._intake.changed:  # nothing is admitted meanwhile
+        submit(1)
+        with pytest.raises(QueueFullError, match="1 requests are waiting, and 2 may: there is no place for 2 more"):
+            submit(2)
+        for places in (1, 0):
+            submit(places)
+    engine.close()
+
+
 def test_warming_waits_for_others(at: Listening, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One text is under way at a time; only where not even the first has room is the client told so."""
     taken, refusals = engine.submit, [2, 4]
@@ -176,6 +204,27 @@ def test_log_lines_are_json(tokenizer: Any, engine: FakeEngine, caplog: pytest.L
     tokens = {"prompt_tokens": 2 * len(engine.job.ids), "completion_tokens": 8}
     times = {"queue_s": 0.0, "ttft_s": 0.25, "cached_tokens": 2 * (len(engine.job.ids) // 2)}
     assert {"status": 200, "stop": 2, **tokens, **times}.items() <= answered.items()
+
+
+@pytest.mark.parametrize("root", ["/llm", "/v1"])
+def test_an_app_below_a_path(tokenizer: Any, engine: FakeEngine, root: str) -> None:
+    """As Ray Serve has it by its `route_prefix`, and Uvicorn by `--root-path`."""
+    app = make_app(engine, tokenizer, replace(SETTINGS, api_keys=("key",)))
+
+    async def below(scope: Any, receive: Any, send: Any) -> None:
+        mounted = {"root_path": root, "path": root + scope["path"]} if scope["type"] == "http" else {}
+        await app({**scope, **mounted}, receive, send)
+
+    with listening(below) as at:
+        for path in ("/health", "/ready", "/", "/docs"):
+            assert at.http.get(path).status_code == 200
+        assert at.http.get("/v1/models").status_code == 401
+        at.http.headers["x-api-key"] = "key"
+        assert at.http.get("/openapi.json").status_code == 200
+        for path in ("/v1/chat/completions", "/chat/completions"):
+            assert at.http.post(path, json={"messages": ASK}).status_code == 200
+        assert at.http.post("/v1/messages", json={}).json()["type"] == "error"
+        assert isinstance(at.http.post("/api/chat", json={}).json()["error"], str)
 
 
 def test_other_origins_are_let_in_only_if_asked(serve: Serve, engine: FakeEngine) -> None:

@@ -53,6 +53,7 @@ def _thinks(role: str) -> dict[str, Any]:
 
 CASES = [
     Case("must have one message at least where history names none", CHAT, {"messages": []}, {"messages": [ASK]}),
+    Case("must be a number, got true", CHAT, {"max_tokens": True}, {"max_tokens": 1}),
     Case("max_tokens must be 1 or more without echo", TEXT, {"max_tokens": 0}, {"max_tokens": 0, "echo": True}),
     Case("best_of must be n, 3, or more, got 2", TEXT, {"n": 3, "best_of": 2}, {"n": 3, "best_of": 3}),
     Case(

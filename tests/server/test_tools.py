@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from tests.internals.server import Constraint
+from tests.recorded_calls import RECORDED
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
 
@@ -91,6 +92,21 @@ def test_results_go_back(at: Listening, engine: FakeEngine, tokenizer: Any) -> N
     engine.says = ("Yes.",)
     assert _ask(at, messages=again, tools=TOOLS).choices[0].message.content
     assert "it is on" in tokenizer.decode(engine.job.ids)
+
+
+def test_no_call_has_the_id_of_an_earlier_one(
+    at: Listening, engine: FakeEngine, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models count the calls of an answer, and a grammar has the same number for each call that must come."""
+    template, (kimi, *_) = RECORDED["KIMI"]
+    monkeypatch.setattr(tokenizer, "chat_template", template + tokenizer.chat_template)
+    tools = [{"type": "function", "function": {"name": name}} for name in ("get_weather", "get_time")]
+    engine.says, chat = (kimi.text,), list[Any](ASK)
+    for n in range(3):
+        message = _ask(at, messages=chat, tools=tools).choices[0].message
+        ids = [call.id for call in message.tool_calls]
+        assert ids == [f"functions.get_weather:{n}", f"functions.get_time:{n + 1}"]
+        chat += [message, *({"role": "tool", "tool_call_id": id, "content": "7"} for id in ids)]
 
 
 def _follow(constraint: Constraint | None, tokenizer: Any, text: str) -> bool:

@@ -5,6 +5,7 @@ import json
 import logging
 import ssl
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,15 @@ def test_keys_of_flags_files_and_the_environment(tmp_path: Path) -> None:
     options = parser.parse_args(
         ["--api-key", "a", "--api-key-file", f"{tmp_path}/keys", "--operator-key-file", f"{tmp_path}/operators"]
     )
-    add_secrets(options, {"KVBOOST_HF_API_KEY": "b", "KVBOOST_HF_OPERATOR_KEY": "c", "OTHER": "d"})
+    add_secrets(options, {"KVBOOST_HF_API_KEY": "b\n", "KVBOOST_HF_OPERATOR_KEY": "c", "OTHER": "d"})
     settings = server_settings(options, "reader", None)
     assert settings.api_keys == ("a", "keys", "b")
     assert settings.operator_keys == ("operators", "c")
+    add_secrets(options, {"KVBOOST_HF_API_KEY": " "})  # which would let nobody in
+    with pytest.raises(ValueError, match="not empty"):
+        server_settings(options, "reader", None)
+    with pytest.raises(ValueError, match="without space around them"):
+        replace(settings, api_keys=(" a",))
 
 
 def test_the_figures_of_all_are_for_the_operator(serve: Serve, engine: FakeEngine) -> None:

@@ -54,7 +54,8 @@ class RequestJobs:
         self._firsts = set(firsts.values())
         try:
             for n, job in enumerate(jobs):
-                self._tickets.append(engine.submit(job, self._listener(n)))
+                placed = replace(job, places=0 if n else len(jobs))
+                self._tickets.append(engine.submit(placed, self._listener(n)))
         except Exception as error:
             self.cancel()
             meter.refused(error)

@@ -107,7 +107,11 @@ class Reading:
         tools, calls = [tool.body for tool in self.asked.offered], None
         if tools or self.prefix is not None:
             calls = ToolCallStream(
-                self.context.tokenizer, tools, prefix=self.prefix or "", streams=bool(self.asked.stream)
+                self.context.tokenizer,
+                tools,
+                prefix=self.prefix or "",
+                streams=bool(self.asked.stream),
+                ids=(call.id for message in self.asked.messages for call in message.calls),
             )
         return calls if self.marks is None else ReasoningReader(self.marks, opened=self.opened, rest=calls)
 

@@ -3,7 +3,8 @@
 import json
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from itertools import count
 from typing import Any, NamedTuple
 
 import regex  # type: ignore[import-untyped]
@@ -37,6 +38,21 @@ class ToolCall(NamedTuple):
 def new_id() -> str:
     """An id that no other call has."""
     return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
+
+
+def _unlike(id: str, known: Set[str]) -> str:
+    """An id that no call of the chat has: a model may write one twice, and so does one whose call is forced.
+
+    Example:
+        >>> _unlike("functions.look:0", {"functions.look:0", "functions.look:1"})
+        'functions.look:2'
+    """
+    if id not in known:
+        return id
+    name, colon, number = id.rpartition(":")
+    if not (colon and number.isdecimal()):
+        return new_id()
+    return next(found for n in count(int(number) + 1) if (found := f"{name}:{n}") not in known)
 
 
 class _Call:
@@ -83,7 +99,7 @@ class _Call:
 class CallsReader:
     """Reads calls of one format, one after the other.
 
-    `ids` are those that calls of the answer have from the model; more are added.
+    `ids` are those that calls of the chat have; more are added.
 
     With `streams` pieces of a call are told as soon as they are certain. Otherwise a call is told when it is complete,
     so that one that turns out to be none can stay text.
@@ -199,9 +215,9 @@ class _HeadedCall:
         return ""
 
     def _begin(self, name: str, id: str | None, rest: str) -> str:
-        if id and id not in self._ids:  # a model may write one twice
-            self._call.id = id
-            self._ids.add(id)
+        if id:
+            self._call.id = _unlike(id, self._ids)
+            self._ids.add(self._call.id)
         self.stuck = not self._call.named(name)
         if self.stuck:
             return rest

@@ -54,6 +54,7 @@ class ToolCallStream:
         prefix: The prompt's text; a response template needs it where the prompt begins the answer.
         streams: Tell pieces of calls as they are written. A call whose arguments turn out malformed is then ended as
             valid JSON, and `cut`; otherwise it stays text.
+        ids: Those of earlier calls of the chat, which no call of the answer gets.
 
     Attributes:
         thinking: Whether the next text is reasoning, as a response template marks it.
@@ -63,7 +64,13 @@ class ToolCallStream:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool], *, prefix: str = "", streams: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Tool],
+        *,
+        prefix: str = "",
+        streams: bool = False,
+        ids: Iterable[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._tools: list[Any] = [dict(tool) for tool in tools]
@@ -83,7 +90,7 @@ class ToolCallStream:
             self._template = _without_calls(self._template)
         self._parser = self._new_parser(prefix)
         self._calls: CallsReader | None = None  # in the region of calls that is open
-        self._ids: set[str] = set()  # that the model has given calls
+        self._ids = {*ids}  # that calls have
         self._untold = ""  # what came since, as it is
         self._spaces = ""  # held back
         self._called = False  # nothing but space since the last call

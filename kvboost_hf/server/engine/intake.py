@@ -138,7 +138,7 @@ class Intake:
     def submit(self, task: Task) -> None:
         """Queue a task, or raise `QueueFullError` or `DrainingError`."""
         with self.changed:
-            self._require_place(self._waiting.of(task.job.client), len(self._waiting))
+            self._require_place(self._waiting.of(task.job.client), len(self._waiting), task.job.places)
             self._waiting.append(task)
             self.changed.notify_all()
 
@@ -304,16 +304,22 @@ class Intake:
     def _has_room(self, task: Task) -> bool:
         return self._limits.has_room(task, self.admitted)
 
-    def _require_place(self, own: int, waiting: int) -> None:
-        """Raise where a client with `own` waiting requests may not queue one more beside all that wait."""
+    def _require_place(self, own: int, waiting: int, places: int = 1) -> None:
+        """Raise where a client with `own` waiting requests may not queue so many more beside all that wait.
+
+        Where none waits, the answers of one request may be more than may wait: it would be refused for ever.
+        """
         if self.draining:
             raise DrainingError("The server is about to end and takes no more requests.")
         limits = self._limits
-        if may_hold(own, 1, limits.max_queue_size - waiting - 1, limits.max_client_share):
+        free = limits.max_queue_size - waiting - places
+        if not (waiting and places) or may_hold(own, places, free, limits.max_client_share):
             return
-        if waiting >= limits.max_queue_size:
+        if free < 0:
             raise QueueFullError(
-                f"{waiting} requests are waiting, as many as may. Try again later.", self._retry_after_s(waiting)
+                f"{waiting} requests are waiting, and {limits.max_queue_size} may: there is no place for {places} "
+                "more. Try again later.",
+                self._retry_after_s(waiting),
             )
         raise QueueFullError(
             f"{own} of your requests are waiting, as many as may be of one client. Try again later.",

@@ -312,7 +312,9 @@ def tokens_that_fit(
         free = torch.cuda.mem_get_info(device)[0] + kept
     else:
         free = psutil.virtual_memory().available - reserved - promised
-        others = f" beside the {promised / 2**30:.1f} GiB that other servers here may use" if promised else ""
+        beside = [f"{reserved / 2**30:.1f} GiB of the store"] if reserved else []
+        beside += [f"{promised / 2**30:.1f} GiB that other servers here may use"] if promised else []
+        others = f" beside the {' and the '.join(beside)}" if beside else ""
     usable = int(free * (1 - safety_margin))
     if states > max(usable, 0):
         raise ValueError(
@@ -326,6 +328,7 @@ def tokens_that_fit(
     if tokens < 1:
         raise ValueError(
             f"There is no memory for K/V: {max(free, 0) / 2**30:.1f} GiB are free{others}, of which "
-            f"{safety_margin:.0%} stay so. Give the store less, or stream layers."
+            f"{safety_margin:.0%} stay so. Give stores less (`--max-cache-bytes`), those of other servers, too, or "
+            "stream layers."
         )
     return tokens

@@ -25,6 +25,9 @@ _STACK_BYTES = 3 * 2**19
 _STATUS = Path("/proc/self/statm")
 WRITTEN = "# written\n"  # begins a grammar that a client has written, in GBNF or in Lark
 _GBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
+_QUOTED, _CLASS = r'"(?:\\.|[^"\\])*"', r"\[(?:\\.|[^\]\\])*\]"
+_PIECES = re.compile(rf"{_QUOTED}|{_CLASS}|#[^\n]*|\.|(?<![\w-])start(?![\w-])", re.DOTALL)
+_ESCAPES = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 
 # A token then takes some 10 ms at most, and the states of a lexer some 40 MB.
 LIMITS: dict[str, Any] = {"step_lexer_fuel": 100_000, "max_lexer_states": 20_000, "verbose_errors": False}
@@ -74,7 +77,28 @@ def _as_lark(grammar: str) -> str:
     if not grammar.startswith(WRITTEN):
         return grammar
     text = grammar.removeprefix(WRITTEN)
-    return gbnf_to_lark(text) if _GBNF.search(text) else text
+    return gbnf_to_lark(_PIECES.sub(_readable, text)) if _GBNF.search(text) else text
+
+
+def _readable(found: re.Match[str]) -> str:
+    """A piece of GBNF as llguidance's converter reads it.
+
+    It takes less than llama.cpp does: no long escapes, no brackets that are escaped in a text, and no rule by the name
+    that it gives the first one. For `.` it writes what leaves line ends out.
+    """
+    piece = found[0]
+    if piece[0] in '"[':
+        return _ESCAPES.sub(lambda escape: _unescaped(escape[1], escape[0], quoted=piece[0] == '"'), piece)
+    return {".": "[\\x00-\U0010ffff]", "start": "start-of-gbnf"}.get(piece, piece)
+
+
+def _unescaped(name: str, escape: str, *, quoted: bool) -> str:
+    code = int(name[1:], 16) if name[0] in "uU" and len(name) > 1 else -1
+    if 0 <= code < 128:
+        return f"\\x{code:02x}"
+    if 128 <= code <= sys.maxunicode:
+        return chr(code)
+    return name if quoted and name in "[]" else escape
 
 
 def _answer(answer: dict[str, str]) -> None:

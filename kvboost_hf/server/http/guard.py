@@ -203,9 +203,14 @@ class RequestGuard:
         request_id = asked if _ID.fullmatch(asked) else uuid.uuid4().hex
         bare = scope["method"] == "HEAD"
         line = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:_PATH]}
-        method, path = "GET" if bare else scope["method"], meant_path(scope["path"], self._paths)
+        root = scope.get("root_path", "")  # where the app is mounted
+        method = "GET" if bare else scope["method"]
+        path = meant_path(scope["path"].removeprefix(root), self._paths)
         anthropic = path.startswith("/v1/messages") or "anthropic-version" in headers
-        scope = {**scope, "method": method, "path": path, "request_id": request_id, "is_anthropic": anthropic}
+        scope = {**scope, "method": method, "path": path}
+        if path.startswith(root):  # Starlette would take it off once more
+            scope["root_path"] = ""
+        scope |= {"request_id": request_id, "is_anthropic": anthropic}
         limits = self._settings
         body = RequestBody(headers, receive, send, limits.max_body_bytes, limits.body_timeout_s, self._held)
         answered = False

@@ -18,7 +18,7 @@ from pydantic import (
 
 from kvboost_hf.server.chats.template import RESERVED, Rendering, reasoning_arguments
 from kvboost_hf.server.requests.edits import MAX_EDITS, Edit
-from kvboost_hf.server.requests.fields import Body, JsonSchemaBody, Length, Many, Refusal, Sampled, only
+from kvboost_hf.server.requests.fields import NUMBER, Body, JsonSchemaBody, Length, Many, Refusal, Sampled, only
 from kvboost_hf.server.requests.messages import Message, MessageContent, text_of
 
 MAX_TOP_LOGPROBS = 20
@@ -200,7 +200,7 @@ class ChatRequest(ReasoningFields, Sampled):
     max_completion_tokens: Length = None
     """As `max_tokens`, before which it counts."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), NUMBER] | None = None
     """More than 0 asks for `logprobs`, too."""
     functions: Annotated[Many[Function], Field(max_length=MAX_TOOLS)] | None = None
     """An older form of `tools`: the answer has a `function_call` then."""

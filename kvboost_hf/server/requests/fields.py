@@ -98,6 +98,16 @@ def absent(*values: Any) -> BeforeValidator:
     return BeforeValidator(lambda given: None if given in values and not isinstance(given, bool) else given)
 
 
+def _number(given: Any) -> Any:
+    if isinstance(given, bool):
+        raise ValueError(f"must be a number, got {json.dumps(given)}")
+    return given
+
+
+NUMBER = BeforeValidator(_number)
+"""For fields with numbers: booleans, which Pydantic takes for 0 and 1, are refused."""
+
+
 @cache
 def _names_of(kind: type[BaseModel]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in kind.model_fields.items())
@@ -182,13 +192,13 @@ def _count(raw: bytes) -> int:
 MAX_STOPS = 16
 MAX_BIASES = 10_000
 MAX_STOP_TOKENS = 1000
-_Token = Annotated[int, Field(ge=0)]
-_Added = Annotated[float, Field(ge=-100, le=100)]
-_Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Length = Annotated[Annotated[int, Field(ge=1)] | None, absent(-1)]
+_Token = Annotated[int, Field(ge=0), NUMBER]
+_Added = Annotated[float, Field(ge=-100, le=100), NUMBER]
+_Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63), NUMBER]
+Length = Annotated[Annotated[int, Field(ge=1), NUMBER] | None, absent(-1)]
 SessionName = Annotated[Annotated[str, Field(max_length=1024)] | None, absent("")]
 # 0 means all tokens; without a value, that of the model's generation config counts.
-TopK = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda given: 0 if given == -1 else given)]
+TopK = Annotated[int, Field(ge=0), BeforeValidator(lambda given: 0 if given == -1 else given), NUMBER] | None
 FormKind = Literal["json", "regex", "choice", "grammar"]
 _ANY_OBJECT = {"type": "object"}
 _Schema = Annotated[
@@ -223,9 +233,9 @@ class TextRequest(Body):
 
     model: str | None = None
     """The model's name, or one of `--model-alias`; the only model where it is left out."""
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2), NUMBER] | None = None
     """0 takes the likeliest token."""
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1), NUMBER] | None = None
     """With 0 only the likeliest token is left."""
     stream: bool | None = None
     """Server-sent events."""
@@ -369,7 +379,7 @@ class FormFields(Body):
 class Sampled(FormFields, TextRequest):
     """The fields of both kinds of completions."""
 
-    n: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1), NUMBER] | None = None
     """Answers to one prompt; `prompts x n` may be 16."""
     max_tokens: Length = None
     """Tokens of the answer, at most; as many as the context has room for where it is more, left out, or -1."""
@@ -381,21 +391,21 @@ class Sampled(FormFields, TextRequest):
     """Tokens that end the answer, besides those of the model."""
     ignore_eos: bool | None = None
     """The model's tokens for an end do not end the answer; they count as any other."""
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0), NUMBER] | None = None
     """Nothing ends the answer before it has so many tokens, but the end of what a grammar allows."""
     skip_special_tokens: bool | None = None
     """`false` leaves special tokens in the text. With tools they are read, and the field changes nothing."""
     seed: _Int64 | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2), NUMBER] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2), NUMBER] | None = None
     logit_bias: _Bias | None = None
     """By token id, or a list of pairs; `false` in a pair for a token that must not come."""
     stream_options: StreamOptions | None = None
     top_k: TopK = None
     """0 and -1 for all tokens."""
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1), NUMBER] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100), NUMBER] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), NUMBER] | None = None
     """Leave out the beginning of a prompt that has more tokens; -1 for as many as the context has."""
 
     @property

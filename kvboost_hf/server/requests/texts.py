@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from kvboost_hf.server.chats.template import Rendering
 from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, ReasoningFields, Tool
-from kvboost_hf.server.requests.fields import Body, Many, Refusal, Sampled, SessionName, absent, only
+from kvboost_hf.server.requests.fields import NUMBER, Body, Many, Refusal, Sampled, SessionName, absent, only
 from kvboost_hf.server.requests.messages import Message
 
 MAX_TEXTS = 2048  # to embed, as in OpenAI's API
@@ -49,8 +49,8 @@ class CompletionRequest(Sampled):
 
     prompt: TextList
     """Texts, or lists of token ids."""
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, absent(-1)] = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), NUMBER] | None = None
+    max_tokens: Annotated[Annotated[int, Field(ge=0), NUMBER] | None, absent(-1)] = None
     """As many as the context has room for where it is more, left out, or -1. 0 with `echo` for the prompt alone."""
     echo: bool | None = None
     """Begin the answer with the prompt; with `logprobs`, with the log probabilities of its tokens, too: all of it is
@@ -59,7 +59,7 @@ class CompletionRequest(Sampled):
     """The text behind the answer, for models with tokens to fill in the middle; not with prompts of tokens."""
     add_special_tokens: bool | None = None
     """`false` leaves out what the tokenizer puts around a text, such as a token that begins it."""
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    best_of: Annotated[int, Field(ge=1), NUMBER] | None = None
     """Compute so many answers, and return the `n` with the highest mean log probability of their tokens."""
 
     @model_validator(mode="after")
@@ -155,7 +155,7 @@ class SessionRequest(Body):
     """A request to change what is kept of a session."""
 
     pinned: Annotated[bool, Field(strict=True)] | None = None
-    ttl_s: Annotated[float, Field(gt=0, le=30 * 86_400)] | None = None
+    ttl_s: Annotated[float, Field(gt=0, le=30 * 86_400), NUMBER] | None = None
     priority: Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)] | None = None
 
     @model_validator(mode="after")

@@ -9,7 +9,17 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from kvboost_hf.server.http.metrics import note_ignored
 from kvboost_hf.server.requests.chat import MAX_TOOLS, ChatRequest, ToolName
-from kvboost_hf.server.requests.fields import MAX_STOPS, Body, JsonSchemaBody, Many, Refusal, TopK, absent, only
+from kvboost_hf.server.requests.fields import (
+    MAX_STOPS,
+    NUMBER,
+    Body,
+    JsonSchemaBody,
+    Many,
+    Refusal,
+    TopK,
+    absent,
+    only,
+)
 from kvboost_hf.server.requests.messages import CalledFunction, MadeCall, Message, joined_thoughts, text_of_media
 
 _BETWEEN = "\n\n"  # texts of several blocks
@@ -366,16 +376,16 @@ class CountRequest(Body):
 class MessagesRequest(CountRequest):
     """A request to `/v1/messages`."""
 
-    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, absent(-1)] = None
+    max_tokens: Annotated[Annotated[int, Field(ge=0), NUMBER] | None, absent(-1)] = None
     """As many as the context has room for where it is more, left out, or -1; 0 computes the prompt for requests to
     come."""
     stop_sequences: Annotated[Many[str], Field(max_length=MAX_STOPS)] | None = None
     """Texts that end the answer and are left out of it."""
     stream: bool | None = None
     """Server-sent events."""
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2), NUMBER] | None = None
     """0 takes the likeliest token."""
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1), NUMBER] | None = None
     top_k: TopK = None
     """0 and -1 for all tokens."""
 

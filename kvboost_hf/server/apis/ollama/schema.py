@@ -7,10 +7,10 @@ from pydantic import Field, model_validator
 
 from kvboost_hf.server.http.metrics import note_ignored
 from kvboost_hf.server.requests.chat import MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Tool
-from kvboost_hf.server.requests.fields import MAX_STOPS, Body, Many, Refusal, TopK, absent, only
+from kvboost_hf.server.requests.fields import MAX_STOPS, NUMBER, Body, Many, Refusal, TopK, absent, only
 from kvboost_hf.server.requests.messages import images_left_out
 
-_Added = Annotated[float, Field(ge=-2, le=2)]
+_Added = Annotated[float, Field(ge=-2, le=2), NUMBER]
 _UNLIMITED = (0, -1, -2)
 
 
@@ -18,19 +18,19 @@ class OllamaOptions(Body):
     """How tokens are chosen. Options of the process that runs a model, such as `num_ctx`, are ignored."""
 
     place: ClassVar = "options"
-    num_predict: Annotated[Annotated[int, Field(ge=1)] | None, absent(*_UNLIMITED)] = None
+    num_predict: Annotated[Annotated[int, Field(ge=1), NUMBER] | None, absent(*_UNLIMITED)] = None
     """Tokens of the answer, at most; as many as the context has room for where it is more, left out, 0, -1 or -2."""
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2), NUMBER] | None = None
     """0 takes the likeliest token."""
     top_k: TopK = None
     """0 and -1 for all tokens."""
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[Annotated[int, Field(ge=-(2**63), lt=2**63)] | None, absent(-1)] = None
+    top_p: Annotated[float, Field(ge=0, le=1), NUMBER] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1), NUMBER] | None = None
+    seed: Annotated[Annotated[int, Field(ge=-(2**63), lt=2**63), NUMBER] | None, absent(-1)] = None
     """-1 for a different one each time."""
     stop: str | Annotated[Many[str], Field(max_length=MAX_STOPS)] | None = None
     """Texts that end the answer and are left out of it."""
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100), NUMBER] | None = None
     """Divides positive logits of the tokens that prompt and answer have, and multiplies negative ones."""
     presence_penalty: _Added | None = None
     frequency_penalty: _Added | None = None
@@ -101,7 +101,7 @@ class _Asked(Body):
     options: OllamaOptions | None = None
     think: bool | str | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), NUMBER] | None = None
     keep_alive: Any = None
     """Changes nothing: the model stays loaded."""
 

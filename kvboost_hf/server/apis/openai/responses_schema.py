@@ -15,7 +15,7 @@ from kvboost_hf.server.requests.chat import (
     ToolName,
     named_choice,
 )
-from kvboost_hf.server.requests.fields import Body, Length, Many, Named, Refusal, TextRequest, only
+from kvboost_hf.server.requests.fields import NUMBER, Body, Length, Many, Named, Refusal, TextRequest, only
 from kvboost_hf.server.requests.messages import (
     CallArguments,
     CalledFunction,
@@ -302,7 +302,7 @@ class ResponseRequest(ReasoningFields, TextRequest):
     """Sent back with the answer."""
     include: Many[str] | None = None
     """`message.output_text.logprobs` is served; there is nothing for the others."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), NUMBER] | None = None
     """More than 0 asks for log probabilities, too."""
     truncation: Literal["auto", "disabled"] | None = None
     """`auto` leaves out the beginning of a prompt that is too long."""
