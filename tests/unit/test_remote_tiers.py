@@ -552,6 +552,32 @@ def test_a_full_disk_has_nothing_of_what_did_not_fit(tmp_path, monkeypatch, writ
     assert set(tier.find([entry.key])) == {entry.key}
 
 
+@pytest.mark.parametrize("change", ["write", "delete", "announce", "clean"])
+def test_what_cannot_be_written_to_is_read(tmp_path, monkeypatch, caplog, change):
+    tier, entry, other = FilesystemTier(tmp_path.as_uri(), cooldown_s=60.0), make_entry(1), make_entry(2)
+    write(tier, entry)
+    if change == "clean":
+        (tmp_path / "chunks" / f"{other.key.hex()}.entry").write_bytes(b"what is no entry")
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem._put_privately", refuse)
+    monkeypatch.setattr(tier._fs, "rm_file", refuse)
+    for _ in range(2):
+        if change == "write":
+            assert not tier.write(other, make_blob(other))
+        elif change == "delete":
+            assert not tier.delete([entry.key])
+        elif change == "announce":
+            assert not tier.announce(b"a notice")
+        assert set(tier.find([entry.key, other.key])) == {entry.key}
+        assert tier.read(entry.key) == b"".join(make_blob(entry))
+    stats = tier.stats()
+    assert (stats["chunks"], stats["state"], stats["errors"]) == (1, "open", 1)
+    assert len(caplog.messages) == 1
+
+
 def test_who_could_not_read_a_notice_has_missed_it(files, tmp_path, monkeypatch):
     monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem._LISTED_EVERY_S", 0.0)
     files.announce(b"first")
@@ -591,7 +617,7 @@ def test_a_file_system_that_fails_is_a_miss_until_it_is_back(tmp_path, caplog):
     assert not tier.write(entry, make_blob(entry))
     assert tier.find([entry.key]) == {}
     assert tier.stats()["state"] == "down"
-    assert len(caplog.messages) == 1
+    assert [message.partition(" file:")[0] for message in caplog.messages] == ["Writing to", "The tier at"]
     (tmp_path / "kv").unlink()
     eventually(lambda: tier.write(entry, make_blob(entry)))
     assert set(tier.find([entry.key])) == {entry.key}

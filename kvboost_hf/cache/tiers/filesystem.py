@@ -49,6 +49,7 @@ class FilesystemTier(RemoteTier):
             several processes that write may exceed it together. What was used longest ago in this process goes first.
         storage_options: For fsspec: credentials, and how long to wait for answers, which only it can tell.
         cooldown_s: Seconds that it is left alone for after a failure, twice as many after each further one, up to 30.
+            While only writing fails, as on a full disk or without the right to write, it is read from.
 
     Raises:
         ImportError: if fsspec needs a package for this URL that is not installed.
@@ -63,7 +64,7 @@ class FilesystemTier(RemoteTier):
         storage_options: Mapping[str, Any] | None = None,
         cooldown_s: float = 1.0,
     ) -> None:
-        super().__init__("filesystem", url, max_bytes, cooldown_s)
+        super().__init__("filesystem", url, max_bytes, cooldown_s, Exception)
         self._fs, self._base = _file_system(url, storage_options or {})
         protocols = self._fs.protocol
         self._renames = not _RENAMED.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
@@ -89,13 +90,13 @@ class FilesystemTier(RemoteTier):
             if entry is not None and entry.key == paths[path]:
                 found[entry.key] = entry
             else:  # not ours, or of another version: nothing else could ever be written there
-                self._remove([path])
+                self._clean([path])
         return {key: found[key] for key in keys if key in found}
 
     def _find_alike(self, heads: Sequence[bytes]) -> list[Entry]:
         listed = {key: path for head in heads for path, key in self._alike(head)[:MAX_ALIKE]}
         found = self._find(list(listed)) if listed else {}
-        self._remove(path for key, path in listed.items() if key not in found)
+        self._clean([path for key, path in listed.items() if key not in found])
         return list(found.values())
 
     def _alike(self, head: bytes) -> list[tuple[str, bytes]]:
@@ -127,10 +128,13 @@ class FilesystemTier(RemoteTier):
         except FileNotFoundError:
             with self._changing:  # another thread may have written it by now
                 if not self._fs.exists(self._blob_path(key)):  # another process wrote it as this one gave it up
-                    self._remove([self._entry_path(key)])
+                    self._clean([self._entry_path(key)])
             return None
 
     def _write(self, entry: Entry, blob: Sequence[memoryview]) -> bool:
+        return self._writing.call(False, self._write_now, entry, blob)
+
+    def _write_now(self, entry: Entry, blob: Sequence[memoryview]) -> bool:
         with self._changing:
             if not self._fs.exists(self._entry_path(entry.key)):
                 self._make_room(entry.nbytes)
@@ -165,11 +169,17 @@ class FilesystemTier(RemoteTier):
                     held.move_to_end(key)
 
     def _delete(self, keys: Sequence[bytes]) -> bool:
+        return self._writing.call(False, self._delete_now, keys)
+
+    def _delete_now(self, keys: Sequence[bytes]) -> bool:
         with self._changing:
             self._give_up([self._listed(entry) for entry in self._find(keys).values()])
         return True
 
     def _announce(self, notice: bytes) -> bool:
+        return self._writing.call(False, self._announce_now, notice)
+
+    def _announce_now(self, notice: bytes) -> bool:
         self._put(f"{self._base}/notices/{time.time_ns():016x}-{uuid4().hex}", notice)
         return True
 
@@ -183,7 +193,7 @@ class FilesystemTier(RemoteTier):
         new = sorted(listed - seen)
         found = self._fs.cat(new, on_error="omit") if new else {}
         if len(listed) > _MAX_NOTICES:
-            self._remove(sorted(listed)[: _MAX_NOTICES // 4])
+            self._clean(sorted(listed)[: _MAX_NOTICES // 4])
         complete = since is None or (len(found) == len(new) and (not seen or bool(seen & listed)))
         return Heard((now, listed), [found[path] for path in new if path in found], complete)
 
@@ -257,6 +267,11 @@ class FilesystemTier(RemoteTier):
             with suppress(Exception):
                 self._fs.rm_file(unfinished)
             raise
+
+    def _clean(self, paths: Sequence[str]) -> None:
+        """Remove what is of no use to anybody, if the place can be written to."""
+        if paths:
+            self._writing.call(None, self._remove, paths)
 
     def _remove(self, paths: Iterable[str]) -> None:
         for path in paths:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvboost_hf.cache.planning.chunks import KEY_BYTES
-from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Guard, Heard, RemoteTier, without_secrets
+from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Heard, RemoteTier, without_secrets
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 from kvboost_hf.errors import how_to_install
 
@@ -67,8 +67,7 @@ class ValkeyTier(RemoteTier):
             if not seconds > 0:
                 raise ValueError(f"`{name}` must be more than 0 seconds, got {seconds!r}.")
         self._client = _client(url, timeout_s)
-        super().__init__("valkey", url, max_bytes, cooldown_s)
-        self._writing = Guard(f"Writing to {self.location}", failures=_refusal(), cooldown_s=cooldown_s)
+        super().__init__("valkey", url, max_bytes, cooldown_s, _refusal())
         self._prefix, self._ttl_ms = prefix, None if ttl_s is None else max(1, int(ttl_s * 1000))
         names = ("used", "hits", "bytes", "notices")
         self._used, self._hits, self._bytes, self._notices = (f"{prefix}:{name}" for name in names)
@@ -76,11 +75,6 @@ class ValkeyTier(RemoteTier):
 
     def hits(self) -> Mapping[bytes, int]:
         return self._guard.call({}, self._all_hits)
-
-    def stats(self) -> Mapping[str, int | float | str]:
-        """`bytes` counts what the server gave up by itself until this tier meets it."""
-        known = super().stats()
-        return {**known, "errors": self._guard.errors + self._writing.errors}
 
     def close(self) -> None:
         self._client.close()
@@ -194,6 +188,7 @@ class ValkeyTier(RemoteTier):
         return Heard(listed[-1][0] if listed else b"", [fields.get(b"notice", b"") for _, fields in new], complete)
 
     def _count(self) -> tuple[int, int]:
+        """What the server gave up by itself counts until this tier meets it."""
         chunks, nbytes = self._ask([("ZCARD", self._used), ("GET", self._bytes)])
         return chunks, int(nbytes or 0)
 
