@@ -6,9 +6,11 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from uuid import uuid4
 
 import fsspec
@@ -529,6 +531,50 @@ def test_a_writer_that_dies_leaves_no_entry_without_a_blob(tmp_path, monkeypatch
     write(tier, make_entry(2))  # what was left half written is given up as any other
     assert tier.stats()["bytes"] == 3000
     assert keys(tier.entries()) == [make_entry(2).key]
+
+
+def _killed_after(files: Any, name: str, times: int, change: Callable[[], object]) -> None:
+    """A process that is killed in a change, after so many files: no handler of an Exception runs."""
+    work, left = getattr(files, name), times
+
+    def work_or_die(*args: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        work(*args)
+
+    with pytest.MonkeyPatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr(files, name, work_or_die)
+        change()
+
+
+@pytest.mark.parametrize(("hours", "is_left"), [(0, True), (-2, False), (2, False)])
+def test_what_a_killed_writer_left_is_removed(tmp_path, monkeypatch, hours, is_left):
+    """Not what others are writing, nor files of somebody else's."""
+    files, foreign = FilesystemTier(tmp_path.as_uri()), tmp_path / "unfinished-letter"
+    clock = SimpleNamespace(time_ns=lambda: time.time_ns() + hours * 3600 * 10**9)
+    with monkeypatch.context() as patched:
+        patched.setattr("kvboost_hf.cache.tiers.filesystem.time", clock)
+        patched.setattr("kvboost_hf.cache.tiers.filesystem.os.replace", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            files.write(make_entry(1), make_blob(make_entry(1)))
+    (left,) = tmp_path.glob("unfinished-*")
+    for path in (foreign, earlier := tmp_path / f"unfinished-{uuid4().hex}"):
+        path.touch()
+    FilesystemTier(tmp_path.as_uri())
+    assert (left.exists(), foreign.exists(), earlier.exists()) == (is_left, True, False)
+
+
+@pytest.mark.parametrize("times", [0, 1, 2, 3])
+def test_what_takes_room_is_counted(tmp_path, times):
+    """Also what a process has left that was killed while it wrote or gave up a chunk."""
+    files, written, given_up = FilesystemTier(tmp_path.as_uri()), make_entry(1), make_entry(2)
+    write(files, given_up)
+    _killed_after(files, "_put", times, lambda: files.write(written, make_blob(written)))
+    _killed_after(files._fs, "rm_file", times, lambda: files.delete([given_up.key]))
+    there = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert FilesystemTier(tmp_path.as_uri()).stats()["bytes"] >= there
 
 
 @pytest.mark.parametrize("written", [0, 1, 2, 3])

@@ -1,15 +1,17 @@
 """A tier on any file system or object store that fsspec knows, which several machines may share.
 
-    chunks/<key>.safetensors                the blob; written first
-    index/<root>/<key>.<start>.<bytes>      empty; what is kept can be listed without reading it
+    index/<root>/<key>.<start>.<bytes>      empty; written first, so that what takes room is listed without reading it
+    chunks/<key>.safetensors                the blob
     chunks/<key>.entry                      the entry; where there is one, there is a blob
     heads/<head>/<time>-<key>               empty; what begins alike can be listed, newest last
     notices/<time>-<id>                     a notice; listed once a second
+    unfinished-<time>-<id>                  any of these, while it is written
 
 A list may name what is gone. An object under a head is then dropped when it is met.
 """
 
 import os
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +28,8 @@ from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 
 _LISTED_EVERY_S = 1.0  # notices
 _MAX_NOTICES = 4096
+_UNFINISHED = re.compile(r"unfinished-(?:([0-9a-f]{16})-)?[0-9a-f]{32}")  # without a time, of an earlier release
+_EXPIRES_NS = 3600 * 10**9  # what is older, by whatever clock, is of a process that was killed
 # Where a file can be seen while it is written, and renaming it is one step. Object stores show what is complete.
 _RENAMED = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs"})
 
@@ -71,6 +75,8 @@ class FilesystemTier(RemoteTier):
         self._held: OrderedDict[bytes, _Listed] | None = None  # least recently used first; None until it is needed
         self._lock = forks.lock()  # of `_held`
         self._changing = forks.lock()  # while a chunk is written or given up: it is more than one file
+        if self._renames:
+            self._guard.call(None, self._remove_unfinished)
 
     def close(self) -> None:
         """fsspec closes its connections by itself."""
@@ -144,8 +150,8 @@ class FilesystemTier(RemoteTier):
     def _put_all(self, entry: Entry, blob: Sequence[memoryview]) -> None:
         listed = self._listed(entry)
         contents = {
-            self._blob_path(entry.key): b"".join(blob),
             listed.path: b"",
+            self._blob_path(entry.key): b"".join(blob),
             self._entry_path(entry.key): pack_entry(entry),
         }
         if entry.head:
@@ -227,7 +233,7 @@ class FilesystemTier(RemoteTier):
         for chunk in chunks:
             key, entry = chunk.key, entries.get(chunk.key)
             heads = [path for path, alike in self._alike(entry.head) if alike == key] if entry and entry.head else []
-            self._remove([*heads, self._entry_path(key), chunk.path, self._blob_path(key)])
+            self._remove([*heads, self._entry_path(key), self._blob_path(key), chunk.path])
             with self._lock:
                 if self._held is not None:
                     self._held.pop(key, None)
@@ -255,7 +261,7 @@ class FilesystemTier(RemoteTier):
         if not self._renames:
             self._fs.pipe_file(path, content)
             return
-        unfinished = f"{self._base}/unfinished-{uuid4().hex}"
+        unfinished = f"{self._base}/unfinished-{time.time_ns():016x}-{uuid4().hex}"
         try:
             if isinstance(self._fs, LocalFileSystem):
                 _put_privately(unfinished, path, content)
@@ -272,6 +278,16 @@ class FilesystemTier(RemoteTier):
         """Remove what is of no use to anybody, if the place can be written to."""
         if paths:
             self._writing.call(None, self._remove, paths)
+
+    def _remove_unfinished(self) -> None:
+        """Remove what killed processes were writing: it would take room, and nobody would count it."""
+        now, left = time.time_ns(), []
+        with suppress(FileNotFoundError):
+            for path in self._fs.ls(self._base, detail=False):
+                found = _UNFINISHED.fullmatch(path.rpartition("/")[2])
+                if found is not None and abs(now - int(found[1] or "0", 16)) > _EXPIRES_NS:
+                    left.append(path)
+        self._clean(left)
 
     def _remove(self, paths: Iterable[str]) -> None:
         for path in paths:
