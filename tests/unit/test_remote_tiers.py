@@ -273,6 +273,21 @@ def test_what_the_server_gives_up_is_dropped_from_all_lists(start, connect):
         assert tier.read(entry.key) == b"".join(make_blob(entry))
 
 
+@pytest.mark.parametrize("name", ["used", f"root:{ROOT.hex()}"])
+def test_a_list_that_the_server_gives_up_leaves_nothing_that_cannot_be_deleted(shared_server, connect, name):
+    tier, entries = connect(shared_server.url, prefix=(prefix := uuid4().hex)), [make_entry(n) for n in range(3)]
+    write(tier, *entries)
+    client = valkey.Valkey.from_url(shared_server.url)
+    client.delete(f"{prefix}:{name}")
+    assert set(tier.find(keys(entries))) == set(keys(tier.entries(ROOT)))
+    assert tier.clear(entries[0].model)
+    assert tier.find(keys(entries)) == {}
+    assert not client.keys(f"{prefix}:chunk:*")
+    write(tier, *entries)
+    assert set(tier.find(keys(entries))) == set(keys(entries))
+    client.close()
+
+
 def test_a_blob_without_some_piece_is_none(shared_server, connect):
     tier = connect(shared_server.url, prefix=uuid4().hex)
     entry = make_entry(1, nbytes=3 * 2**20)

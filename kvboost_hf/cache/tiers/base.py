@@ -337,7 +337,7 @@ class RemoteTier(ABC):
         return self._guard.call(False, self._clear, model)
 
     def _clear(self, model: bytes) -> bool:
-        keys, done = self._keys(None), True
+        keys, done = self._keys(b""), True  # under all roots: what is found is listed there
         for at in range(0, len(keys), _BATCH):
             found = self._find(keys[at : at + _BATCH]).values()
             doomed = [entry.key for entry in found if entry.model == model]

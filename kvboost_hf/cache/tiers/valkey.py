@@ -2,7 +2,8 @@
 
 A chunk is one hash: its entry, and its blob in pieces. So it comes and goes whole, whoever gives it up: this tier, the
 server's own `maxmemory-policy`, or a time to live. Sorted sets and sets say what is kept; what they name may be gone,
-and is dropped from them when it is met.
+and is dropped from them when it is met. A server may give up a set, too: a chunk that the set of its root does not
+name could not be deleted with its root, and is not found any more.
 
     <prefix>:chunk:<key>    hash: "entry", and "0", "1", … in the order of the blob
     <prefix>:head:<head>    sorted set: keys by the time they were written
@@ -88,6 +89,9 @@ class ValkeyTier(RemoteTier):
                 found[key] = entry
             elif value is not None:  # not ours, or of another version: nothing else could ever be written there
                 self._change([("UNLINK", self._name("chunk", key))])
+        listed = self._ask(("SISMEMBER", self._name("root", entry.root), key) for key, entry in found.items())
+        lost = [key for key, is_listed in zip(found, listed, strict=True) if not is_listed]
+        self._change(("UNLINK", self._name("chunk", found.pop(key).key)) for key in lost)
         return found
 
     def _find_alike(self, heads: Sequence[bytes]) -> list[Entry]:
@@ -166,6 +170,7 @@ class ValkeyTier(RemoteTier):
         commands: list[Command] = []
         for key, entry in self._find(keys).items():
             commands += [("ZADD", self._used, "XX", _last_use(entry), _member(entry)), ("ZINCRBY", self._hits, 1, key)]
+            commands.append(("SADD", self._name("root", entry.root), key))  # else the server gives it up before them
             commands += self._expiries(entry)
         self._change(commands)
 
