@@ -76,12 +76,12 @@ def test_a_read_that_comes_too_early_takes_nothing_away(files, monkeypatch):
     """Another thread writes the chunk after this one has found that it is not there."""
     entry = make_entry(0)
 
-    def too_early(path):
+    def too_early(paths):
         write(files, entry)
-        raise FileNotFoundError(path)
+        return {path: FileNotFoundError(path) for path in paths}
 
     with monkeypatch.context() as patched:
-        patched.setattr(files._fs, "cat_file", too_early)
+        patched.setattr(files, "_contents", too_early)
         assert files.read(entry.key) is None
     assert files.read(entry.key) is not None
     assert list(files.find([entry.key])) == [entry.key]
@@ -649,6 +649,23 @@ def test_who_could_not_read_a_notice_has_missed_it(files, tmp_path, monkeypatch)
     last.symlink_to(tmp_path / "gone")
     later = files.heard(heard.place)
     assert (list(later.notices), later.complete) == ([], False)
+
+
+@pytest.mark.parametrize("suffix", ["entry", "safetensors"])
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.touch])
+def test_what_is_no_file_is_not_read(files, tmp_path, suffix, put):
+    """A pipe would have a prompt wait for ever, and a device never end."""
+    entry = make_entry(1)
+    write(files, entry)
+    path = tmp_path / "chunks" / f"{entry.key.hex()}.{suffix}"
+    path.unlink()
+    put(path)
+    assert len(files.find([entry.key])) == (suffix != "entry")
+    assert files.read(entry.key) == (b"" if suffix != "entry" else b"".join(make_blob(entry)))
+    assert files.delete([entry.key])
+    write(files, entry)
+    assert files.read(entry.key) == b"".join(make_blob(entry))
+    assert files.stats()["errors"] == 0
 
 
 def test_half_an_entry_is_a_miss(files, tmp_path):

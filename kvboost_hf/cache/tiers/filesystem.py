@@ -12,9 +12,10 @@ A list may name what is gone. An object under a head is then dropped when it is 
 
 import os
 import re
+import stat
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -26,6 +27,7 @@ from kvboost_hf.cache.planning.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Heard, RemoteTier, without_secrets
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 
+_AS_IT_IS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # Windows has neither
 _LISTED_EVERY_S = 1.0  # notices
 _MAX_NOTICES = 4096
 _UNFINISHED = re.compile(r"unfinished-(?:([0-9a-f]{16})-)?[0-9a-f]{32}")  # without a time, of an earlier release
@@ -84,13 +86,11 @@ class FilesystemTier(RemoteTier):
     def _find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
         paths = {self._entry_path(key): key for key in keys}
         found = {}
-        for path, packed in self._fs.cat(list(paths), on_error="return").items():
+        for path, packed in self._contents(paths).items():
             if isinstance(packed, FileNotFoundError):
                 continue
-            if isinstance(packed, Exception):
-                raise packed
             try:
-                entry = unpack_entry(packed)
+                entry = unpack_entry(_ours(packed))
             except ValueError:
                 entry = None
             if entry is not None and entry.key == paths[path]:
@@ -129,13 +129,13 @@ class FilesystemTier(RemoteTier):
         return [listed.key for folder in alike for listed in self._index(folder)]
 
     def _read(self, key: bytes) -> memoryview | None:
-        try:
-            return memoryview(self._fs.cat_file(self._blob_path(key)))
-        except FileNotFoundError:
-            with self._changing:  # another thread may have written it by now
-                if not self._fs.exists(self._blob_path(key)):  # another process wrote it as this one gave it up
-                    self._clean([self._entry_path(key)])
-            return None
+        (content,) = self._contents([self._blob_path(key)]).values()
+        if not isinstance(content, FileNotFoundError):
+            return memoryview(_ours(content))
+        with self._changing:  # another thread may have written it by now
+            if not self._fs.exists(self._blob_path(key)):  # another process wrote it as this one gave it up
+                self._clean([self._entry_path(key)])
+        return None
 
     def _write(self, entry: Entry, blob: Sequence[memoryview]) -> bool:
         return self._writing.call(False, self._write_now, entry, blob)
@@ -197,7 +197,7 @@ class FilesystemTier(RemoteTier):
             return Heard(since)
         listed = frozenset(self._fs.find(f"{self._base}/notices"))
         new = sorted(listed - seen)
-        found = self._fs.cat(new, on_error="omit") if new else {}
+        found = {path: content for path, content in self._contents(new).items() if isinstance(content, bytes)}
         if len(listed) > _MAX_NOTICES:
             self._clean(sorted(listed)[: _MAX_NOTICES // 4])
         complete = since is None or (len(found) == len(new) and (not seen or bool(seen & listed)))
@@ -257,6 +257,19 @@ class FilesystemTier(RemoteTier):
     def _blob_path(self, key: bytes) -> str:
         return f"{self._base}/chunks/{key.hex()}.safetensors"
 
+    def _contents(self, paths: Collection[str]) -> dict[str, bytes | Exception]:
+        """The contents of files, or why they cannot be had."""
+        if paths and not isinstance(self._fs, LocalFileSystem):
+            found: dict[str, bytes | Exception] = self._fs.cat(list(paths), on_error="return")
+            return found
+        contents: dict[str, bytes | Exception] = {}
+        for path in paths:
+            try:
+                contents[path] = _content(path)
+            except OSError as error:
+                contents[path] = error
+        return contents
+
     def _put(self, path: str, content: bytes) -> None:
         if not self._renames:
             self._fs.pipe_file(path, content)
@@ -293,6 +306,27 @@ class FilesystemTier(RemoteTier):
         for path in paths:
             with suppress(FileNotFoundError):
                 self._fs.rm_file(path)
+
+
+class _ForeignError(OSError):
+    """In the place of a file is a link, a pipe or a device."""
+
+
+def _content(path: str) -> bytes:
+    """The content of a file of this machine; no link is followed, no pipe waited for. OSError: it cannot be had."""
+    if os.path.islink(path):
+        raise _ForeignError(path)
+    with open(os.open(path, os.O_RDONLY | _AS_IT_IS), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _ForeignError(path)
+        return file.read()
+
+
+def _ours(content: bytes | Exception) -> bytes:
+    """The content of a file, nothing for what nobody here has put there; else raises why it cannot be had."""
+    if isinstance(content, Exception) and not isinstance(content, _ForeignError):
+        raise content
+    return content if isinstance(content, bytes) else b""
 
 
 def _put_privately(unfinished: str, path: str, content: bytes) -> None:
