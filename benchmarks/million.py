@@ -213,7 +213,7 @@ def write_files(folder: Path, chunks: int, root: bytes, model: bytes) -> None:
     tier.close()
     for byte in range(256):
         (folder / "blobs" / f"{byte:02x}").mkdir(0o700, exist_ok=True)
-    index = DiskIndex(folder, lambda db: None, read_only=False)
+    index = DiskIndex(folder, lambda db: None, read_only=False, max_log_bytes=2**22)
     with index.transaction() as db:
         used = disk_index.now(db)
         for number in range(chunks * CHUNK // PROMPT):

@@ -2,7 +2,9 @@
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -119,3 +121,18 @@ def test_a_file_is_shortened_when_it_is_longer_than_it_may_be(tmp_path: Path, ex
     assert kept[-1] == b"last"
     assert len(kept) == (9 if extra == 0 else 4)
     assert oct(path.stat().st_mode)[-3:] == "600"
+
+
+def test_who_is_killed_or_has_no_room_while_it_shortens_leaves_one_file_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = NoticeFile(tmp_path / "notices", 500)
+    with monkeypatch.context() as patched:
+        patched.setattr("kvboost_hf.cache.tiers.disk_files.os.replace", Mock(side_effect=KeyboardInterrupt))
+        for number in range(50):
+            with suppress(KeyboardInterrupt):
+                file.append(b"notice %d" % number)
+    assert len(list(tmp_path.iterdir())) == 2
+    file.append(b"last")
+    assert [path.name for path in tmp_path.iterdir()] == ["notices"]
+    assert file.read(None).notices[-1] == b"last"

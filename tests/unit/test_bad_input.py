@@ -38,7 +38,13 @@ def test_budget(llama: PreTrainedModel, budget: int | str) -> None:
 
 
 def test_a_budget_may_be_text(llama: PreTrainedModel) -> None:
-    assert ChunkStore(llama, max_bytes="2GB").stats()["max_bytes"] == 2 * 10**9
+    store = ChunkStore(llama, max_bytes="2GB")
+    assert store.stats()["max_bytes"] == 2 * 10**9
+    store.max_bytes = "1GiB"
+    assert store.max_bytes == store.stats()["max_bytes"] == 2**30
+    for none in (-5, 1.5, True, None, "2", "lots"):
+        with pytest.raises(ValueError, match="`max_bytes` must be 0 or more bytes"):
+            store.max_bytes = none  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("codec", ["raw", "int4"])

@@ -560,6 +560,15 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
+def test_a_small_tier_takes_little_beside_its_budget(opened: Open, folder: Path) -> None:
+    """The log of SQLite's, too: it filled small file systems."""
+    tier = opened(2**20)
+    for number in range(300):
+        assert tier.write(*make_blob(number, 20_000))
+        tier.touch([key_of(number)])
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 1.3 * 2**20
+
+
 def test_a_limit_on_the_size_of_files(opened: Open, folder: Path) -> None:
     opened()
 

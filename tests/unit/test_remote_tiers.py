@@ -6,9 +6,11 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from uuid import uuid4
 
 import fsspec
@@ -74,12 +76,12 @@ def test_a_read_that_comes_too_early_takes_nothing_away(files, monkeypatch):
     """Another thread writes the chunk after this one has found that it is not there."""
     entry = make_entry(0)
 
-    def too_early(path):
+    def too_early(paths):
         write(files, entry)
-        raise FileNotFoundError(path)
+        return {path: FileNotFoundError(path) for path in paths}
 
     with monkeypatch.context() as patched:
-        patched.setattr(files._fs, "cat_file", too_early)
+        patched.setattr(files, "_contents", too_early)
         assert files.read(entry.key) is None
     assert files.read(entry.key) is not None
     assert list(files.find([entry.key])) == [entry.key]
@@ -269,6 +271,21 @@ def test_what_the_server_gives_up_is_dropped_from_all_lists(start, connect):
         tier.write(make_entry(number, nbytes=2**18), make_blob(make_entry(number, nbytes=2**18)))
     for entry in tier.entries():
         assert tier.read(entry.key) == b"".join(make_blob(entry))
+
+
+@pytest.mark.parametrize("name", ["used", f"root:{ROOT.hex()}"])
+def test_a_list_that_the_server_gives_up_leaves_nothing_that_cannot_be_deleted(shared_server, connect, name):
+    tier, entries = connect(shared_server.url, prefix=(prefix := uuid4().hex)), [make_entry(n) for n in range(3)]
+    write(tier, *entries)
+    client = valkey.Valkey.from_url(shared_server.url)
+    client.delete(f"{prefix}:{name}")
+    assert set(tier.find(keys(entries))) == set(keys(tier.entries(ROOT)))
+    assert tier.clear(entries[0].model)
+    assert tier.find(keys(entries)) == {}
+    assert not client.keys(f"{prefix}:chunk:*")
+    write(tier, *entries)
+    assert set(tier.find(keys(entries))) == set(keys(entries))
+    client.close()
 
 
 def test_a_blob_without_some_piece_is_none(shared_server, connect):
@@ -531,6 +548,50 @@ def test_a_writer_that_dies_leaves_no_entry_without_a_blob(tmp_path, monkeypatch
     assert keys(tier.entries()) == [make_entry(2).key]
 
 
+def _killed_after(files: Any, name: str, times: int, change: Callable[[], object]) -> None:
+    """A process that is killed in a change, after so many files: no handler of an Exception runs."""
+    work, left = getattr(files, name), times
+
+    def work_or_die(*args: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        work(*args)
+
+    with pytest.MonkeyPatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr(files, name, work_or_die)
+        change()
+
+
+@pytest.mark.parametrize(("hours", "is_left"), [(0, True), (-2, False), (2, False)])
+def test_what_a_killed_writer_left_is_removed(tmp_path, monkeypatch, hours, is_left):
+    """Not what others are writing, nor files of somebody else's."""
+    files, foreign = FilesystemTier(tmp_path.as_uri()), tmp_path / "unfinished-letter"
+    clock = SimpleNamespace(time_ns=lambda: time.time_ns() + hours * 3600 * 10**9)
+    with monkeypatch.context() as patched:
+        patched.setattr("kvboost_hf.cache.tiers.filesystem.time", clock)
+        patched.setattr("kvboost_hf.cache.tiers.filesystem.os.replace", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            files.write(make_entry(1), make_blob(make_entry(1)))
+    (left,) = tmp_path.glob("unfinished-*")
+    for path in (foreign, earlier := tmp_path / f"unfinished-{uuid4().hex}"):
+        path.touch()
+    FilesystemTier(tmp_path.as_uri())
+    assert (left.exists(), foreign.exists(), earlier.exists()) == (is_left, True, False)
+
+
+@pytest.mark.parametrize("times", [0, 1, 2, 3])
+def test_what_takes_room_is_counted(tmp_path, times):
+    """Also what a process has left that was killed while it wrote or gave up a chunk."""
+    files, written, given_up = FilesystemTier(tmp_path.as_uri()), make_entry(1), make_entry(2)
+    write(files, given_up)
+    _killed_after(files, "_put", times, lambda: files.write(written, make_blob(written)))
+    _killed_after(files._fs, "rm_file", times, lambda: files.delete([given_up.key]))
+    there = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert FilesystemTier(tmp_path.as_uri()).stats()["bytes"] >= there
+
+
 @pytest.mark.parametrize("written", [0, 1, 2, 3])
 def test_a_full_disk_has_nothing_of_what_did_not_fit(tmp_path, monkeypatch, written):
     """A part that was written would be counted nowhere, and take the room that is left."""
@@ -552,6 +613,32 @@ def test_a_full_disk_has_nothing_of_what_did_not_fit(tmp_path, monkeypatch, writ
     assert set(tier.find([entry.key])) == {entry.key}
 
 
+@pytest.mark.parametrize("change", ["write", "delete", "announce", "clean"])
+def test_what_cannot_be_written_to_is_read(tmp_path, monkeypatch, caplog, change):
+    tier, entry, other = FilesystemTier(tmp_path.as_uri(), cooldown_s=60.0), make_entry(1), make_entry(2)
+    write(tier, entry)
+    if change == "clean":
+        (tmp_path / "chunks" / f"{other.key.hex()}.entry").write_bytes(b"what is no entry")
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem._put_privately", refuse)
+    monkeypatch.setattr(tier._fs, "rm_file", refuse)
+    for _ in range(2):
+        if change == "write":
+            assert not tier.write(other, make_blob(other))
+        elif change == "delete":
+            assert not tier.delete([entry.key])
+        elif change == "announce":
+            assert not tier.announce(b"a notice")
+        assert set(tier.find([entry.key, other.key])) == {entry.key}
+        assert tier.read(entry.key) == b"".join(make_blob(entry))
+    stats = tier.stats()
+    assert (stats["chunks"], stats["state"], stats["errors"]) == (1, "open", 1)
+    assert len(caplog.messages) == 1
+
+
 def test_who_could_not_read_a_notice_has_missed_it(files, tmp_path, monkeypatch):
     monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem._LISTED_EVERY_S", 0.0)
     files.announce(b"first")
@@ -562,6 +649,23 @@ def test_who_could_not_read_a_notice_has_missed_it(files, tmp_path, monkeypatch)
     last.symlink_to(tmp_path / "gone")
     later = files.heard(heard.place)
     assert (list(later.notices), later.complete) == ([], False)
+
+
+@pytest.mark.parametrize("suffix", ["entry", "safetensors"])
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.touch])
+def test_what_is_no_file_is_not_read(files, tmp_path, suffix, put):
+    """A pipe would have a prompt wait for ever, and a device never end."""
+    entry = make_entry(1)
+    write(files, entry)
+    path = tmp_path / "chunks" / f"{entry.key.hex()}.{suffix}"
+    path.unlink()
+    put(path)
+    assert len(files.find([entry.key])) == (suffix != "entry")
+    assert files.read(entry.key) == (b"" if suffix != "entry" else b"".join(make_blob(entry)))
+    assert files.delete([entry.key])
+    write(files, entry)
+    assert files.read(entry.key) == b"".join(make_blob(entry))
+    assert files.stats()["errors"] == 0
 
 
 def test_half_an_entry_is_a_miss(files, tmp_path):
@@ -591,7 +695,7 @@ def test_a_file_system_that_fails_is_a_miss_until_it_is_back(tmp_path, caplog):
     assert not tier.write(entry, make_blob(entry))
     assert tier.find([entry.key]) == {}
     assert tier.stats()["state"] == "down"
-    assert len(caplog.messages) == 1
+    assert [message.partition(" file:")[0] for message in caplog.messages] == ["Writing to", "The tier at"]
     (tmp_path / "kv").unlink()
     eventually(lambda: tier.write(entry, make_blob(entry)))
     assert set(tier.find([entry.key])) == {entry.key}

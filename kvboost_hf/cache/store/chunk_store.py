@@ -39,7 +39,7 @@ from kvboost_hf.cache.tiers import open_tiers
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.compat import KeptOnModel, ranks_of, require_cache, require_one_process, rope_regime, unwrapped
-from kvboost_hf.config import KVQuantConfig, ReusePolicy
+from kvboost_hf.config import KVQuantConfig, ReusePolicy, require_size
 from kvboost_hf.ngrams import MAX_NGRAM, Continued
 
 __all__ = ["ChunkStore", "Put", "StoredChunk", "StoredStates", "salt_bytes"]
@@ -431,12 +431,12 @@ class ChunkStore:
 
     @property
     def max_bytes(self) -> int:
-        """Budget of host memory. A smaller one holds from the next chunk on that comes in."""
+        """Budget of host memory, to be set in bytes or as text. A smaller one holds from the next chunk on."""
         return self._records.memory.max_bytes
 
     @max_bytes.setter
-    def max_bytes(self, max_bytes: int) -> None:
-        self._records.memory.max_bytes = max_bytes
+    def max_bytes(self, max_bytes: int | str) -> None:
+        self._records.memory.max_bytes = require_size("max_bytes", max_bytes, least=0)
 
     def __len__(self) -> int:
         return len(self._records.memory.chunks)

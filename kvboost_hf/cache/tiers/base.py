@@ -282,14 +282,19 @@ def secrets_in(url: str) -> set[str]:
 class RemoteTier(ABC):
     """A `Tier` of methods that may fail, each behind a `Guard`, with a budget of `max_bytes`, or None.
 
+    What a place raises that only refuses to be written to (`refusals`) has a guard of its own: it is still read from.
     ValueError: a budget or a cool-down that is not positive.
     """
 
-    def __init__(self, name: str, url: str, max_bytes: int | None, cooldown_s: float) -> None:
+    def __init__(
+        self, name: str, url: str, max_bytes: int | None, cooldown_s: float, refusals: type[Exception]
+    ) -> None:
         if max_bytes is not None and max_bytes <= 0:
             raise ValueError(f"`max_bytes` must be a positive number of bytes, got {max_bytes}. None sets no limit.")
         self.name, self.location, self.max_bytes = name, without_secrets(url), max_bytes
-        self._guard = Guard(f"The tier at {self.location}", secrets=secrets_in(url), cooldown_s=cooldown_s)
+        secrets = secrets_in(url)
+        self._guard = Guard(f"The tier at {self.location}", secrets=secrets, cooldown_s=cooldown_s)
+        self._writing = Guard(f"Writing to {self.location}", failures=refusals, secrets=secrets, cooldown_s=cooldown_s)
         self._counted = (0, 0)
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
@@ -332,7 +337,7 @@ class RemoteTier(ABC):
         return self._guard.call(False, self._clear, model)
 
     def _clear(self, model: bytes) -> bool:
-        keys, done = self._keys(None), True
+        keys, done = self._keys(b""), True  # under all roots: what is found is listed there
         for at in range(0, len(keys), _BATCH):
             found = self._find(keys[at : at + _BATCH]).values()
             doomed = [entry.key for entry in found if entry.model == model]
@@ -346,7 +351,7 @@ class RemoteTier(ABC):
         known: dict[str, int | float | str] = {
             "chunks": chunks,
             "bytes": nbytes,
-            "errors": self._guard.errors,
+            "errors": self._guard.errors + self._writing.errors,
             "state": self._guard.state,
         }
         return known if self.max_bytes is None else {**known, "max_bytes": self.max_bytes}

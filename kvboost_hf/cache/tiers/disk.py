@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 _AT_ONCE = 500  # keys in one query, rows in one page, files removed in one transaction
 _MAX_ALIKE = 256
 _MANY = 4096  # files, beyond which an open tier settles in a thread
+_LOG_SHARE = 16  # a small tier is on a small file system, which the usual 4 MB of SQLite's log would fill
 _BLOBS, _NOTICES = "blobs", "notices"
 
 
@@ -81,7 +82,8 @@ class DiskTier:
         self._notices = NoticeFile(folder / _NOTICES)
         self._settling: Thread | None = None
         self._unknown_bytes: int | None = None  # of blobs that a partial index lacks; None until they are counted
-        self._index = DiskIndex(folder, self._refill, read_only=read_only)
+        log_bytes = max_bytes // _LOG_SHARE
+        self._index = DiskIndex(folder, self._refill, read_only=read_only, max_log_bytes=log_bytes)
         with self._failures.caught("open"):
             if read_only:
                 _log.warning("Disk tier %s cannot be written to: it is only read.", folder)

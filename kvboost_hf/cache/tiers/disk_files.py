@@ -294,7 +294,9 @@ class NoticeFile:
     def _shorten(self, file: int, lineage: bytes, base: int) -> None:
         lines = os.pread(file, os.fstat(file).st_size, 0)[_HEADER_BYTES:]
         cut = lines.find(b"\n", len(lines) // 2) + 1
-        beside = f"{self._path}.{uuid4().hex}.tmp"
+        beside = f"{self._path}.tmp"  # nobody else writes one; one that is there is of a process that was killed
+        with suppress(FileNotFoundError):
+            os.unlink(beside)
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new:
             new.write(_header(lineage, base + cut) + lines[cut:])
         os.replace(beside, self._path)

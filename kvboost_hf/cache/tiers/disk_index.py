@@ -69,6 +69,7 @@ _MAX_COUNT = 2**62  # SQLite takes twice as much, and uses are counted on from i
 _ROW_BYTES = 512  # of a row and its places in the indexes, tokens not counted
 _MOST_TOKEN_BYTES = 2**16  # of a chunk
 _SAME_USE_NS = 600 * 10**9
+_PAGE_BYTES, _LEAST_LOG_PAGES, _MOST_LOG_PAGES = 4096, 16, 1000  # SQLite's own, and that of its log
 _PARTIAL = 0x4B56  # a mark of an index that does not have all blobs yet
 
 
@@ -76,11 +77,14 @@ class DiskIndex:
     """An SQLite database in a folder that exists.
 
     `refill` is called with the connection, in a transaction, when the index is new: adds what is there, or notes that
-    it is partial.
+    it is partial. SQLite's log beside it takes `max_log_bytes` at most, and some pages of the last transaction.
     """
 
-    def __init__(self, folder: Path, refill: Callable[[sqlite3.Connection], None], *, read_only: bool) -> None:
+    def __init__(
+        self, folder: Path, refill: Callable[[sqlite3.Connection], None], *, read_only: bool, max_log_bytes: int
+    ) -> None:
         self.read_only = read_only
+        self._log_pages = min(max(_LEAST_LOG_PAGES, max_log_bytes // _PAGE_BYTES), _MOST_LOG_PAGES)
         self._folder, self._path, self._refill = folder, folder / "index.sqlite3", refill
         self.is_closed = False
         # SQLite keeps book of its locks by process, so that a process that was forked beside an open connection could
@@ -173,6 +177,7 @@ class DiskIndex:
         self._file = _identity(self._path)
         db.text_factory = _as_text
         db.execute("PRAGMA journal_mode=WAL")
+        db.execute(f"PRAGMA wal_autocheckpoint={self._log_pages}")
         db.execute("PRAGMA synchronous=NORMAL")  # a power failure may undo the last transactions, and harms nothing
         if _version(db) != VERSION:
             self._fill(db)

@@ -1,18 +1,21 @@
 """A tier on any file system or object store that fsspec knows, which several machines may share.
 
-    chunks/<key>.safetensors                the blob; written first
-    index/<root>/<key>.<start>.<bytes>      empty; what is kept can be listed without reading it
+    index/<root>/<key>.<start>.<bytes>      empty; written first, so that what takes room is listed without reading it
+    chunks/<key>.safetensors                the blob
     chunks/<key>.entry                      the entry; where there is one, there is a blob
     heads/<head>/<time>-<key>               empty; what begins alike can be listed, newest last
     notices/<time>-<id>                     a notice; listed once a second
+    unfinished-<time>-<id>                  any of these, while it is written
 
 A list may name what is gone. An object under a head is then dropped when it is met.
 """
 
 import os
+import re
+import stat
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -24,8 +27,11 @@ from kvboost_hf.cache.planning.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Heard, RemoteTier, without_secrets
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 
+_AS_IT_IS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # Windows has neither
 _LISTED_EVERY_S = 1.0  # notices
 _MAX_NOTICES = 4096
+_UNFINISHED = re.compile(r"unfinished-(?:([0-9a-f]{16})-)?[0-9a-f]{32}")  # without a time, of an earlier release
+_EXPIRES_NS = 3600 * 10**9  # what is older, by whatever clock, is of a process that was killed
 # Where a file can be seen while it is written, and renaming it is one step. Object stores show what is complete.
 _RENAMED = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs"})
 
@@ -49,6 +55,7 @@ class FilesystemTier(RemoteTier):
             several processes that write may exceed it together. What was used longest ago in this process goes first.
         storage_options: For fsspec: credentials, and how long to wait for answers, which only it can tell.
         cooldown_s: Seconds that it is left alone for after a failure, twice as many after each further one, up to 30.
+            While only writing fails, as on a full disk or without the right to write, it is read from.
 
     Raises:
         ImportError: if fsspec needs a package for this URL that is not installed.
@@ -63,13 +70,15 @@ class FilesystemTier(RemoteTier):
         storage_options: Mapping[str, Any] | None = None,
         cooldown_s: float = 1.0,
     ) -> None:
-        super().__init__("filesystem", url, max_bytes, cooldown_s)
+        super().__init__("filesystem", url, max_bytes, cooldown_s, Exception)
         self._fs, self._base = _file_system(url, storage_options or {})
         protocols = self._fs.protocol
         self._renames = not _RENAMED.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
         self._held: OrderedDict[bytes, _Listed] | None = None  # least recently used first; None until it is needed
         self._lock = forks.lock()  # of `_held`
         self._changing = forks.lock()  # while a chunk is written or given up: it is more than one file
+        if self._renames:
+            self._guard.call(None, self._remove_unfinished)
 
     def close(self) -> None:
         """fsspec closes its connections by itself."""
@@ -77,25 +86,23 @@ class FilesystemTier(RemoteTier):
     def _find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
         paths = {self._entry_path(key): key for key in keys}
         found = {}
-        for path, packed in self._fs.cat(list(paths), on_error="return").items():
+        for path, packed in self._contents(paths).items():
             if isinstance(packed, FileNotFoundError):
                 continue
-            if isinstance(packed, Exception):
-                raise packed
             try:
-                entry = unpack_entry(packed)
+                entry = unpack_entry(_ours(packed))
             except ValueError:
                 entry = None
             if entry is not None and entry.key == paths[path]:
                 found[entry.key] = entry
             else:  # not ours, or of another version: nothing else could ever be written there
-                self._remove([path])
+                self._clean([path])
         return {key: found[key] for key in keys if key in found}
 
     def _find_alike(self, heads: Sequence[bytes]) -> list[Entry]:
         listed = {key: path for head in heads for path, key in self._alike(head)[:MAX_ALIKE]}
         found = self._find(list(listed)) if listed else {}
-        self._remove(path for key, path in listed.items() if key not in found)
+        self._clean([path for key, path in listed.items() if key not in found])
         return list(found.values())
 
     def _alike(self, head: bytes) -> list[tuple[str, bytes]]:
@@ -122,15 +129,18 @@ class FilesystemTier(RemoteTier):
         return [listed.key for folder in alike for listed in self._index(folder)]
 
     def _read(self, key: bytes) -> memoryview | None:
-        try:
-            return memoryview(self._fs.cat_file(self._blob_path(key)))
-        except FileNotFoundError:
-            with self._changing:  # another thread may have written it by now
-                if not self._fs.exists(self._blob_path(key)):  # another process wrote it as this one gave it up
-                    self._remove([self._entry_path(key)])
-            return None
+        (content,) = self._contents([self._blob_path(key)]).values()
+        if not isinstance(content, FileNotFoundError):
+            return memoryview(_ours(content))
+        with self._changing:  # another thread may have written it by now
+            if not self._fs.exists(self._blob_path(key)):  # another process wrote it as this one gave it up
+                self._clean([self._entry_path(key)])
+        return None
 
     def _write(self, entry: Entry, blob: Sequence[memoryview]) -> bool:
+        return self._writing.call(False, self._write_now, entry, blob)
+
+    def _write_now(self, entry: Entry, blob: Sequence[memoryview]) -> bool:
         with self._changing:
             if not self._fs.exists(self._entry_path(entry.key)):
                 self._make_room(entry.nbytes)
@@ -140,8 +150,8 @@ class FilesystemTier(RemoteTier):
     def _put_all(self, entry: Entry, blob: Sequence[memoryview]) -> None:
         listed = self._listed(entry)
         contents = {
-            self._blob_path(entry.key): b"".join(blob),
             listed.path: b"",
+            self._blob_path(entry.key): b"".join(blob),
             self._entry_path(entry.key): pack_entry(entry),
         }
         if entry.head:
@@ -165,11 +175,17 @@ class FilesystemTier(RemoteTier):
                     held.move_to_end(key)
 
     def _delete(self, keys: Sequence[bytes]) -> bool:
+        return self._writing.call(False, self._delete_now, keys)
+
+    def _delete_now(self, keys: Sequence[bytes]) -> bool:
         with self._changing:
             self._give_up([self._listed(entry) for entry in self._find(keys).values()])
         return True
 
     def _announce(self, notice: bytes) -> bool:
+        return self._writing.call(False, self._announce_now, notice)
+
+    def _announce_now(self, notice: bytes) -> bool:
         self._put(f"{self._base}/notices/{time.time_ns():016x}-{uuid4().hex}", notice)
         return True
 
@@ -181,9 +197,9 @@ class FilesystemTier(RemoteTier):
             return Heard(since)
         listed = frozenset(self._fs.find(f"{self._base}/notices"))
         new = sorted(listed - seen)
-        found = self._fs.cat(new, on_error="omit") if new else {}
+        found = {path: content for path, content in self._contents(new).items() if isinstance(content, bytes)}
         if len(listed) > _MAX_NOTICES:
-            self._remove(sorted(listed)[: _MAX_NOTICES // 4])
+            self._clean(sorted(listed)[: _MAX_NOTICES // 4])
         complete = since is None or (len(found) == len(new) and (not seen or bool(seen & listed)))
         return Heard((now, listed), [found[path] for path in new if path in found], complete)
 
@@ -217,7 +233,7 @@ class FilesystemTier(RemoteTier):
         for chunk in chunks:
             key, entry = chunk.key, entries.get(chunk.key)
             heads = [path for path, alike in self._alike(entry.head) if alike == key] if entry and entry.head else []
-            self._remove([*heads, self._entry_path(key), chunk.path, self._blob_path(key)])
+            self._remove([*heads, self._entry_path(key), self._blob_path(key), chunk.path])
             with self._lock:
                 if self._held is not None:
                     self._held.pop(key, None)
@@ -241,11 +257,24 @@ class FilesystemTier(RemoteTier):
     def _blob_path(self, key: bytes) -> str:
         return f"{self._base}/chunks/{key.hex()}.safetensors"
 
+    def _contents(self, paths: Collection[str]) -> dict[str, bytes | Exception]:
+        """The contents of files, or why they cannot be had."""
+        if paths and not isinstance(self._fs, LocalFileSystem):
+            found: dict[str, bytes | Exception] = self._fs.cat(list(paths), on_error="return")
+            return found
+        contents: dict[str, bytes | Exception] = {}
+        for path in paths:
+            try:
+                contents[path] = _content(path)
+            except OSError as error:
+                contents[path] = error
+        return contents
+
     def _put(self, path: str, content: bytes) -> None:
         if not self._renames:
             self._fs.pipe_file(path, content)
             return
-        unfinished = f"{self._base}/unfinished-{uuid4().hex}"
+        unfinished = f"{self._base}/unfinished-{time.time_ns():016x}-{uuid4().hex}"
         try:
             if isinstance(self._fs, LocalFileSystem):
                 _put_privately(unfinished, path, content)
@@ -258,10 +287,46 @@ class FilesystemTier(RemoteTier):
                 self._fs.rm_file(unfinished)
             raise
 
+    def _clean(self, paths: Sequence[str]) -> None:
+        """Remove what is of no use to anybody, if the place can be written to."""
+        if paths:
+            self._writing.call(None, self._remove, paths)
+
+    def _remove_unfinished(self) -> None:
+        """Remove what killed processes were writing: it would take room, and nobody would count it."""
+        now, left = time.time_ns(), []
+        with suppress(FileNotFoundError):
+            for path in self._fs.ls(self._base, detail=False):
+                found = _UNFINISHED.fullmatch(path.rpartition("/")[2])
+                if found is not None and abs(now - int(found[1] or "0", 16)) > _EXPIRES_NS:
+                    left.append(path)
+        self._clean(left)
+
     def _remove(self, paths: Iterable[str]) -> None:
         for path in paths:
             with suppress(FileNotFoundError):
                 self._fs.rm_file(path)
+
+
+class _ForeignError(OSError):
+    """In the place of a file is a link, a pipe or a device."""
+
+
+def _content(path: str) -> bytes:
+    """The content of a file of this machine; no link is followed, no pipe waited for. OSError: it cannot be had."""
+    if os.path.islink(path):
+        raise _ForeignError(path)
+    with open(os.open(path, os.O_RDONLY | _AS_IT_IS), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _ForeignError(path)
+        return file.read()
+
+
+def _ours(content: bytes | Exception) -> bytes:
+    """The content of a file, nothing for what nobody here has put there; else raises why it cannot be had."""
+    if isinstance(content, Exception) and not isinstance(content, _ForeignError):
+        raise content
+    return content if isinstance(content, bytes) else b""
 
 
 def _put_privately(unfinished: str, path: str, content: bytes) -> None:

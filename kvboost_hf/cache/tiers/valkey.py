@@ -2,7 +2,8 @@
 
 A chunk is one hash: its entry, and its blob in pieces. So it comes and goes whole, whoever gives it up: this tier, the
 server's own `maxmemory-policy`, or a time to live. Sorted sets and sets say what is kept; what they name may be gone,
-and is dropped from them when it is met.
+and is dropped from them when it is met. A server may give up a set, too: a chunk that the set of its root does not
+name could not be deleted with its root, and is not found any more.
 
     <prefix>:chunk:<key>    hash: "entry", and "0", "1", … in the order of the blob
     <prefix>:head:<head>    sorted set: keys by the time they were written
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvboost_hf.cache.planning.chunks import KEY_BYTES
-from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Guard, Heard, RemoteTier, without_secrets
+from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Heard, RemoteTier, without_secrets
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 from kvboost_hf.errors import how_to_install
 
@@ -67,8 +68,7 @@ class ValkeyTier(RemoteTier):
             if not seconds > 0:
                 raise ValueError(f"`{name}` must be more than 0 seconds, got {seconds!r}.")
         self._client = _client(url, timeout_s)
-        super().__init__("valkey", url, max_bytes, cooldown_s)
-        self._writing = Guard(f"Writing to {self.location}", failures=_refusal(), cooldown_s=cooldown_s)
+        super().__init__("valkey", url, max_bytes, cooldown_s, _refusal())
         self._prefix, self._ttl_ms = prefix, None if ttl_s is None else max(1, int(ttl_s * 1000))
         names = ("used", "hits", "bytes", "notices")
         self._used, self._hits, self._bytes, self._notices = (f"{prefix}:{name}" for name in names)
@@ -76,11 +76,6 @@ class ValkeyTier(RemoteTier):
 
     def hits(self) -> Mapping[bytes, int]:
         return self._guard.call({}, self._all_hits)
-
-    def stats(self) -> Mapping[str, int | float | str]:
-        """`bytes` counts what the server gave up by itself until this tier meets it."""
-        known = super().stats()
-        return {**known, "errors": self._guard.errors + self._writing.errors}
 
     def close(self) -> None:
         self._client.close()
@@ -94,6 +89,9 @@ class ValkeyTier(RemoteTier):
                 found[key] = entry
             elif value is not None:  # not ours, or of another version: nothing else could ever be written there
                 self._change([("UNLINK", self._name("chunk", key))])
+        listed = self._ask(("SISMEMBER", self._name("root", entry.root), key) for key, entry in found.items())
+        lost = [key for key, is_listed in zip(found, listed, strict=True) if not is_listed]
+        self._change(("UNLINK", self._name("chunk", found.pop(key).key)) for key in lost)
         return found
 
     def _find_alike(self, heads: Sequence[bytes]) -> list[Entry]:
@@ -172,6 +170,7 @@ class ValkeyTier(RemoteTier):
         commands: list[Command] = []
         for key, entry in self._find(keys).items():
             commands += [("ZADD", self._used, "XX", _last_use(entry), _member(entry)), ("ZINCRBY", self._hits, 1, key)]
+            commands.append(("SADD", self._name("root", entry.root), key))  # else the server gives it up before them
             commands += self._expiries(entry)
         self._change(commands)
 
@@ -194,6 +193,7 @@ class ValkeyTier(RemoteTier):
         return Heard(listed[-1][0] if listed else b"", [fields.get(b"notice", b"") for _, fields in new], complete)
 
     def _count(self) -> tuple[int, int]:
+        """What the server gave up by itself counts until this tier meets it."""
         chunks, nbytes = self._ask([("ZCARD", self._used), ("GET", self._bytes)])
         return chunks, int(nbytes or 0)
 
