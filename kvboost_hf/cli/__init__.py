@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_output() -> None:
-    """Drop what goes to a closed stream, and write characters that the encoding of standard output lacks as escapes."""
+    """Drop what goes to a closed stream, and write characters that an encoding lacks as escapes."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
