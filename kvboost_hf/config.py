@@ -36,6 +36,11 @@ def parse_size(text: str) -> int | None:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper())) or None
 
 
+def _size(text: str) -> int | str:
+    """A number of bytes, or a text with a unit as it was typed, for it is shown again."""
+    return int(text) if text.isdecimal() else text
+
+
 STREAMED, PLANNED, DRAFTS = "a model larger than its device", "what is planned for", "drafts"  # groups of flags
 Progressive = bool | int | Literal["ride"]
 
@@ -291,7 +296,7 @@ class StreamingConfig:
         None,
         group=(STREAMED, PLANNED),
         metavar="SIZE",
-        parse=str,
+        parse=_size,
         help="device memory that the model may take, such as 8GB or 7.5GiB: as many layers stay as fit",
     )
     n_staging_slots: int = setting(2, group=STREAMED, metavar="SLOTS", least=2)
@@ -299,7 +304,7 @@ class StreamingConfig:
     head_bits: HeadBits | None = setting(None)
     host_embeddings: bool = True
     pin_memory: bool = True
-    host_budget: int | str | None = setting(None, group=STREAMED, metavar="SIZE", parse=str)
+    host_budget: int | str | None = setting(None, group=STREAMED, metavar="SIZE", parse=_size)
     disk_folder: str | None = setting(None, group=(STREAMED, PLANNED), metavar="FOLDER")
     max_tokens: int = setting(4096, group=PLANNED, least=1)
     prefill_chunk_size: int | None = setting(None, group=PLANNED, metavar="TOKENS", least=1)

@@ -1,5 +1,6 @@
 """The output of commands: results to a file, or to standard output for `-`, and progress on standard error."""
 
+import io
 import os
 import shutil
 import sys
@@ -44,6 +45,8 @@ def write(path: Path, text: str) -> None:
         OSError: it cannot be written, for want of room, say.
     """
     if path == STANDARD_OUTPUT:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # as files, for escapes would change what is written
         sys.stdout.write(text + "\n")
         return
     try:

@@ -4,6 +4,7 @@ The file with `run_NAME` is imported when all arguments are right, so that help 
 """
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -31,6 +32,8 @@ _COMMANDS = {  # the file that runs each, and what it is for
     "prune": ("inspect", "remove files of streamed layers that no process uses"),
 }
 
+_SIGPIPE = 128 + 13  # not all systems have this signal
+
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors do not stand behind a page of usage."""
@@ -49,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 2 for what is refused, 130 after Ctrl-C, 141 if nobody reads the output any longer.
     """
     given = sys.argv[1:] if arguments is None else arguments
+    _open_output()
     try:
         named = next((each for each in given if not each.startswith("-")), None)
         if named is not None and named not in _COMMANDS:
@@ -77,13 +81,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except BrokenPipeError:  # whoever reads the output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13  # SIGPIPE, which not all systems have
+        return _SIGPIPE
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # which a console of rich makes this of
+            return _SIGPIPE
+        raise
     except (KVBoostError, ValueError, OSError, ImportError) as error:  # of transformers, say: what to install
         sys.stderr.write(f"kvboost-hf: {error}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("kvboost-hf: interrupted\n")
         return 128 + signal.SIGINT
+
+
+def _open_output() -> None:
+    """Drop what goes to a closed stream, and write characters that an encoding lacks as escapes."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def serve() -> int:

@@ -24,14 +24,12 @@ def set_device(options: argparse.Namespace) -> None:
     if options.device is None:
         options.device = default_device()
         options.parser.set_defaults(device=options.device)
-    device = options.device
-    wrong = f"`--device` must be one that PyTorch finds here, such as cpu, got {device!r}."
     try:
-        found = available_device(device)
+        available_device(options.device)
     except ValueError as error:
-        raise ValueError(wrong) from error
-    if found.type == "meta":
-        raise ValueError(wrong)
+        raise ValueError(
+            f"`--device` must be one that PyTorch finds here, such as cpu, got {options.device!r}."
+        ) from error
 
 
 def load_model(options: argparse.Namespace, streaming: StreamingConfig | None = None) -> tuple[Any, Any, str]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,15 +151,17 @@ def _next(options: argparse.Namespace, report: CorrectnessReport) -> str:
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """The prompts of a file: its lines, or the items of its JSON list."""
+    """The prompts of a file: the items of its JSON list, or its lines, which may begin with `[INST]` or `[1]`, too."""
     text = read_text(path)
-    if not text.lstrip().startswith("["):
-        return [line for line in text.splitlines() if line.strip()]
-    try:
-        found: list[Any] = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`--prompts` must be a prompt on each line or a JSON list, got {path}: {error}.") from error
-    return found
+    if text.lstrip().startswith("["):
+        try:
+            found: list[Any] = json.loads(text)
+            return found
+        except json.JSONDecodeError as error:
+            if re.match(r"\s*\[\s*[\"\[{]", text):  # a list of texts or messages, with a mistake
+                said = f"`--prompts` must be a prompt on each line or a JSON list, got {path}: {error}."
+                raise ValueError(said) from error
+    return [line for line in text.split("\n") if line.strip()]  # a prompt may hold form feeds and the like
 
 
 def _made_up(tokenizer: Any) -> list[list[int]]:

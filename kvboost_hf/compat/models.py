@@ -242,7 +242,7 @@ def available_device(device: torch.device | str) -> torch.device:
     """
     try:
         found = torch.device(device)
-        torch.empty(0, device=found)
+        torch.empty(0, device=found).tolist()  # which a device without numbers, "meta", refuses
     except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # each backend has its own
         why = str(error).partition("\n")[0].partition(". ")[0]
         raise ValueError(

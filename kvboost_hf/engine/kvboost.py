@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from os import PathLike
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -25,7 +25,7 @@ from kvboost_hf.engine.runner import CallRunner, Watch, call_options
 from kvboost_hf.engine.settings import SETTINGS, checked_settings, choice, settings_in_order, unknown_setting
 from kvboost_hf.offload.build import streaming_stats
 from kvboost_hf.offload.stream import StreamingStats
-from kvboost_hf.old_names import refuse
+from kvboost_hf.old_names import missing, refuse
 from kvboost_hf.verify import CorrectnessReport, verify_correctness
 from kvboost_hf.verify.correctness import require_plain
 
@@ -110,6 +110,12 @@ class KVBoost:
             "A KVBoost can be neither pickled nor copied: its store belongs to a model in this process. Make a new "
             "one."
         )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what became of a method that only the kvboost package has."""
+            raise AttributeError(missing(f"KVBoost.{name}"), name=name, obj=self)
 
     @classmethod
     def from_pretrained(

@@ -126,8 +126,8 @@ class CallRunner:
     ) -> tuple[list[list[int]], ReuseReport]:
         """Call generate() for prompts; returns the new tokens of each row, and what was reused."""
         given = dict(options)
-        if self._prefill_chunk_size:
-            given.setdefault("prefill_chunk_size", self._prefill_chunk_size)
+        if not given.setdefault("prefill_chunk_size", self._prefill_chunk_size):
+            del given["prefill_chunk_size"]  # generate() does not take 0 for all at once
         if "stop_strings" in given:
             given["tokenizer"] = self._tokenizer
         cache = self._caches.get(mode)
@@ -256,6 +256,9 @@ def call_options(
             )
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise ValueError(f"`max_new_tokens` must be an int of 1 or more, got {max_new_tokens!r}.")
+    piece = more.get("prefill_chunk_size") or 0
+    if type(piece) is not int or piece < 0:
+        raise ValueError(f"`prefill_chunk_size` must be an int of 0 or more, got {piece!r}. Pass 0 for all at once.")
     told: Any = temperature
     if do_sample and not (isinstance(told, Real) and float(told) > 0):
         raise ValueError(

@@ -10,7 +10,7 @@ from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat import decoder_layers, weights_come_and_go
+from kvboost_hf.compat import available_device, decoder_layers, weights_come_and_go
 from kvboost_hf.config import StreamingConfig, require_streaming
 from kvboost_hf.errors import StreamingError
 from kvboost_hf.offload.awq.experts import AwqExperts
@@ -184,7 +184,8 @@ def stream_layers(
         The same model. It works with `generate()`, pipelines, caches and assistants as before.
 
     Raises:
-        ValueError: the layers cannot be found or moved by copying bytes, or do not fit into the budget.
+        ValueError: the layers cannot be found or moved by copying bytes, or do not fit into the budget, or the device
+            does not exist.
         StreamingError: the layers are streamed already, or accelerate moves them.
         OSError: the disk is full, or cannot be written to; the model has its weights all the same.
 
@@ -200,7 +201,7 @@ def stream_layers(
             f"This {type(model).__name__} has hooks of accelerate. Load it without a device_map, or take them off "
             "with accelerate's remove_hook_from_submodules(model)."
         )
-    where = default_device() if device is None else torch.device(device)
+    where = default_device() if device is None else available_device(device)
     with torch.inference_mode(False), torch.no_grad():
         lay_out(model, where)
         _make_portable(model, where)

@@ -5,6 +5,7 @@ A `LayerStreamingHook` of accelerate on each layer calls it before and after the
 
 import functools
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -109,7 +110,9 @@ class LayerStream:
         layer = self._units[number].layer
         self._handles[number] = [
             layer.register_state_dict_post_hook(functools.partial(self._put_right, number)),  # type: ignore[no-untyped-call]
-            layer.register_load_state_dict_pre_hook(_refuse_loading),  # type: ignore[no-untyped-call]
+            layer.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                functools.partial(_refuse_loading, self._units[number])
+            ),
         ]
         if self._computes_what_it_saves(number):
             hook = functools.partial(self._point_to_rest, number)
@@ -287,11 +290,22 @@ def _address(holder: Holder) -> tuple[dict[str, Any], str, int]:
     return tensors, name, tensors[name].data_ptr()
 
 
-def _refuse_loading(*_: Any) -> NoReturn:
-    raise StreamingError(
-        "load_state_dict() cannot change streamed layers, whose weights are not in the model. Call "
-        "stop_streaming(model) first."
-    )
+def _refuse_loading(unit: Unit, layer: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Refuse a state_dict with weights of a unit; it may have others of its layer, such as those of an adapter."""
+    streamed = {id(holder.module) for holder in unit.holders.values()}
+    owners, tensors = set(), set()
+    for name, module in layer.named_modules():
+        if id(module) in streamed:
+            owner = f"{prefix}{name}".removesuffix(".")
+            owners.add(owner)
+            tensors |= {f"{owner}.{each}" for each in (*module._parameters, *module._buffers)}
+    for key in state:
+        cuts = [match.start() for match in re.finditer(r"\.", key)]
+        if cuts and (key[: cuts[-1]] in owners or any(key[:cut] in tensors for cut in cuts)):
+            raise StreamingError(
+                f"load_state_dict() cannot change streamed layers, whose weights are not in the model, got {key}. "
+                "Call stop_streaming(model) first."
+            )
 
 
 class LayerStreamingHook(ModelHook):  # type: ignore[misc]

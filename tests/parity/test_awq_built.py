@@ -234,3 +234,17 @@ def test_a_machine_that_cannot_build(
     assert ("need a C++ compiler" if how == "no compiler" else "no header") in said[0]
     assert not list(tmp_path.iterdir())
     assert off(linear(x), x, random_weight(128, 64, 32).dense) <= 4 * 2**-9 / 3**0.5
+
+
+def test_an_interrupted_build_is_begun_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(command: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(built._Library, "asked", False)
+    monkeypatch.setattr(built._Library, "loaded", False)
+    monkeypatch.setattr(built, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(built, "_run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        built.load(block=32)
+    monkeypatch.setattr(built, "_load", lambda: None)  # as the next build would end
+    assert built.load(block=32)

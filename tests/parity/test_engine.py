@@ -1,6 +1,7 @@
 """`KVBoost`: its answers against plain generate(), and what it computes for them."""
 
 import random
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,7 @@ from tests.internals.assets import ChatTurn, chat_messages, make_documents
 from tests.internals.cache import REPAIRS
 from tests.internals.engine import EngineSettings, Watch
 from tests.internals.engine import kvboost as engine_module
+from tests.internals.migration import TABLE
 
 NEW = 10
 DOCUMENTS = [
@@ -146,6 +148,21 @@ def test_prefill_chunks_are_a_setting(embedded: tuple[PreTrainedModel, Any]) -> 
         result = engine.generate(prompt, NEW)
     assert result.token_ids == plain(engine, prompt)
     assert work.calls == -(-result.prompt_tokens // 48) + result.generated_tokens - 1
+    with counted(engine.model) as work:
+        engine.generate(prompt, 2, GenerationMode.BASELINE, prefill_chunk_size=0)  # all at once
+    assert work.calls == 2
+    with pytest.raises(ValueError, match="`prefill_chunk_size` must be an int of 0 or more, got -2"):
+        engine.generate(prompt, prefill_chunk_size=-2)
+
+
+def test_methods_of_kvboost_that_are_gone_say_what_to_do(engine: KVBoost) -> None:
+    for entry in TABLE["methods"]:
+        for name in entry.names:
+            if not hasattr(KVBoost, name.removeprefix("KVBoost.")):
+                with pytest.raises(AttributeError, match=re.escape(f"no `{name}`. {entry.note}")):
+                    getattr(engine, name.removeprefix("KVBoost."))
+    with pytest.raises(AttributeError, match=r"no `KVBoost.nothing`\.$"):
+        engine.nothing  # noqa: B018
 
 
 # Texts and chats

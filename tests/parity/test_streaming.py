@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel, pipeline
 
@@ -373,6 +374,28 @@ def test_what_needs_the_weights_in_place_is_refused() -> None:
     model.half()
     with pytest.raises(StreamingError, match="has been replaced"):
         model(input_ids=IDS)
+
+
+@pytest.mark.parametrize("device", ["meta", "nothing", 7])
+def test_a_device_that_does_not_compute_is_refused(device: Any, expected: list[torch.Tensor]) -> None:
+    model = make_layers(LAYERS)
+    with pytest.raises(ValueError, match="`device` must be one that PyTorch can use here"):
+        stream_layers(model, FULL_STREAM, device=device)
+    assert all_equal(outputs(model), expected)
+
+
+def test_an_adapter_is_loaded_into_streamed_layers(tmp_path: Path) -> None:
+    """A state_dict without their own weights."""
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = get_peft_model(make_layers(LAYERS), config)
+    adapted.save_pretrained(tmp_path)
+    expected = adapted(input_ids=IDS).logits
+    model = make_layers(LAYERS)
+    stream_except(model, (1,))
+    loaded = PeftModel.from_pretrained(model, tmp_path)
+    assert torch.equal(loaded(input_ids=IDS).logits, expected)
+    with pytest.raises(StreamingError, match=r"got .*q_proj\.base_layer\.weight"):
+        loaded.load_state_dict(adapted.state_dict())
 
 
 def test_gradients_through_weights_that_are_gone_are_refused(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ def file(tmp_path: Path) -> Path:
         ("repair = 'query'", "recompute_strategy", "query"),
         ("max-cache-bytes = '2GiB'", "max_cache_bytes", 2 * 2**30),
         ("max-cache-bytes = 1000000", "max_cache_bytes", 1000000),
+        ("vram-budget = 1000000", "vram_budget", 1000000),
+        ("host-budget = '2GiB'", "host_budget", "2GiB"),
         ("live-quant = 4", "live_quant", "4"),
         ("kv-cache-bits = 8", "kv_cache_bits", 8),
         ("embeddings = true", "embeddings", True),

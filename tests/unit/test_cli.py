@@ -13,7 +13,7 @@ from transformers import AutoConfig, BertConfig, BertGenerationConfig, BertGener
 
 from kvboost_hf import StreamingConfig, load_streamed, streaming_plan, what_fits
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
-from tests.internals.cli import main
+from tests.internals.cli import main, read_prompts
 from tests.internals.prompts import CHAT_SHAPE
 
 SMOLLM2 = Path(__file__).parents[2] / ".models" / "smollm2" / "float32"
@@ -161,13 +161,19 @@ def test_verify_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture
     for text, message in (
         ("", "it is empty"),
         ("\n", "at least one prompt"),
-        ("[1, ", "JSON list"),
+        ('["1", ', "JSON list"),
         ("[1.5]", "text or token ids"),
     ):
         prompts.write_text(text, encoding="utf-8")
         assert main(["verify", "--prompts", str(prompts)]) == 2
         assert message in capsys.readouterr().err
     assert main(["verify", "--prompts", str(tmp_path / "missing")]) == 2
+
+
+def test_prompts_on_lines_that_begin_with_brackets(tmp_path: Path) -> None:
+    file, prompts = tmp_path / "prompts.txt", ["[INST] Who\u2028lives\fin Rome? [/INST]", "[1] Who?", "[x, y]"]
+    file.write_bytes("\r\n".join(prompts).encode())
+    assert read_prompts(file) == prompts
 
 
 def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,9 @@
 """`kvboost-hf warm` and `inspect` on a folder, as a person runs them."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +83,29 @@ def test_inspect_gives_nothing_up(
     before = listed(disk, tmp_path, capsys)
     assert listed(f"{disk}:1KB", tmp_path, capsys) == before
     assert listed(disk, tmp_path, capsys) == before != []
+
+
+def run_inspect(streams: str, folder: Path, encoding: str = "utf-8") -> "subprocess.CompletedProcess[bytes]":
+    """Run the command in a shell with its streams as they are given there."""
+    command = f'set -o pipefail; "$0" -m kvboost_hf inspect --tiers "disk:$1" {streams}'
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    arguments = ["bash", "-c", command, sys.executable, str(folder)]
+    return subprocess.run(arguments, capture_output=True, check=False, env=environment)
+
+
+def test_standard_output_that_is_closed_or_lacks_characters(
+    tmp_path: Path, files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "Ü"
+    Path(files[0]).write_text("Die Tür ist rot.", encoding="utf-8")
+    assert main(["warm", files[0], "--tiers", f"disk:{folder}"]) == 0
+    assert run_inspect("| true", folder).returncode == 141  # as of SIGPIPE
+    assert run_inspect(">&- 2>&-", folder).returncode == 0
+    shown = run_inspect("", folder, "ascii")
+    assert shown.returncode == 0
+    assert b"\\xdc: chunks" in shown.stdout
+    listed = run_inspect("--json - --tokenizer embedded", folder, "ascii")
+    assert json.loads(listed.stdout)[0]["text"] == "Die Tür ist rot."
 
 
 @pytest.mark.parametrize("tiers", [["nonsense"], ["disk:"], ["disk:/x:0GB"], ["ram:1GB"], ["ram:lots"]])

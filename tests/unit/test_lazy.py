@@ -117,6 +117,10 @@ def test_the_attention_is_registered_whoever_comes_first(imports: str) -> None:
     run(f"{imports}\n{REGISTERED}")
 
 
+def test_what_builds_extensions_is_not_imported() -> None:
+    run("from kvboost_hf import ChunkReuseCache, load_streamed; import sys; assert 'setuptools' not in sys.modules")
+
+
 @pytest.mark.slow
 def test_a_program_that_ends_says_nothing() -> None:
     """What the package keeps for forks and threads ends in order."""

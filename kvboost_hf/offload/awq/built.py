@@ -17,7 +17,6 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from torch.utils.cpp_extension import include_paths, library_paths
 
 from kvboost_hf import forks
 
@@ -61,9 +60,8 @@ def load(block: int) -> bool:
     """
     with _lock:
         if not _Library.asked:
-            _Library.asked, _Library.block = True, block
             reason = _reason_against() or _load()
-            _Library.loaded = reason is None
+            _Library.asked, _Library.block, _Library.loaded = True, block, reason is None  # unless interrupted
             if reason is None:
                 _log.info("4-bit weights on the CPU: operators built from %s.", SOURCE.name)
             else:
@@ -123,6 +121,8 @@ def _folder() -> Path:
 
 def _build(compiler: str, flags: list[str], path: Path) -> None:
     """Compile the source to a file that appears when it is whole."""
+    from torch.utils.cpp_extension import include_paths, library_paths  # which imports setuptools
+
     _log.info("Building %s with %s: this takes some 20 seconds, once.", SOURCE.name, compiler)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=path.parent) as made:
