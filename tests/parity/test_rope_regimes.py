@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
 from tests.conftest import _COMMON, as_inputs, counted, left_pad, random_ids
 
 LIMIT = 128  # tokens that the frequencies were trained for
@@ -82,6 +82,16 @@ def test_across_it_nothing_is_shared(kind: str) -> None:
     for ids in (torch.cat([told, OTHER[:, :10]], dim=1), told[:, :126], told):
         check(model, cache, as_inputs(ids))
         check(model, ChunkReuseCache(model, cache.store), as_inputs(ids))
+
+
+def test_the_check_of_a_store_computes_each_text_with_its_own_frequencies() -> None:
+    model = make("longrope")
+    store = ChunkStore(model, chunk_size=32)
+    for ids in (BASE[:, :100], BASE[:, :200]):
+        check(model, ChunkReuseCache(model, store, ReusePolicy(min_prefill_saving=0)), as_inputs(ids))
+    found = store.check_integrity()
+    assert found.wrong == 0
+    assert found.forwarded_tokens == 96 + 192
 
 
 def test_dynamic_says_why() -> None:
