@@ -102,8 +102,10 @@ def test_dynamic_says_why() -> None:
         assert "rotary frequencies depend on the length" in (cache.report.bypass_reason or "")
 
 
-def test_longrope_reuses_beyond_it_too() -> None:
-    model = make("longrope")
+@pytest.mark.daily
+@pytest.mark.parametrize("kind", ["longrope", "phi3"])  # Phi-3 leaves out the cache that generate() was given there
+def test_longrope_reuses_beyond_it_too(kind: str) -> None:
+    model = make(kind)
     check_model_compatibility(model)
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
     assert check(model, cache, as_inputs(BASE[:, :200])) == 200
@@ -115,6 +117,9 @@ def test_longrope_reuses_beyond_it_too() -> None:
     check(model, ChunkReuseCache(model, cache.store), batch)
     check(model, ChunkReuseCache(model, cache.store), as_inputs(OTHER[:, :90]))
     check(model, cache, as_inputs(BASE[:, :200]), prefill_chunk_size=50)
+    for mode in ({"max_new_tokens": 30}, {"max_new_tokens": 30, "num_beams": 2}):  # across it
+        check(model, cache, as_inputs(BASE[:, :120]), **mode)
+    assert cache.store.check_integrity().wrong == 0
 
 
 def test_the_control(monkeypatch: pytest.MonkeyPatch) -> None:
