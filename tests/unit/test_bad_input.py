@@ -1,7 +1,10 @@
 """Bad input gets an error that says the value, the constraint and the remedy, and nothing is lost."""
 
+import copy
+import gc
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +258,16 @@ class TestWarm:
         assert store.warm(IDS[0].tolist()).forwarded_tokens == 4
         assert store.stats()["tokens"] == 96  # a tail of 4 is too short to be stored
         assert store.stats()["pinned_chunks"] == 3
+
+
+def test_a_copy_of_a_cache_whose_model_is_gone() -> None:
+    model = make_model("llama")
+    cache = ChunkReuseCache(model)
+    del model
+    gc.collect()
+    for copied in (cache.fork, partial(copy.copy, cache), partial(copy.deepcopy, cache)):
+        with pytest.raises(ValueError, match="need the model that the cache was made for, which no longer exists"):
+            copied()
 
 
 def test_a_closed_store(llama: PreTrainedModel) -> None:
