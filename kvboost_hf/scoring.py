@@ -338,7 +338,7 @@ def _read(logits: torch.Tensor, at: Sequence[tuple[int, int, int]]) -> Iterator[
 # What it is given
 
 
-def _checked(number: int, pair: Sequence[Ids]) -> tuple[Tokens, int]:
+def _checked(number: int, pair: Any) -> tuple[Tokens, int]:
     """A pair as one text, and where its continuation starts."""
     if not isinstance(pair, Sized) or isinstance(pair, str) or len(pair) != 2:
         raise ValueError(
