@@ -6,7 +6,7 @@ begin with is computed for the first, and served to the others by the store. K/V
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -340,7 +340,7 @@ def _read(logits: torch.Tensor, at: Sequence[tuple[int, int, int]]) -> Iterator[
 
 def _checked(number: int, pair: Any) -> tuple[Tokens, int]:
     """A pair as one text, and where its continuation starts."""
-    if not isinstance(pair, Sized) or isinstance(pair, str) or len(pair) != 2:
+    if not isinstance(pair, Collection) or isinstance(pair, str) or len(pair) != 2:
         raise ValueError(
             f"Pair {number} must be ids of a prefix and ids of a continuation, got {pair!r:.80}. Pass [(ids, ids)]."
         )
