@@ -213,10 +213,10 @@ class KVQuantConfig:
     value_bits: float = 4
     group_size: int = 64
     rotation: Rotation = setting("hadamard")
-    qjl: bool = False
-    remove_key_mean: bool = True
-    norm_correction: bool = True
-    grouped_values: bool = False
+    qjl: bool = setting(False)
+    remove_key_mean: bool = setting(True)
+    norm_correction: bool = setting(True)
+    grouped_values: bool = setting(False)
     seed: int = setting(0, least=0)
     sink_tokens: int = setting(4, least=0)
     window: int = 128
@@ -302,8 +302,8 @@ class StreamingConfig:
     n_staging_slots: int = setting(2, group=STREAMED, metavar="SLOTS", least=2)
     quant_kernel: QuantKernel = setting("auto")
     head_bits: HeadBits | None = setting(None)
-    host_embeddings: bool = True
-    pin_memory: bool = True
+    host_embeddings: bool = setting(True)
+    pin_memory: bool = setting(True)
     host_budget: int | str | None = setting(None, group=STREAMED, metavar="SIZE", parse=_size)
     disk_folder: str | None = setting(None, group=(STREAMED, PLANNED), metavar="FOLDER")
     max_tokens: int = setting(4096, group=PLANNED, least=1)

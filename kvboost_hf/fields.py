@@ -112,6 +112,16 @@ def check_bounds(settings: Any) -> None:
         raise ValueError(f"`{each.name}` must be {_told(bounds)}, got {value}.{remedy}")
 
 
+def require_int(name: str, value: object, *, least: int = 1) -> None:
+    """Refuse anything but an int of `least` or more, as an argument that no dataclass has.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}` must be an int of {least} or more, got {value!r}.")
+
+
 def add_flags(
     parser: argparse._ActionsContainer, kind: type, group: str | None = None, *, unset: bool = False
 ) -> dict[str, argparse.Action]:

@@ -106,10 +106,11 @@ def most_frequent(
 
 def check_ngrams(max_ngram: int, min_ngram: int = 2) -> None:
     """Raise a ValueError unless `2 <= min_ngram <= max_ngram <= MAX_NGRAM`."""
-    if not 2 <= min_ngram <= max_ngram <= MAX_NGRAM:
+    known = all(isinstance(each, int) for each in (min_ngram, max_ngram))
+    if not known or not 2 <= min_ngram <= max_ngram <= MAX_NGRAM:
         raise ValueError(
-            f"`max_ngram` must be at most {MAX_NGRAM} tokens, and `min_ngram` from 2 to `max_ngram`, got {max_ngram} "
-            f"and {min_ngram}."
+            f"`max_ngram` must be at most {MAX_NGRAM} tokens, and `min_ngram` from 2 to `max_ngram`, got "
+            f"{max_ngram!r} and {min_ngram!r}."
         )
 
 

@@ -6,7 +6,7 @@ begin with is computed for the first, and served to the others by the store. K/V
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from kvboost_hf.compat import (
     input_device,
     padding_reason,
     require_cache,
+    require_model,
     rope_regime,
     run_model,
     unwrapped,
@@ -130,6 +131,13 @@ def score(
         >>> likely.logprob > unlikely.logprob
         True
     """
+    if not callable(tokenizer):
+        raise ValueError(f"`tokenizer` must be a tokenizer of transformers, got {tokenizer!r:.80}. Pass the model's.")
+    if not isinstance(prefix, Sequence) or not isinstance(continuations, Sequence):
+        raise ValueError(
+            "`prefix` must be a text and `continuations` a sequence of texts, or both sequences of these, got "
+            f"{prefix!r:.80} and {continuations!r:.80}."
+        )
     if isinstance(prefix, str):
         return score_ids(model, _encoded(tokenizer, prefix, continuations), batch_size=batch_size, cache=cache)
     if len(prefix) != len(continuations):
@@ -172,8 +180,8 @@ def score_ids(
         >>> len(found.token_logprobs)
         2
     """
-    known = [_checked(number, *pair) for number, pair in enumerate(pairs)]
-    config = unwrapped(model).config.get_text_config(decoder=True)
+    config = require_model(model).config.get_text_config(decoder=True)
+    known = [_checked(number, pair) for number, pair in enumerate(pairs)]
     limit, size = getattr(config, "max_position_embeddings", None), config.vocab_size
     for number, (ids, start) in enumerate(known):
         if ids.min() < 0 or ids.max() >= size:
@@ -210,6 +218,10 @@ def scored(
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"`batch_size` must be a positive integer, got {batch_size!r}. Pass 8.")
+    if cache is not None and not isinstance(cache, ChunkReuseCache):
+        raise ValueError(
+            f"`cache` must be a ChunkReuseCache or None, got {type(cache).__name__}. Pass ChunkReuseCache(model)."
+        )
     inner = unwrapped(model)
     require_cache(inner)
     with _evaluating(inner):
@@ -326,12 +338,16 @@ def _read(logits: torch.Tensor, at: Sequence[tuple[int, int, int]]) -> Iterator[
 # What it is given
 
 
-def _checked(number: int, prefix: Ids, continuation: Ids) -> tuple[Tokens, int]:
+def _checked(number: int, pair: Any) -> tuple[Tokens, int]:
     """A pair as one text, and where its continuation starts."""
+    if not isinstance(pair, Collection) or isinstance(pair, str) or len(pair) != 2:
+        raise ValueError(
+            f"Pair {number} must be ids of a prefix and ids of a continuation, got {pair!r:.80}. Pass [(ids, ids)]."
+        )
     parts = []
-    for name, ids in (("prefix", prefix), ("continuation", continuation)):
+    for name, ids in zip(("prefix", "continuation"), pair, strict=True):
         given = torch.as_tensor(ids)
-        if len(given) and (given.is_floating_point() or given.dtype == torch.bool):
+        if given.numel() and (given.is_floating_point() or given.dtype == torch.bool):
             raise ValueError(f"The {name} of pair {number} must be ids, which are integers, got {given.dtype}.")
         found = given.long().cpu().numpy()
         if found.ndim != 1 or not len(found):

@@ -111,8 +111,9 @@ def load_assistant(
     """
     if num_assistant_tokens is not None and (type(num_assistant_tokens) is not int or num_assistant_tokens < 1):
         raise ValueError(f"`num_assistant_tokens` must be 1 or more, or None, got {num_assistant_tokens!r}.")
-    if not 0 <= confidence_threshold < 1:
-        raise ValueError(f"`confidence_threshold` must be from 0 to less than 1, got {confidence_threshold}.")
+    if not isinstance(confidence_threshold, int | float) or not 0 <= confidence_threshold < 1:
+        raise ValueError(f"`confidence_threshold` must be from 0 to less than 1, got {confidence_threshold!r}.")
+    lengths = _schedule(schedule, num_assistant_tokens or _FIRST)
     if kwargs and (target is None or isinstance(name_or_model, PreTrainedModel)):
         raise TypeError(
             f"load_assistant() takes {', '.join(map(repr, kwargs))} only with the name of a draft, to load it. Leave "
@@ -120,10 +121,10 @@ def load_assistant(
         )
     if target is None:
         return _found_for(name_or_model, store, num_assistant_tokens)
+    require_generates(target)
     draft = _load(name_or_model, target, kwargs)
     if is_dflash(draft.config):
         return prepare_blocks(draft, target)
-    lengths = _schedule(schedule, num_assistant_tokens or _FIRST)
     if isinstance(draft, EagleHeads):
         return prepare_eagle(draft, target, Chains(lengths, confidence_threshold))
     if reads_shared_kv(draft.config):
@@ -153,7 +154,7 @@ def speculation_stats(assistant: PreTrainedModel | TreeDecoding) -> SpeculationS
         return assistant.stats
     if (heads := Heads.known(assistant)) is not None:
         return heads.stats
-    drafting = vars(assistant).get("generate")
+    drafting = getattr(assistant, "__dict__", {}).get("generate")
     if not isinstance(drafting, Drafting):
         raise ValueError(
             f"`assistant` must be a model that load_assistant() has prepared, or a TreeDecoding, got "
@@ -207,8 +208,11 @@ def _schedule(schedule: Schedule | DraftLength, tokens: int) -> DraftLength:
         return Constant(tokens)
     if schedule == "heuristic":
         return Heuristic(tokens)
-    if isinstance(schedule, str):
-        raise ValueError(f"`schedule` must be 'adaptive', 'constant' or 'heuristic', got {schedule!r}.")
+    if not isinstance(schedule, DraftLength):
+        raise ValueError(
+            f"`schedule` must be 'adaptive', 'constant', 'heuristic' or an object with `length` and `learn`, got "
+            f"{schedule!r}. For drafts of so many tokens pass schedule='constant' and `num_assistant_tokens`."
+        )
     return schedule
 
 
@@ -218,8 +222,7 @@ def _require_kind(draft: PreTrainedModel, target: PreTrainedModel) -> None:
             "The draft must be another model than its target. For a draft by the first layers of the target itself, "
             "call generate(assistant_early_exit=...)."
         )
-    for model in (draft, target):
-        require_generates(model)
+    require_generates(draft)
     if not cache_argument(draft):
         raise ValueError(
             f"The draft must keep K/V between its tokens, got {type(draft).__name__}, whose forward takes no cache. "

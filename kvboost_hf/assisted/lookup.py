@@ -23,6 +23,7 @@ from kvboost_hf.assisted.limits import Pauses, before_end, end_tokens, harmless_
 from kvboost_hf.assisted.schedule import most_tokens
 from kvboost_hf.assisted.tree import ROOT, Growth, Tree
 from kvboost_hf.compat import require_generates, require_one_process, weights_come_and_go
+from kvboost_hf.fields import require_int
 from kvboost_hf.ngrams import MAX_NGRAM, Continued, check_ngrams, longest_match, most_frequent
 
 LOOKED_UP = 24  # tokens of a draft, at most, unless somebody says otherwise
@@ -71,8 +72,8 @@ def lookup_assistant(
         A model without weights for the argument `assistant_model` of `generate()`.
 
     Raises:
-        ValueError: for a `num_assistant_tokens` that is not positive, a bad `max_ngram`, or a target that cannot
-            generate.
+        ValueError: for a `num_assistant_tokens` that is not positive, a bad `max_ngram`, a target that cannot
+            generate, or a store that is none.
 
     Example:
         >>> from kvboost_hf import ChunkReuseCache, ChunkStore
@@ -86,10 +87,13 @@ def lookup_assistant(
         >>> out.equal(model.generate(**inputs, max_new_tokens=8))
         True
     """
-    if num_assistant_tokens < 1:
-        raise ValueError(f"`num_assistant_tokens` must be positive, got {num_assistant_tokens}.")
+    require_int("num_assistant_tokens", num_assistant_tokens)
     check_ngrams(max_ngram)
     require_generates(target)
+    if store is not None and not hasattr(store, "continued"):
+        raise ValueError(
+            f"`store` must be a ChunkStore or None, got {store!r}. Of a ChunkReuseCache pass `cache.store`."
+        )
     require_one_process(target, "Text that a store looks up")
     return LookupAssistant(target, store if store is not None else _NoText(), num_assistant_tokens, max_ngram, salt)
 

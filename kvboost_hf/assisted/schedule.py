@@ -58,6 +58,7 @@ class _OfRound(int):
         return self.real, self._at_first, self._pauses
 
 
+@runtime_checkable
 class DraftLength(Protocol):
     """Decides before each round how many tokens are drafted."""
 

@@ -69,9 +69,10 @@ class TreeDecoding:
         clock: Seconds.
 
     Raises:
-        ValueError: for a draft that cannot compute drafted tokens in one forward; and in a call, for a target of
-            another vocabulary, or that cannot, beams and other ways of decoding, a prompt as embeddings, or attentions
-            or hidden states to return; with several rows also for what looks at all rows together, and a streamer.
+        ValueError: for a draft that cannot compute drafted tokens in one forward, or a `config` that is none; and in
+            a call, for a target of another vocabulary, or that cannot, beams and other ways of decoding, a prompt as
+            embeddings, or attentions or hidden states to return; with several rows also for what looks at all rows
+            together, and a streamer.
 
     Example:
         >>> from kvboost_hf import ChunkReuseCache, TreeDecoding, speculation_stats
@@ -94,6 +95,8 @@ class TreeDecoding:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.draft, self.config = draft, config if config is not None else DraftTreeConfig()
+        if not isinstance(self.config, DraftTreeConfig):
+            raise ValueError(f"`config` must be a DraftTreeConfig or None, got {config!r}. Leave it out.")
         self._rounds = Rounds(self.config, clock)
         self._rows = RowRounds(self._rounds, self.config)
         self._fitted = draft

@@ -759,17 +759,20 @@ class ChunkReuseCache(DynamicCache):
         With `max_cache_len`, they are copied now.
 
         Raises:
-            ValueError: if the model cannot reuse K/V.
+            ValueError: if the model cannot reuse K/V, or no longer exists.
         """
         self._go_on()
         live, binding = self._live, self._binding
+        if (model := binding.model()) is None:
+            raise ValueError(
+                "`fork` and copies need the model that the cache was made for, which no longer exists. Keep it, "
+                "or pickle the cache: what is loaded needs none."
+            )
         if live.unsupported is not None:
             raise ValueError(f"`fork` needs a model that can reuse K/V, but {live.unsupported}.")
         self._settle()
         self._form.leave(self._settle)
         live.in_step()
-        model = binding.model()
-        assert model is not None, "a cache without its model cannot be forked"
         twin = ChunkReuseCache(
             model,
             binding.store,

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 
-from kvboost_hf.compat.forwards import CACHE
+from kvboost_hf.compat.forwards import CACHE, cache_in
 from kvboost_hf.compat.models import input_device
 from kvboost_hf.errors import StoreClosedError
 
@@ -284,6 +284,21 @@ def outputs_read(ids: torch.Tensor, call: FrameType | None = None) -> frozenset[
     if config.return_dict_in_generate:
         read |= {name for name in ("output_hidden_states", "output_attentions") if getattr(config, name)}
     return frozenset(read)
+
+
+def cache_left_out(model: Any, ids: Any) -> Any:
+    """The cache of the generate() call under way, if what prepares its forward over `ids` leaves it out, or None.
+
+    Phi-3 and its kin do so, to have a whole text computed with the rotary frequencies of long ones.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    call = generate_frame(frame)
+    while frame is not None and frame is not call and frame.f_code not in _CODE:
+        frame = frame.f_back
+    if call is None or frame is None or frame is call or frame.f_locals.get("self") is not model:
+        return None
+    given = frame.f_locals.get("model_inputs", {})
+    return cache_in(frame.f_locals.get("model_kwargs", {})) if given.get("input_ids") is ids else None
 
 
 def reads_last_logits(ids: torch.Tensor) -> bool:

@@ -341,6 +341,8 @@ def require_generates(model: PreTrainedModel) -> None:
     Raises:
         ValueError: it cannot; the message names the class that can, if there is one.
     """
+    if not hasattr(model, "can_generate"):
+        raise ValueError(_not_a_model(model))
     if model.can_generate():
         return
     found, name = _generating(model.config), type(model).__name__

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
 from tests.conftest import _COMMON, as_inputs, counted, left_pad, random_ids
 
 LIMIT = 128  # tokens that the frequencies were trained for
@@ -84,6 +84,16 @@ def test_across_it_nothing_is_shared(kind: str) -> None:
         check(model, ChunkReuseCache(model, cache.store), as_inputs(ids))
 
 
+def test_the_check_of_a_store_computes_each_text_with_its_own_frequencies() -> None:
+    model = make("longrope")
+    store = ChunkStore(model, chunk_size=32)
+    for ids in (BASE[:, :100], BASE[:, :200]):
+        check(model, ChunkReuseCache(model, store, ReusePolicy(min_prefill_saving=0)), as_inputs(ids))
+    found = store.check_integrity()
+    assert found.wrong == 0
+    assert found.forwarded_tokens == 96 + 192
+
+
 def test_dynamic_says_why() -> None:
     model = make("dynamic")
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
@@ -92,8 +102,10 @@ def test_dynamic_says_why() -> None:
         assert "rotary frequencies depend on the length" in (cache.report.bypass_reason or "")
 
 
-def test_longrope_reuses_beyond_it_too() -> None:
-    model = make("longrope")
+@pytest.mark.daily
+@pytest.mark.parametrize("kind", ["longrope", "phi3"])  # Phi-3 leaves out the cache that generate() was given there
+def test_longrope_reuses_beyond_it_too(kind: str) -> None:
+    model = make(kind)
     check_model_compatibility(model)
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
     assert check(model, cache, as_inputs(BASE[:, :200])) == 200
@@ -105,6 +117,9 @@ def test_longrope_reuses_beyond_it_too() -> None:
     check(model, ChunkReuseCache(model, cache.store), batch)
     check(model, ChunkReuseCache(model, cache.store), as_inputs(OTHER[:, :90]))
     check(model, cache, as_inputs(BASE[:, :200]), prefill_chunk_size=50)
+    for mode in ({"max_new_tokens": 30}, {"max_new_tokens": 30, "num_beams": 2}):  # across it
+        check(model, cache, as_inputs(BASE[:, :120]), **mode)
+    assert cache.store.check_integrity().wrong == 0
 
 
 def test_the_control(monkeypatch: pytest.MonkeyPatch) -> None:

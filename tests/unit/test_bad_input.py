@@ -1,25 +1,47 @@
 """Bad input gets an error that says the value, the constraint and the remedy, and nothing is lost."""
 
+import copy
+import gc
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from kvboost_hf import (
     CacheModelMismatchError,
     ChunkReuseCache,
     ChunkStore,
+    ContentChunker,
+    KVQuantConfig,
     ReusePolicy,
     StoreClosedError,
     StoreFullError,
+    StreamingConfig,
+    TreeDecoding,
     attach,
     check_model_compatibility,
     detach,
     last_cache,
+    live_bytes,
+    load_assistant,
+    lookup_assistant,
+    score,
+    score_ids,
+    speculation_stats,
 )
+from kvboost_hf.assets import load_embedded
 from tests.conftest import as_inputs, make_model, random_ids
 
 IDS = random_ids(100, seed=1)
@@ -116,6 +138,53 @@ def test_policy() -> None:
         ReusePolicy(weights_check="all")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda model: ChunkStore(model, chunker=3), "`chunker` must be a ContentChunker .* got 3.*`chunk_size`"),
+        (lambda model: ChunkStore(model, tiers=3), "`tiers` must be a sequence of addresses .* got 3"),
+        (lambda model: KVQuantConfig(qjl="no"), "`qjl` must be True or False, got 'no'"),
+        (lambda model: StreamingConfig(pin_memory="no"), "`pin_memory` must be True or False, got 'no'"),
+        (lambda model: ContentChunker(separators=[13]), r"sequences of ids, got 13\. Pass \[\(13,\)\]"),
+        (lambda model: ContentChunker.for_tokenizer(load_embedded()[1], separators="##"), "got the text '##'"),
+        (lambda model: live_bytes(4, tokens=-1, layers=2, kv_heads=2, head_dim=16), "`tokens` .* 0 or more, got -1"),
+        (lambda model: live_bytes(4, tokens=9, layers=-1, kv_heads=2, head_dim=16), "`layers` .* 1 or more, got -1"),
+        (
+            lambda model: live_bytes(4, tokens=9, layers=2, kv_heads=2, head_dim=16, dtype="float16"),
+            "`dtype` must be a torch.dtype, got 'float16'",
+        ),
+        (lambda model: load_assistant(model, schedule=3), "`schedule` must be 'adaptive', .* got 3.*'constant'"),
+        (lambda model: load_assistant(model, target=make_model("llama"), schedule="fast"), "`schedule` .* got 'fast'"),
+        (lambda model: load_assistant(model, target="llama"), "must be a transformers PreTrainedModel, got str"),
+        (lambda model: load_assistant(model, confidence_threshold="high"), "`confidence_threshold` .* got 'high'"),
+        (lambda model: lookup_assistant("llama"), "must be a transformers PreTrainedModel, got str"),
+        (
+            lambda model: lookup_assistant(model, ChunkReuseCache(model)),
+            "`store` must be a ChunkStore .*`cache.store`",
+        ),
+        (lambda model: lookup_assistant(model, num_assistant_tokens=1.5), "`num_assistant_tokens` .* got 1.5"),
+        (lambda model: lookup_assistant(model, max_ngram="8"), "`max_ngram` must be at most 8 tokens, .* got '8'"),
+        (lambda model: TreeDecoding(make_model("llama"), 8), "`config` must be a DraftTreeConfig or None, got 8"),
+        (lambda model: speculation_stats(3), "`assistant` must be a model that load_assistant.* got int"),
+        (lambda model: score_ids("llama", [([5], [6])]), "must be a transformers PreTrainedModel, got"),
+        (lambda model: score(model, None, "a", ["b"]), "`tokenizer` must be a tokenizer of transformers, got None"),
+        (
+            lambda model: score(model, load_embedded()[1], "a", None),
+            "`continuations` a sequence of texts, .* and None",
+        ),
+        (
+            lambda model: score_ids(model, [(5, 6)]),
+            r"prefix of pair 0 must be ids of the shape",
+        ),
+        (lambda model: score_ids(model, [[5, 6, 7]]), r"Pair 0 must be ids .* got \[5, 6, 7\]"),
+        (lambda model: score_ids(model, [([5], [6])], cache=DynamicCache()), "`cache` must be .*, got DynamicCache"),
+    ],
+)
+def test_other_types(llama: PreTrainedModel, call: Callable[[Any], object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        call(llama)
+
+
 def test_salt(llama: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="`salt` must be str or bytes, got int"):
         ChunkReuseCache(llama, salt=5)  # type: ignore[arg-type]
@@ -195,6 +264,16 @@ class TestWarm:
         assert store.warm(IDS[0].tolist()).forwarded_tokens == 4
         assert store.stats()["tokens"] == 96  # a tail of 4 is too short to be stored
         assert store.stats()["pinned_chunks"] == 3
+
+
+def test_a_copy_of_a_cache_whose_model_is_gone() -> None:
+    model = make_model("llama")
+    cache = ChunkReuseCache(model)
+    del model
+    gc.collect()
+    for copied in (cache.fork, partial(copy.copy, cache), partial(copy.deepcopy, cache)):
+        with pytest.raises(ValueError, match="need the model that the cache was made for, which no longer exists"):
+            copied()
 
 
 def test_a_closed_store(llama: PreTrainedModel) -> None:

@@ -23,6 +23,7 @@ from kvboost_hf.cache.layers.growing import ColumnLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor, capacity, write_behind_padding
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
+from kvboost_hf.fields import require_int
 from kvboost_hf.handles import CodedKV, CodePlanes, KVHandle, read_in_place
 
 _BLOCKS = 32  # encoded or decoded at once: bounds what a codec takes on its way
@@ -387,6 +388,9 @@ def live_bytes(
         batch: Rows, without padding.
         dtype: The data type of the model.
 
+    Raises:
+        ValueError: for what `live_quant` refuses, and a number or data type that is none.
+
     Example:
         >>> config = KVQuantConfig(key_bits=4, value_bits=4)  # 4 GiB as it is
         >>> shapes = {"layers": 32, "kv_heads": 8, "head_dim": 128}
@@ -394,6 +398,11 @@ def live_bytes(
         '1.55 GiB'
     """
     held = live_config(config)
+    for name, size in {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "batch": batch}.items():
+        require_int(name, size)
+    require_int("tokens", tokens, least=0)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"`dtype` must be a torch.dtype, got {dtype!r}. Pass model.dtype.")
     column = batch * kv_heads * head_dim * dtype.itemsize
     if held is None:
         return layers * 2 * column * capacity(tokens)

@@ -248,7 +248,10 @@ class ContentChunker:
                 f"`boundary_window` must be from 0 to {chunk_size - 1} tokens, less than `chunk_size`, got "
                 f"{boundary_window!r}. Pass 0 to cut in the middle of sentences."
             )
-        parts = [tuple(part) for part in separators]
+        given = list(separators)
+        if wrong := [part for part in given if isinstance(part, int)]:
+            raise ValueError(f"`separators` must hold sequences of ids, got {wrong[0]}. Pass [({wrong[0]},)].")
+        parts = [tuple(part) for part in given]
         if not all(parts):
             raise ValueError("`separators` must hold sequences of one id or more, got an empty one. Leave it out.")
         self.chunk_size = chunk_size
@@ -290,6 +293,8 @@ class ContentChunker:
             '<|im_start|>user\\nWhere does Anna live? Who knows?<|im_end|>\\n<|im_start|>user\\n'
         """
         texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], clean_up_tokenization_spaces=False)
+        if isinstance(separators, str):
+            raise ValueError(f"`separators` must be a sequence of texts, got the text {separators!r}. Pass [text].")
         parts: set[tuple[int, ...]] = set()
         for separator in separators:
             if not separator:

@@ -30,6 +30,7 @@ from kvboost_hf.compat import (
     attn_implementation,
     cache_argument,
     cache_in,
+    cache_left_out,
     checkpointing_reason,
     forward_arguments,
     hidden_form,
@@ -64,6 +65,9 @@ class HookedCache(Protocol):
     @property
     def is_compileable(self) -> bool:
         """As transformers asks of a `Cache`: whether the next forward may be compiled."""
+
+    def begin_anew(self) -> None:
+        """Take the ids of the next forward for the start of a prompt."""
 
     def before_forward(self, model: PreTrainedModel, kwargs: Kwargs) -> Kwargs:
         """Called with the keyword arguments of a forward; returns those to run it with."""
@@ -123,6 +127,9 @@ class ForwardHook:
             or torch._C._get_dispatch_mode(_FUNCTIONAL) is not None
             or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
         )
+        if cache is None and _is_hooked(left_out := cache_left_out(model, kwargs.get("input_ids"))):
+            left_out.begin_anew()
+            cache = kwargs[name] = left_out
         if not _is_hooked(cache):
             if isinstance(cache, PrivateCache) and cache.given is not None:
                 given, cache.given = cache.given, None

@@ -8,6 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.planning.chunks import Tokens, is_text
 from kvboost_hf.cache.store.lower import BlobReader
 from kvboost_hf.cache.store.tiered import TieredRecords
-from kvboost_hf.compat import PrivateCache, difference, input_device, run_model, tolerance
+from kvboost_hf.compat import PrivateCache, difference, input_device, rope_regime, run_model, tolerance
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -81,7 +82,7 @@ def check_integrity(
         drawn = random.sample(drawn, min(len(drawn), max(1, round(sample * len(drawn))))) if drawn else []
     forwarded, largest, wrong, checked = 0, 0.0, set[bytes](), 0
     in_segments = can_segment(mixers_of(model), make_layers(model))
-    for text, group in _by_text(drawn, texts, in_segments=in_segments):
+    for text, group in _by_text(drawn, texts, partial(rope_regime, model), in_segments=in_segments):
         stops = sorted({len(texts[each.key]) for each in group if isinstance(each, StoredStates)} - {len(text)})
         fresh, earlier = _compute(model, text, stops)
         allowed = tolerance(model.dtype)
@@ -123,12 +124,12 @@ def _text(stored: Stored, chunks: dict[bytes, StoredChunk]) -> Tokens | None:
 
 
 def _by_text(
-    drawn: Sequence[Stored], texts: dict[bytes, Tokens], *, in_segments: bool
+    drawn: Sequence[Stored], texts: dict[bytes, Tokens], regime_of: Callable[[int], object], *, in_segments: bool
 ) -> Iterator[tuple[Tokens, list[Stored]]]:
     """Groups of records that one forward can check, longest texts first.
 
-    States need a forward that ends there, or one in segments, which have more than one token each: see
-    `compat.steps_reason`.
+    `regime_of` tells what K/V of a text with so many tokens depends on besides these. States need a forward that ends
+    there, or one in segments, which have more than one token each: see `compat.steps_reason`.
     """
     todo = sorted(drawn, key=lambda each: len(texts[each.key]), reverse=True)
     while todo:
@@ -138,6 +139,7 @@ def _by_text(
         for each in todo:
             at = len(texts[each.key])
             fits = isinstance(each, StoredChunk) or at == end or (in_segments and 1 < at < end - 1)
+            fits = fits and regime_of(at) == regime_of(len(text))
             if each is todo[0] or (fits and np.array_equal(texts[each.key], text[:at])):
                 group.append(each)
                 end = end if isinstance(each, StoredChunk) else at

@@ -27,9 +27,14 @@ from kvboost_hf.config import KVQuantConfig, ReusePolicy, require_size
 
 
 def checked_chunker(chunker: Chunker | None, chunk_size: int | None) -> Chunker:
-    """The chunker of a store. ValueError: a bad `chunk_size`, or another one than the chunker's."""
+    """The chunker of a store. ValueError: no chunker, a bad `chunk_size`, or another than the chunker's."""
     if chunker is None:
         return FixedChunker(128 if chunk_size is None else chunk_size)
+    if not hasattr(chunker, "next_cut"):
+        raise ValueError(
+            f"`chunker` must be a ContentChunker or have its `chunk_size` and `next_cut`, got {chunker!r}. For chunks "
+            "of one length pass `chunk_size` in its place."
+        )
     if chunk_size not in (None, chunker.chunk_size):
         raise ValueError(
             f"`chunk_size` must be left out beside a `chunker`, or be its {chunker.chunk_size}, got {chunk_size!r}."

@@ -4,7 +4,7 @@ Nothing here imports torch: commands that only look at tiers answer at once.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -94,6 +94,8 @@ def open_tiers(
     """
     if isinstance(tiers, str):
         raise ValueError(f"`tiers` must be a sequence, got the text {without_secrets(tiers)!r}. Pass [text].")
+    if not isinstance(tiers, Iterable):
+        raise ValueError(f"`tiers` must be a sequence of addresses or `Tier` objects, got {tiers!r}. Leave it out.")
     if key is not None:
         require_key(key)
     specs = [_checked(tier, least_bytes) for tier in tiers]
