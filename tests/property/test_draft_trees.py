@@ -185,7 +185,7 @@ def told(**of: Any) -> dict[str, Any]:
 
 def test_another_level_must_save_time() -> None:
     growth = Growth(DraftTreeConfig())
-    growth.learn(Tree(), {}, [], **told(passes=2, draft_s=2.0, committed=3))
+    growth.learn(Tree(), {}, [], **told(passes=2, draft_s=2.0, target_s=2.0, committed=4))
     assert [growth.goes_on([chance], 1) for chance in (1.0, 1.01)] == [False, True]  # a second, for a second
     slow = Growth(DraftTreeConfig())
     slow.learn(Tree(), {}, [], **told(committed=1, draft_s=3.0))  # without drafts a token takes one second, not four
