@@ -15,7 +15,7 @@ from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.chats.encoding import UNSURE_CHARS, Encoder, Reach, _Chat, reach_of
 from kvboost_hf.server.chats.merging import Abilities, abilities_of, adapted, without_changing_lines
 from kvboost_hf.server.chats.reasoning import AfterReasoning, ReasoningMarks, ReasoningReader
-from kvboost_hf.server.chats.template import KnownTools, Markers, Rendering, TokenCache
+from kvboost_hf.server.chats.template import CutText, KnownTools, Markers, Rendering, TokenCache
 from kvboost_hf.server.chats.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, ToolSupport, format_of
 from kvboost_hf.server.chats.tools import Parsed, ToolCallStream, joined
 from kvboost_hf.server.chats.values import ValueReader, arguments_of, json_of
@@ -54,7 +54,7 @@ from kvboost_hf.server.grammars.schemas import closed, require_ends
 from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema, regex, tool_calls
 from kvboost_hf.server.http.connections import ConnectionLimits, Connections, connections_that_fit
 from kvboost_hf.server.http.errors import ApiError
-from kvboost_hf.server.http.guard import Hosts, JsonLines
+from kvboost_hf.server.http.guard import Hosts, JsonLines, Unpacked
 from kvboost_hf.server.http.listen import FrontServer
 from kvboost_hf.server.http.metrics import Meter
 from kvboost_hf.server.http.traces import otlp_provider

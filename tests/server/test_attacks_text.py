@@ -21,6 +21,7 @@ from kvboost_hf.assets import load_embedded
 from tests.internals.server import (
     UNSURE_CHARS,
     ApiError,
+    CutText,
     Encoder,
     Finished,
     Job,
@@ -367,6 +368,15 @@ def test_the_end_of_a_long_text_is_kept(serve: Serve, engine: FakeEngine, tokeni
         assert len(engine.job.ids) <= 100 * reach_of(tokenizer).ascii
     assert at.http.post("/v1/completions", json={"model": "reader", "prompt": [7, *[5] * 300]}).status_code == 200
     assert list(engine.job.ids) == [5] * 88  # an eighth is left for the answer
+
+
+@given(st.lists(st.text("ab", max_size=4), min_size=1, max_size=4), st.integers(1, 12))
+def test_the_end_of_what_a_template_writes(parts: list[str], chars: int) -> None:
+    """As many characters without the cuts, which stay where they are."""
+    found = CutText(Markers({}), "#").last("#".join(parts), chars)
+    assert "#".join(parts).endswith(found)
+    assert found.replace("#", "") == "".join(parts)[-chars:]
+    assert not found.startswith("#") or len("".join(parts)) < chars
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))

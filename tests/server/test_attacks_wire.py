@@ -32,6 +32,8 @@ from tests.internals.server import (
 from tests.server.fake_engine import FakeEngine, FakeTicket
 from tests.server.wire import CHAT, HALF, WAIT_S, Slow, Wire, post, process, running, until
 
+pytestmark = pytest.mark.daily
+
 ASK: dict[str, Any] = {"model": "reader", "messages": [{"role": "user", "content": "Who?"}]}
 
 

@@ -11,6 +11,8 @@ from tests.internals.server import closed
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"name": {"enum": ["Anna", "Noah"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},

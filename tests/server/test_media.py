@@ -8,6 +8,8 @@ import pytest
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(4992)).decode()
 URL = f"data:image/png;base64,{PNG}"
 PART = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}

@@ -8,6 +8,8 @@ import pytest
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 ASK: list[Any] = [{"role": "user", "content": "Is it on?"}]
 BODY: dict[str, Any] = {"model": "reader", "max_tokens": 50, "messages": ASK}
 TOOL: dict[str, Any] = {"name": "look", "input_schema": {"type": "object"}}

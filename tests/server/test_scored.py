@@ -17,6 +17,8 @@ from tests.server.conftest import SETTINGS, Listening, listening
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_worker import Told, numbers
 
+pytestmark = pytest.mark.daily
+
 KEY = {"Authorization": "Bearer key"}
 ALL: dict[str, Any] = {"ignore_eos": True, "skip_special_tokens": False}
 TEXT = "Anna plays the piano in the hall. The lamp in the hall is red. " * 3

@@ -12,6 +12,8 @@ from tests.internals.server import Abilities, Rendering, _Chat, abilities_of, ad
 from tests.server.conftest import SETTINGS, Listening, listening
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 _BOS = "{{ bos_token }}"
 TEMPLATES = {
     "mistral": _BOS + "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}"
@@ -426,7 +428,6 @@ REFUSED: list[tuple[str, list[Any], list[Any], list[str]]] = [
 ]
 
 
-@pytest.mark.daily
 @pytest.mark.parametrize(("lacks", "chat", "wanted", "changes"), [*ADAPTED, *REFUSED])
 def test_each_thing_that_a_template_lacks(lacks: str, chat: Any, wanted: Any, changes: list[str]) -> None:
     """By itself; a chat that a template takes stays as it is, and one that it drops something of is no refused one."""

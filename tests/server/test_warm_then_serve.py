@@ -207,6 +207,7 @@ def test_messages_and_tools_are_found_by_chats(tmp_path: Path, tokenizer: Any) -
     assert (warmed["start_reason"], warmed["prompt_tokens"]) == (None, len(start))
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("given", ["[]", "{", '{"texts": ["a"]}', '[{"role": "chief", "content": "a"}]', '"a"'])
 def test_a_file_without_messages_is_refused(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (chat := tmp_path / "chat.json").write_text(given)

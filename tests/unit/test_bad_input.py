@@ -22,6 +22,8 @@ from kvboost_hf import (
 )
 from tests.conftest import as_inputs, make_model, random_ids
 
+pytestmark = pytest.mark.daily
+
 IDS = random_ids(100, seed=1)
 
 

@@ -27,6 +27,8 @@ from tests.blobs import is_right, key_of, make_blob
 from tests.internals.cache import Entry, Failures
 from tests.internals.disk import DiskTier, charge, disk, disk_files, disk_index
 
+pytestmark = pytest.mark.daily
+
 Open = Callable[..., DiskTier]
 fork = multiprocessing.get_context("fork")
 

@@ -47,6 +47,8 @@ from tests.internals.cache import history as pace
 from tests.internals.disk import DiskTier
 from tests.property.test_store import BYTES_PER_TOKEN, KV_FORM, kv_of
 
+pytestmark = pytest.mark.daily
+
 MODEL = make_model("llama")
 CHUNK = 32
 IDS = random_ids(150, seed=1)
