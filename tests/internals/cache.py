@@ -126,7 +126,8 @@ from kvboost_hf.cache.store import history, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
 from kvboost_hf.cache.store.history import ComputePace, History
 from kvboost_hf.cache.store.insertion import StoredText
-from kvboost_hf.cache.store.memory import DeviceMemory
+from kvboost_hf.cache.store.integrity import _by_text
+from kvboost_hf.cache.store.memory import DeviceMemory, HostMemory
 from kvboost_hf.cache.store.settings import chunk_bytes
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import DEFAULT_DISK_BYTES, TierSpec, below, open_tier, open_tiers, parse_tier, record
