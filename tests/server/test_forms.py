@@ -101,7 +101,9 @@ SAID = "must not be given together"
     ("change", "param", "told"),
     [
         ({"regex": "(a"}, "regex", "unclosed group"),
-        ({"guided_regex": "((a{99}){99}){999}"}, "guided_regex", "takes more than 2 s"),
+        pytest.param(
+            {"guided_regex": "((a{99}){99}){999}"}, "guided_regex", "takes more than 2 s", marks=pytest.mark.slow
+        ),
         ({"choice": []}, "choice", "at least 1"),
         ({"guided_grammar": "nothing"}, "guided_grammar", "cannot be enforced"),
         ({"grammar": 'root ::= "a" other'}, "grammar", "Rule 'other' not found"),
