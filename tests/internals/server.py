@@ -84,6 +84,7 @@ from kvboost_hf.server.protocol import (
     UnreachableTierError,
 )
 from kvboost_hf.server.requests.chat import ChatRequest
+from kvboost_hf.server.requests.messages import images_left_out, text_of_media
 from kvboost_hf.server.requests.texts import CompletionRequest, WarmRequest
 from kvboost_hf.server.routing import BELOW, GONE, MEMORY, News, Place, PrefixRouter, prompt_keys
 from kvboost_hf.server.serve import _warm, start_engine
