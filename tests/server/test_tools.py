@@ -103,6 +103,7 @@ def _follow(constraint: Constraint | None, tokenizer: Any, text: str) -> bool:
     return constraint.finished or bool(constraint.allowed()[tokenizer.eos_token_id])
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("choice", "parallel", "allowed"),
     [
@@ -121,6 +122,7 @@ def test_calls_that_must_come(
         assert _follow(engine.job.options.constraint, tokenizer, text) == (text in allowed)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("parallel", [None, True])
 def test_a_tool_that_is_named_is_called_once(at: Listening, engine: FakeEngine, tokenizer: Any, parallel: Any) -> None:
     engine.says = (TOUCH + "\n" + TOUCH,)
@@ -248,6 +250,7 @@ def test_arguments_are_valid_json_on_all_routes(at: Listening, engine: FakeEngin
     assert [call["function"]["arguments"] for call in calls] == [wanted]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", WRONG)
 def test_arguments_of_others_come_back(at: Listening, engine: FakeEngine, tokenizer: Any, name: str) -> None:
     written, wanted = WRONG[name]
@@ -290,6 +293,7 @@ def test_an_answer_with_a_schema(at: Listening, engine: FakeEngine, tokenizer: A
     assert _follow(engine.job.options.constraint, tokenizer, '{"on": false}')
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("choice", "says"), [("auto", True), ("required", False), ("none", True)])
 def test_a_schema_beside_tools(at: Listening, engine: FakeEngine, tokenizer: Any, choice: str, says: bool) -> None:
     engine.says = ("{}",) if says else (LOOK,)
@@ -307,6 +311,7 @@ def test_any_json_object(at: Listening, engine: FakeEngine, tokenizer: Any) -> N
     assert engine.job.options.constraint is None
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -381,6 +386,7 @@ def test_a_constraint_knows_all_columns_of_the_logits(at: Listening, engine: Fak
 OLDER = [tool["function"] for tool in TOOLS]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("stream", [False, True])
 def test_functions_are_an_older_form_of_tools(at: Listening, engine: FakeEngine, tokenizer: Any, stream: bool) -> None:
     engine.says = ("I look. ", LOOK, TOUCH)
@@ -420,6 +426,7 @@ def test_a_function_that_must_be_called(at: Listening, engine: FakeEngine, token
     assert engine.job.options.constraint is None
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -436,6 +443,7 @@ def test_older_forms_that_do_not_fit(at: Listening, change: Any, says: str) -> N
     assert says in told.value.message
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_tools_that_are_allowed(at: Listening, engine: FakeEngine, tokenizer: Any, mode: str) -> None:
     engine.says = (TOUCH,)

@@ -161,6 +161,7 @@ def test_prompts_are_not_taken_for_passes() -> None:
         assert schedules[0].length(64) == schedules[1].length(64), number
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("launch_s", "wait_s", "every"), [(9.0, 0.0, 1), (9.0, 1.0, 1), (1.0, 9.0, 1), (5.0, 5.0, 4)], ids=str
 )
