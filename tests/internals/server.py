@@ -9,6 +9,7 @@ from kvboost_hf.server.apis.anthropic.schema import MessagesRequest
 from kvboost_hf.server.apis.histories import Histories
 from kvboost_hf.server.apis.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
 from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
+from kvboost_hf.server.apis.openai.routes import _mean
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.chats import encoding, tool_formats
 from kvboost_hf.server.chats.calls import ToolCall
@@ -52,7 +53,7 @@ from kvboost_hf.server.grammars.fitting import fit
 from kvboost_hf.server.grammars.patterns import rust
 from kvboost_hf.server.grammars.schemas import closed, require_ends
 from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema, regex, tool_calls
-from kvboost_hf.server.http.connections import ConnectionLimits, Connections, connections_that_fit
+from kvboost_hf.server.http.connections import ConnectionLimits, Connections, LimitedProtocol, connections_that_fit
 from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.http.guard import Hosts, JsonLines, Unpacked
 from kvboost_hf.server.http.listen import FrontServer
