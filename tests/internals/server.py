@@ -90,7 +90,7 @@ from kvboost_hf.server.requests.texts import CompletionRequest, WarmRequest
 from kvboost_hf.server.routing import BELOW, GONE, MEMORY, News, Place, PrefixRouter, prompt_keys
 from kvboost_hf.server.serve import _warm, start_engine
 from kvboost_hf.server.settings import ServerSettings, TlsFiles, read_keys
-from kvboost_hf.server.startup import Chosen, Startup, TextLines
+from kvboost_hf.server.startup import Chosen, Startup, TextLines, write_log
 from kvboost_hf.server.tier_check import InTiers, unfound
 
 

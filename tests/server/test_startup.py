@@ -14,12 +14,14 @@ from tests.internals.engine import EngineSettings
 from tests.internals.server import (
     Chosen,
     InTiers,
+    JsonLines,
     ModelEngine,
     ServerSettings,
     Startup,
     TextLines,
     _warm,
     start_engine,
+    write_log,
 )
 
 pytestmark = pytest.mark.daily
@@ -212,3 +214,19 @@ def test_lines_for_a_person_obey_no_client() -> None:
     assert line.isprintable()
     assert line.count("\\x1b[2J") == 2
     assert "status=200" in line
+
+
+@pytest.mark.parametrize(("level", "uvicorn"), [("debug", logging.DEBUG), ("info", logging.WARNING)])
+def test_who_writes_to_the_log(level: str, uvicorn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of JSON where no person reads them; what uvicorn says only if all is wanted."""
+    root, error = logging.getLogger(), logging.getLogger("uvicorn.error")
+    before = root.handlers[:], root.level, error.level
+    monkeypatch.setattr("kvboost_hf.server.startup.transformers_logging.disable_progress_bar", lambda: None)
+    try:
+        root.handlers = []
+        write_log(level)
+        assert (root.level, error.level) == (getattr(logging, level.upper()), uvicorn)
+        assert [type(handler.formatter) for handler in root.handlers] == [JsonLines]
+    finally:
+        root.handlers, root.level = before[:2]
+        error.setLevel(before[2])

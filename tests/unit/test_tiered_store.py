@@ -27,6 +27,7 @@ from tests.internals.cache import (
     ComputePace,
     DeviceMemory,
     Entry,
+    FixedChunker,
     HostMemory,
     LayerKV,
     LayerKVReader,
@@ -40,6 +41,7 @@ from tests.internals.cache import (
     Tier,
     Tokens,
     _by_text,
+    lower,
     model_name,
     plan_row,
     prefix_key,
@@ -728,3 +730,18 @@ def test_states_within_a_text_make_room_for_others_before_its_end(pinned: bool, 
     reservation = memory.reserve(200, b"", states=True)
     assert reservation is not None
     assert not memory.states
+
+
+def test_what_was_found_for_a_row_holds_for_its_later_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a while; not for another text, root, or kind of model."""
+    ids = np.arange(50)
+    row = lower.RowToServe(b"root", ids, Border(0, b"root"), FixedChunker(16), False)
+    view = lower.TieredView(HostMemory(1000, threading.RLock()), None, row, frozenset())  # type: ignore[arg-type]
+    assert view.holds_for(row)
+    assert view.holds_for(replace(row, tokens=ids[:30]))
+    assert not view.holds_for(replace(row, tokens=ids + 1))
+    assert not view.holds_for(replace(row, tokens=np.arange(51)))
+    assert not view.holds_for(replace(row, root=b"other"))
+    assert not view.holds_for(replace(row, stateful=True))
+    monkeypatch.setattr(view, "_until", 0.0)
+    assert not view.holds_for(row)
