@@ -232,6 +232,7 @@ def test_a_second_sharer_wherever_the_head_ends(name: str, own: int) -> None:
         assert cache.report.forwarded_tokens <= own + 64, f"a head of {head} tokens"
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("size", "device", "within"),
     [(256, "cpu", 64), (64, "cpu", 64), (16, "cpu", 16), (256, "meta", 256), (None, "cpu", None)],

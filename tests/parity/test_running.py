@@ -51,6 +51,7 @@ def rows_overlap(monkeypatch: pytest.MonkeyPatch) -> list[loading.Loading]:
     return found
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("begun", [20, 31, 32])
 def test_a_step_that_completes_a_chunk_offers_it(model: PreTrainedModel, begun: int) -> None:
     """Neither the one before nor the one behind."""

@@ -148,6 +148,7 @@ def test_drafts_of_little_worth_are_still_learned_from() -> None:
     assert growth.chosen(Tree()) == []
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("right", [0, 1])
 def test_tokens_that_are_right_are_thought_likelier(right: int) -> None:
     growth, tree = Growth(DraftTreeConfig()), Tree()
@@ -192,6 +193,7 @@ def test_another_level_must_save_time() -> None:
     assert [slow.goes_on([chance], 1) for chance in (2.9, 3.1)] == [False, True]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("policy", "chain", "right"), [("auto", False, 1), ("auto", True, 0), ("chain", False, 0)])
 def test_a_level_of_one_child_each_is_worth_what_likeliest_ones_are(policy: Any, chain: bool, right: int) -> None:
     tree, growths = Tree(), [Growth(DraftTreeConfig(policy=policy)) for _ in range(3)]
