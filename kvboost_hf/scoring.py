@@ -182,9 +182,9 @@ def score_ids(
     """
     config = require_model(model).config.get_text_config(decoder=True)
     known = [_checked(number, pair) for number, pair in enumerate(pairs)]
-    limit, size = getattr(config, "max_position_embeddings", None), config.vocab_size
+    limit, size = (getattr(config, name, None) for name in ("max_position_embeddings", "vocab_size"))
     for number, (ids, start) in enumerate(known):
-        if ids.min() < 0 or ids.max() >= size:
+        if size is not None and (ids.min() < 0 or ids.max() >= size):
             raise ValueError(
                 f"Ids of pair {number} must be from 0 to {size - 1}, for which {type(model).__name__} has embeddings, "
                 f"got {ids.min()} to {ids.max()}. Tokenize with the tokenizer of the model."

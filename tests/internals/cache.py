@@ -44,6 +44,7 @@ from kvboost_hf.cache.identity.weights import (
     plain_tensors,
 )
 from kvboost_hf.cache.kv import StoredStates, layer_kv
+from kvboost_hf.cache.kv.checkpoints import _short_chunks
 from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV, LayerKVReader
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateCodes, StateFormat
 from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ColumnFormat, ModelForm, read_kv, read_states
@@ -126,7 +127,8 @@ from kvboost_hf.cache.store import history, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
 from kvboost_hf.cache.store.history import ComputePace, History
 from kvboost_hf.cache.store.insertion import StoredText
-from kvboost_hf.cache.store.memory import DeviceMemory
+from kvboost_hf.cache.store.integrity import _by_text
+from kvboost_hf.cache.store.memory import DeviceMemory, HostMemory
 from kvboost_hf.cache.store.settings import chunk_bytes
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers import DEFAULT_DISK_BYTES, TierSpec, below, open_tier, open_tiers, parse_tier, record

@@ -9,13 +9,14 @@ from kvboost_hf.server.apis.anthropic.schema import MessagesRequest
 from kvboost_hf.server.apis.histories import Histories
 from kvboost_hf.server.apis.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
 from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
+from kvboost_hf.server.apis.openai.routes import _mean
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.chats import encoding, tool_formats
 from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.chats.encoding import UNSURE_CHARS, Encoder, Reach, _Chat, reach_of
 from kvboost_hf.server.chats.merging import Abilities, abilities_of, adapted, without_changing_lines
 from kvboost_hf.server.chats.reasoning import AfterReasoning, ReasoningMarks, ReasoningReader
-from kvboost_hf.server.chats.template import KnownTools, Markers, Rendering, TokenCache
+from kvboost_hf.server.chats.template import CutText, KnownTools, Markers, Rendering, TokenCache
 from kvboost_hf.server.chats.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, ToolSupport, format_of
 from kvboost_hf.server.chats.tools import Parsed, ToolCallStream, joined
 from kvboost_hf.server.chats.values import ValueReader, arguments_of, json_of
@@ -52,9 +53,9 @@ from kvboost_hf.server.grammars.fitting import fit
 from kvboost_hf.server.grammars.patterns import rust
 from kvboost_hf.server.grammars.schemas import closed, require_ends
 from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema, regex, tool_calls
-from kvboost_hf.server.http.connections import ConnectionLimits, Connections, connections_that_fit
+from kvboost_hf.server.http.connections import ConnectionLimits, Connections, LimitedProtocol, connections_that_fit
 from kvboost_hf.server.http.errors import ApiError
-from kvboost_hf.server.http.guard import Hosts, JsonLines
+from kvboost_hf.server.http.guard import Hosts, JsonLines, Unpacked
 from kvboost_hf.server.http.listen import FrontServer
 from kvboost_hf.server.http.metrics import Meter
 from kvboost_hf.server.http.traces import otlp_provider
@@ -85,11 +86,12 @@ from kvboost_hf.server.protocol import (
 )
 from kvboost_hf.server.requests.chat import ChatRequest
 from kvboost_hf.server.requests.fields import Body
+from kvboost_hf.server.requests.messages import images_left_out, text_of_media
 from kvboost_hf.server.requests.texts import CompletionRequest, WarmRequest
 from kvboost_hf.server.routing import BELOW, GONE, MEMORY, News, Place, PrefixRouter, prompt_keys
 from kvboost_hf.server.serve import _warm, start_engine
 from kvboost_hf.server.settings import ServerSettings, TlsFiles, read_keys
-from kvboost_hf.server.startup import Chosen, Startup, TextLines
+from kvboost_hf.server.startup import Chosen, Startup, TextLines, write_log
 from kvboost_hf.server.tier_check import InTiers, unfound
 
 

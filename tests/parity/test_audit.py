@@ -144,6 +144,7 @@ def test_tuples_and_candidates(llama: PreTrainedModel) -> None:
     assert store.stats()["divergences"] == 2
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("rate", [-0.1, 1.5, "often", True])
 def test_bad_rates(rate: Any) -> None:
     with pytest.raises(ValueError, match="`audit_rate` must be"):

@@ -248,6 +248,7 @@ def test_on_a_cpu_it_is_plain_pytorch(kernel: QuantKernel) -> None:
 SHAPES = [(i, o, group) for i in (256, 5120, 28672) for o in (8, 1024, 27648) for group in (32, 64, 128)]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("tile_rows", [0, 32, 64, 128])
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 40, 100, 4096])
 def test_tilings(rows: int, tile_rows: int) -> None:
@@ -267,6 +268,7 @@ def test_tilings(rows: int, tile_rows: int) -> None:
     assert plan_tiling(1, 5120, 5120, 128, processors=1, tile_rows=tile_rows).parts == 1
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("major", [7, 8, 9, 10, 12])
 def test_few_rows_round_no_weights(major: int) -> None:
     """Scales are multiplied by in float32 as long as registers hold two sums."""

@@ -280,6 +280,7 @@ def test_who_interrupts_is_told_no_more(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().err == "kvboost-hf: interrupted\n"
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("random", [(0, 64), (1, 65)])
 def test_sizes_that_are_none(random: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="multiple of 64"):

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
 from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, random_ids
+from tests.internals.cache import _short_chunks
 
 FAMILIES = ["qwen3_next", "falcon_h1", "mamba2", "lfm2", "kimi_linear", "nemotron_h", "olmo_hybrid", "bamba"]
 NEW = 4
@@ -229,3 +230,17 @@ def test_a_second_sharer_wherever_the_head_ends(name: str, own: int) -> None:
         cache = ChunkReuseCache(model, store)
         check(model, second, cache)
         assert cache.report.forwarded_tokens <= own + 64, f"a head of {head} tokens"
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize(
+    ("size", "device", "within"),
+    [(256, "cpu", 64), (64, "cpu", 64), (16, "cpu", 16), (256, "meta", 256), (None, "cpu", None)],
+)
+def test_segments_are_padded_to_short_chunks_on_a_cpu(size: int | None, device: str, within: int | None) -> None:
+    """Else each of them would cost as much as a whole one of 256 tokens."""
+    mixer = nn.Module()
+    mixer.chunk_size = size  # type: ignore[assignment]
+    with _short_chunks(mixer, torch.device(device)):
+        assert mixer.chunk_size == within  # type: ignore[comparison-overlap]
+    assert mixer.chunk_size == size  # type: ignore[comparison-overlap]

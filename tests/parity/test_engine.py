@@ -555,6 +555,7 @@ def test_a_folder_serves_the_next_engine(embedded: tuple[PreTrainedModel, Any], 
     second.store.close()
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("bits", "codec"), [(16, "raw"), (8, "kivi:8"), (4, "kivi:4"), (None, "raw")])
 def test_bits_choose_the_codec(embedded: tuple[PreTrainedModel, Any], bits: int | None, codec: str) -> None:
     assert KVBoost(*embedded, kv_cache_bits=bits).cache_stats()["codec"].startswith(codec)
@@ -649,6 +650,7 @@ def test_streamed_models_are_loaded_by_name(embedded: tuple[PreTrainedModel, Any
 # What is refused
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("options", "says"),
     [

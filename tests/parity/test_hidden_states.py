@@ -354,6 +354,7 @@ def reason_of(model: Any, policy: ReusePolicy | None, **given_: Any) -> str:
     return cache.report.bypass_reason or ""
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("kept", ["all", 1.5, (), (1, "a"), (True,), [1]])
 def test_bad_policies_are_refused(kept: Any) -> None:
     with pytest.raises(ValueError, match="`keep_hidden_states` must be None, True, False, the number of a layer"):

@@ -281,6 +281,7 @@ def test_tiers_that_there_are_not() -> None:
         pass
 
 
+@pytest.mark.daily
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run here")
 @pytest.mark.parametrize(("tier", "needs"), [("triton", "a GPU, or TRITON_INTERPRET=1"), ("cuda", "a CUDA GPU")])
 def test_tiers_that_do_not_run_here(tier: Any, needs: str, monkeypatch: pytest.MonkeyPatch) -> None:

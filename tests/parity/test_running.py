@@ -51,6 +51,19 @@ def rows_overlap(monkeypatch: pytest.MonkeyPatch) -> list[loading.Loading]:
     return found
 
 
+@pytest.mark.daily
+@pytest.mark.parametrize("begun", [20, 31, 32])
+def test_a_step_that_completes_a_chunk_offers_it(model: PreTrainedModel, begun: int) -> None:
+    """Neither the one before nor the one behind."""
+    store = ChunkStore(model, chunk_size=16)
+    cache = ChunkReuseCache(model, store)
+    run(model, BASE[:, :begun], cache)
+    for held in range(begun + 1, 66):
+        run(model, BASE[:, held - 1 : held], cache)
+        store.flush()
+        assert store.stats()["chunks"] == held // 16
+
+
 @pytest.mark.usefixtures("by_counting")
 @pytest.mark.parametrize("repair", REPAIRS)
 def test_a_cache_is_freed_after_a_prompt_with_moved_chunks(model: PreTrainedModel, repair: Any) -> None:

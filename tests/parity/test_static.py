@@ -265,6 +265,7 @@ def test_forks_and_rows(llama: PreTrainedModel) -> None:
     assert twin.layers[0].keys.shape[0] == 2
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("window", [0, 24])
 def test_what_is_assigned_is_what_is_read(window: int) -> None:
     """Keys and values of a fixed layer, up to all that it can hold, in the buffers that it had."""

@@ -225,6 +225,7 @@ def test_pieces_are_read_in_place(name: str, tier: Any, monkeypatch: pytest.Monk
     torch.testing.assert_close(found, logits_of_paths(model, tree), rtol=0, atol=1e-4)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("mask", "columns"),
     [

@@ -202,6 +202,7 @@ def test_what_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dense.can_attend(query, key, value)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("device", [H100, A100, RTX])
 @pytest.mark.parametrize("programs", [1, 8, 40, 131, 264, 5000])
 @pytest.mark.parametrize("columns", [1, 64, 4096, 131072])
@@ -214,6 +215,7 @@ def test_splits_keep_processors_busy_and_are_worth_merging(device: Device, progr
         assert programs * min(2 * splits, MAX_SPLITS) > device.processors or splits == MAX_SPLITS
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("device", [H100, A100, RTX])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
 def test_tiles_fit(device: Device, dim: int) -> None:

@@ -148,6 +148,7 @@ def test_drafts_of_little_worth_are_still_learned_from() -> None:
     assert growth.chosen(Tree()) == []
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("right", [0, 1])
 def test_tokens_that_are_right_are_thought_likelier(right: int) -> None:
     growth, tree = Growth(DraftTreeConfig()), Tree()
@@ -176,3 +177,71 @@ def test_times_of_prompts_count_until_there_are_others() -> None:
         growth.learn(tree, tree.children(), [0], target_s=1.0, first=False, **told)
         growth.learn(tree, tree.children(), [0], target_s=1000.0, first=True, **told)
     assert not growth.goes_on([0.01], 2)
+
+
+def told(**of: Any) -> dict[str, Any]:
+    """A round of one pass of the draft and one of the target, a second each, which gives two tokens."""
+    return {"committed": 2, "passes": 1, "draft_s": 1.0, "target_s": 1.0, "first": False} | of
+
+
+def test_another_level_must_save_time() -> None:
+    growth = Growth(DraftTreeConfig())
+    growth.learn(Tree(), {}, [], **told(passes=2, draft_s=2.0, target_s=2.0, committed=4))
+    assert [growth.goes_on([chance], 1) for chance in (1.0, 1.01)] == [False, True]  # a second, for a second
+    slow = Growth(DraftTreeConfig())
+    slow.learn(Tree(), {}, [], **told(committed=1, draft_s=3.0))  # without drafts a token takes one second, not four
+    assert [slow.goes_on([chance], 1) for chance in (2.9, 3.1)] == [False, True]
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize(("policy", "chain", "right"), [("auto", False, 1), ("auto", True, 0), ("chain", False, 0)])
+def test_a_level_of_one_child_each_is_worth_what_likeliest_ones_are(policy: Any, chain: bool, right: int) -> None:
+    tree, growths = Tree(), [Growth(DraftTreeConfig(policy=policy)) for _ in range(3)]
+    for chance in (0.7, 0.2):
+        tree.add(len(tree), ROOT, chance, chance)
+    for at, growth in enumerate(growths):  # the likeliest is right, the other one, none
+        growth.learn(tree, tree.children(), [at] if at < 2 else [], **told(draft_s=0.5, committed=1))
+    assert [growth.goes_on([0.9], 1, chain=chain) for growth in growths] == [at <= right for at in range(3)]
+
+
+def test_what_chains_miss_says_nothing_of_trees() -> None:
+    growth, tree = Growth(DraftTreeConfig()), Tree()
+    tree.add(0)
+    growth.learn(tree, tree.children(), [], **told(draft_s=0.5, committed=1))
+    assert growth.goes_on([0.9], 1)
+    assert not growth.goes_on([0.9], 1, chain=True)
+
+
+def test_how_many_tokens_a_pass_may_carry() -> None:
+    fixed, growth = Growth(DraftTreeConfig(policy="tree")), Growth(DraftTreeConfig())
+    tree = Tree()
+    tree.add(0)
+    assert growth.longest_lag == 32  # nothing is known
+    for each in (fixed, growth):
+        for carried in (0, 8):  # of 2 and 10 columns: a second more for each
+            each.learn(tree, {}, [], **told(committed=9, target_s=2.0 + carried, carried=carried))
+    assert fixed.longest_lag == 32
+    mean = (2 * 0.95 + 10) / 1.95  # seconds of a pass
+    assert growth.longest_lag == pytest.approx((2 * 8 * mean) ** 0.5)
+    assert fixed.chosen(tree.part([0, 0])) == [0, 1]
+    free = Growth(DraftTreeConfig())
+    free.learn(tree, {}, [], **told(committed=5))  # a further column takes no time: 1/64 of a pass is taken for it
+    assert free.longest_lag == pytest.approx((2 * 4 * 64) ** 0.5)
+    free.learn(tree, {}, [], **told(committed=50))
+    assert free.longest_lag == 32
+    free = Growth(DraftTreeConfig())
+    free.learn(tree, {}, [], **told(committed=0))
+    assert free.longest_lag == 0
+
+
+def test_drafts_are_learned_from_by_what_was_said() -> None:
+    growth, tree = Growth(DraftTreeConfig()), Tree()
+    for token, parent, probability in ((5, ROOT, 0.6), (6, ROOT, 0.25), (7, 1, 0.9), (8, 0, 0.05)):
+        tree.add(token, parent, 1.0, probability)
+    for _ in range(300):
+        growth.compare(tree, [6, 4, 7])
+    rates = {probability: growth.calibration.rate(probability) for probability in (0.6, 0.25, 0.9, 0.05)}
+    assert rates[0.6] < 0.1  # another one was said
+    assert rates[0.25] > 0.9
+    assert rates[0.9] < 0.1  # not what was said behind it
+    assert rates[0.05] == pytest.approx(0.05)  # nobody asked

@@ -14,6 +14,8 @@ from tests.server.fake_engine import FakeEngine, require_cancelled
 from tests.server.test_lengths import APIS, body_of
 from tests.server.wire import Wire, post_json, until
 
+pytestmark = pytest.mark.daily
+
 # Those that are posted to and answer with something else.
 OTHERS = {"/v1/messages/count_tokens", "/v1/embeddings", "/v1/warm", "/api/embed", "/api/embeddings", "/api/show"}
 MORE: dict[str, dict[str, Any]] = {"/v1/chat/completions": {"n": 2}, "/v1/completions": {"n": 2}}

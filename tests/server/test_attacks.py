@@ -315,6 +315,7 @@ def test_much_that_is_served_keeps_nobody_waiting(at: Listening, engine: FakeEng
     assert response.status_code == 200
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -416,6 +416,7 @@ def test_places_a_little_off_are_damage(filled: Callable[[str], tuple[Path, Mode
     read(Blob(memoryview(data)), form)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("change", [no_sums, no_shape, no_layout, shapes_of_millions, one_head], ids=name_of)
 def test_a_forged_blob_is_no_reason_not_to_start(
     change: Change, filled: Callable[[str], tuple[Path, ModelForm]], monkeypatch: pytest.MonkeyPatch

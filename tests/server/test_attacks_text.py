@@ -21,6 +21,7 @@ from kvboost_hf.assets import load_embedded
 from tests.internals.server import (
     UNSURE_CHARS,
     ApiError,
+    CutText,
     Encoder,
     Finished,
     Job,
@@ -178,6 +179,7 @@ def test_keeping_text_apart_changes_nothing_else(chatml: Any, text: str) -> None
     assert markers.encode(text, markers.find(text)) == chatml.encode(text, add_special_tokens=False)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -199,6 +201,7 @@ def test_texts_that_others_would_complete(template: str, message: dict[str, str]
     assert tokenizer.decode(ids) == tokenizer.decode(told)  # type: ignore[arg-type]
 
 
+@pytest.mark.daily
 def test_the_text_is_all_there(chatml: Any) -> None:
     """The model reads it, character by character if need be."""
     said = f"Anna <s> says: {HOSTILE} <|im_"
@@ -280,6 +283,7 @@ def _ids(at: Listening, engine: FakeEngine, body: dict[str, Any]) -> list[int]:
     return list(engine.job.ids)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("route", "body", "ends"),
     [
@@ -369,6 +373,15 @@ def test_the_end_of_a_long_text_is_kept(serve: Serve, engine: FakeEngine, tokeni
     assert list(engine.job.ids) == [5] * 88  # an eighth is left for the answer
 
 
+@given(st.lists(st.text("ab", max_size=4), min_size=1, max_size=4), st.integers(1, 12))
+def test_the_end_of_what_a_template_writes(parts: list[str], chars: int) -> None:
+    """As many characters without the cuts, which stay where they are."""
+    found = CutText(Markers({}), "#").last("#".join(parts), chars)
+    assert "#".join(parts).endswith(found)
+    assert found.replace("#", "") == "".join(parts)[-chars:]
+    assert not found.startswith("#") or len("".join(parts)) < chars
+
+
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
 @given(data=st.data())
 @_QUICK
@@ -382,6 +395,7 @@ def test_no_token_stands_for_more_characters_than_thought(name: str, data: st.Da
     assert len(text) <= reach_of(tokenizer).most(text, tokens)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -594,6 +608,7 @@ def test_errors_name_what_there_is_room_for() -> None:
         asyncio.run(encoder.text("a" * 1000, None, new=1, whole=True))
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("truncates", [False, True])
 def test_a_part_tells_that_a_text_is_too_long(
     tokenizer: Any, truncates: bool, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -25,12 +26,15 @@ from tests.internals.server import (
     Finished,
     Job,
     JobEvent,
+    LimitedProtocol,
     ModelEngine,
     SamplingOptions,
     connections_that_fit,
 )
 from tests.server.fake_engine import FakeEngine, FakeTicket
 from tests.server.wire import CHAT, HALF, WAIT_S, Slow, Wire, post, process, running, until
+
+pytestmark = pytest.mark.daily
 
 ASK: dict[str, Any] = {"model": "reader", "messages": [{"role": "user", "content": "Who?"}]}
 
@@ -170,6 +174,25 @@ def test_a_server_that_ends_does_not_listen_again(caplog: pytest.LogCaptureFixtu
 
     asyncio.run(fail())
     assert told == [[listening, other], [other]]
+
+
+def test_when_a_client_has_kept_the_server_waiting() -> None:
+    """Whoever reads a little, or sends a body, has time; nobody has more than the limits."""
+    size, among = 100, SimpleNamespace(limits=ConnectionLimits(most=4, header_s=10, write_s=5))
+    wire = SimpleNamespace(get_write_buffer_size=lambda: size)
+    it: Any = SimpleNamespace(among=among, _wire=wire, _unread=None, cycle=None)
+    unread, late = "did not read their answers", "sent no whole header in time"
+    for now, size, told in (  # noqa: B007
+        *((0.0, 100, None), (5.0, 100, None), (5.5, 100, unread)),
+        *((5.5, 90, None), (10.5, 90, None), (11.0, 90, unread)),
+        *((10.0, 0, None), (10.5, 0, late)),
+        *((20.0, 100, None), (25.0, 100, None), (25.5, 100, unread)),
+    ):
+        assert LimitedProtocol.overdue(it, now, 0.0) == told, now
+    size, it.cycle = 0, SimpleNamespace(response_complete=False)
+    assert LimitedProtocol.overdue(it, 100.0, 0.0) is None
+    it.cycle.response_complete, it._wire = True, None
+    assert LimitedProtocol.overdue(it, 100.0, 0.0) == late
 
 
 def test_a_header_must_come_in_time(engine: FakeEngine, tokenizer: Any) -> None:

@@ -9,6 +9,8 @@ import pytest
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 FOLDER = Path(__file__).with_name("bodies")
 BODIES = [
     pytest.param(request, id=f"{file.stem}-{number}")

@@ -9,6 +9,8 @@ from tests.internals.server import without_changing_lines
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 REST = "You are an agent.\n\nToday is the first of May."
 ASK: list[Any] = [{"role": "user", "content": "Who?"}]
 

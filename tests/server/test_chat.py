@@ -11,6 +11,8 @@ from tests.internals.server import ServerSettings, TokenLogprob, make_app
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 ASK: list[Any] = [{"role": "user", "content": "What does Anna play?"}]
 
 

@@ -90,6 +90,7 @@ class TestLangChain:
         assert found["parsing_error"] is None
         assert isinstance(found["parsed"], Lamp)
 
+    @pytest.mark.daily
     @pytest.mark.parametrize(("changes", "ask", "status", "code"), REFUSED)
     def test_errors(self, model: Callable[..., Any], changes: Any, ask: str, status: int, code: str) -> None:
         with pytest.raises(openai.APIError) as told:

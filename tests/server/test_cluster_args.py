@@ -7,6 +7,8 @@ import pytest
 
 from tests.internals.server import ClusterArgs, ServerSettings
 
+pytestmark = pytest.mark.daily
+
 
 def test_all_that_there_is(tmp_path: Path) -> None:
     for name, text in (("keys", "one\ntwo\n"), ("boss", "three\n"), ("tier", "k" * 32)):

@@ -7,6 +7,8 @@ import pytest
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 
 def test_a_text_goes_on(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
     answer = at.openai.completions.create(model="reader", prompt="What does", temperature=0)
@@ -89,3 +91,9 @@ def test_what_is_not_served_is_named(at: Listening, engine: FakeEngine, change: 
     assert response.status_code == 400
     assert says in response.json()["error"]["message"]
     assert not engine.tickets
+
+
+@pytest.mark.parametrize("field", ["n", "best_of"])
+def test_the_field_with_too_many_answers_is_named(at: Listening, field: str) -> None:
+    response = at.http.post("/v1/completions", json={"model": "reader", "prompt": "a", field: 17})
+    assert response.json()["error"]["param"] == field

@@ -8,6 +8,8 @@ import pytest
 
 from tests.internals.cli import apply_config, command_line, main
 
+pytestmark = pytest.mark.daily
+
 
 def parsed(file: Path, text: str, *arguments: str, command: str = "serve", mode: int = 0o600) -> argparse.Namespace:
     """The flags of a command with a file of this text."""

@@ -20,6 +20,8 @@ from tests.internals.server import Meter, ModelEngine, QueueFullError
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "kvboost_hf.json"
 UNIT = (DEPLOY / "kvboost-hf.service").read_text("utf-8")

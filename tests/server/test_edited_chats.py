@@ -89,6 +89,7 @@ EDITS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
 }
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("kind", EDITS)
 @pytest.mark.parametrize("kept", [False, True])
 def test_the_prompt_is_that_of_the_edited_chat(at: Listening, engine: FakeEngine, kind: str, kept: bool) -> None:
@@ -208,6 +209,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
 }
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("kind", REFUSED)
 def test_edits_that_cannot_be_made_are_refused(at: Listening, kind: str) -> None:
     edits, message = REFUSED[kind]

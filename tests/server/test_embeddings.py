@@ -26,6 +26,8 @@ from tests.internals.server import (
 from tests.server.conftest import Listening, Serve
 from tests.server.test_worker import Told, numbers
 
+pytestmark = pytest.mark.daily
+
 TEXTS = ["Anna lives in Oslo.", "The lamp is red. " * 8, "é"]
 
 

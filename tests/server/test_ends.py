@@ -22,6 +22,8 @@ from tests.server.conftest import Listening, listening
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_worker import Told, numbers
 
+pytestmark = pytest.mark.daily
+
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Who?"}], "temperature": 0}
 
 

@@ -296,6 +296,7 @@ def test_drafts_that_fail_cost_no_answer(
     assert 0 < tries[0] <= 2  # and nothing was drafted any more
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_notice_that_fails_is_tried_again_and_holds_up_no_other(
     times: int, opened: Opened, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,8 @@ from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 from tests.server.wire import until
 
+pytestmark = pytest.mark.daily
+
 ASK: list[Any] = [{"role": "user", "content": "Who?"}]
 CHAT: dict[str, Any] = {"model": "reader", "messages": ASK, "temperature": 0}
 ECHO = {

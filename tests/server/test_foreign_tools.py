@@ -8,6 +8,8 @@ import pytest
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 ASK: list[Any] = [{"role": "user", "content": "Is the lamp on?"}]
 PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 LOOK: dict[str, Any] = {"name": "look", "description": "To look.", "parameters": PARAMETERS}

@@ -12,6 +12,8 @@ from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_tools import _follow
 
+pytestmark = pytest.mark.daily
+
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"name": {"enum": ["Anna", "Noah"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -117,7 +119,9 @@ SAID = "must not be given together"
     ("change", "param", "told"),
     [
         ({"regex": "(a"}, "regex", "unclosed group"),
-        ({"guided_regex": "((a{99}){99}){999}"}, "guided_regex", "takes more than 2 s"),
+        pytest.param(
+            {"guided_regex": "((a{99}){99}){999}"}, "guided_regex", "takes more than 2 s", marks=pytest.mark.slow
+        ),
         ({"choice": []}, "choice", "at least 1"),
         ({"guided_grammar": "nothing"}, "guided_grammar", "cannot be enforced"),
         ({"grammar": 'root ::= "a" other'}, "grammar", "Rule 'other' not found"),

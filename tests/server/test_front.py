@@ -35,6 +35,8 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.test_sessions import BOOK, engine_of
 from tests.server.wire import WAIT_S, Wire, in_a_thread, post, until
 
+pytestmark = pytest.mark.daily
+
 # The attacks on one server.
 endless, engine, log = suite.endless, suite.engine, suite.log
 test_a_body_must_come_in_time = suite.test_a_body_must_come_in_time
@@ -286,12 +288,68 @@ def test_a_front_that_ends_answers_who_asks_and_who_has_asked(endless: suite.End
 
 @pytest.mark.parametrize(
     ("statuses", "told"),
-    [((200, 200), 200), ((404, 200), 200), ((404, 404), 404), ((404, 409, 200), 409), ((409, 503), 503)],
+    [
+        ((200, 200), 200),
+        ((400, 200), 400),
+        ((404, 200), 200),
+        ((404, 404), 404),
+        ((404, 409, 200), 409),
+        ((409, 503), 503),
+    ],
 )
 def test_of_all_replicas_one_says_how_it_went(statuses: Sequence[int], told: int) -> None:
     """Those that do not know a session say nothing of it, unless none does."""
     answers = [Answer(f"replica {n}", status, (), b"{}") for n, status in enumerate(statuses)]
     assert merged("/v1/stats", answers).status_code == told
+
+
+def test_without_a_replica_nobody_is_told_of_sessions() -> None:
+    with listening(front_app(Local({}), SETTINGS, PrefixRouter())) as at:
+        answer = at.http.get("/v1/kv/sessions")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
+
+
+def _session(*figures: int, id: str = "a", pinned: bool = False, until: float | None = None) -> dict[str, Any]:
+    names = ("requests", "prompt_tokens", "cached_tokens", "bytes", "first_seen", "last_used")
+    told = dict(zip(names, figures, strict=True))
+    return {"id": id, "of": figures[-1], **told, "pinned": pinned, "pinned_until": until}
+
+
+@pytest.mark.parametrize(
+    ("pins", "pinned", "until"),
+    [
+        ([(False, None), (False, None)], False, None),
+        ([(True, 5.0), (True, 7.0)], True, 7.0),
+        ([(True, 5.0), (False, None)], True, 5.0),
+        ([(True, 5.0), (True, None)], True, None),  # one has no end
+    ],
+)
+def test_one_session_of_several_replicas(pins: Sequence[tuple[bool, Any]], pinned: bool, until: float | None) -> None:
+    """Of those with requests the one that was used last tells the rest."""
+    (a, b), c = pins, (False, None)
+    told = [
+        _session(3, 100, 25, 7, 10, 20, pinned=a[0], until=a[1]),
+        _session(1, 20, 0, 1, 12, 30, pinned=b[0], until=b[1]),
+        _session(0, 0, 0, 0, 40, 40, pinned=c[0], until=c[1]),
+    ]
+    for order in (told, told[::-1]):
+        answers = [Answer(str(n), 200, (), json.dumps(each).encode()) for n, each in enumerate(order)]
+        found = json.loads(bytes(merged("/v1/kv/sessions/a", answers).body))
+        wanted = _session(4, 120, 25, 8, 10, 40, pinned=pinned, until=until) | {"of": 30, "cached_share": 0.2083}
+        assert found == wanted
+    unused = [Answer("0", 200, (), json.dumps(told[2]).encode())]
+    assert json.loads(bytes(merged("/v1/kv/sessions/a", unused).body))["cached_share"] == 0.0
+
+
+def test_a_list_and_an_end_of_sessions_of_several_replicas() -> None:
+    told = [[_session(1, 9, 0, 1, 1, 5), _session(1, 9, 0, 1, 1, 9, id="b")], [_session(2, 9, 0, 1, 1, 7)], []]
+    answers = [Answer(str(n), 200, (), json.dumps({"data": each}).encode()) for n, each in enumerate(told)]
+    data = json.loads(bytes(merged("/v1/kv/sessions", answers).body))["data"]
+    assert [(each["id"], each["requests"]) for each in data] == [("b", 1), ("a", 3)]
+    freed: list[dict[str, int]] = [{"ram": 1}, {"ram": 2, "disk": 4}]
+    bodies = [json.dumps({"deleted": True, "freed_bytes": each}).encode() for each in freed]
+    gone = [Answer(str(n), 200, (), body) for n, body in enumerate(bodies)]
+    assert json.loads(bytes(merged("/v1/kv/sessions/a", gone).body))["freed_bytes"] == {"ram": 3, "disk": 4}
 
 
 def test_figures_of_replicas_are_one_page() -> None:

@@ -9,6 +9,8 @@ from tests.internals.server import KnownTools
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 ASK: list[Any] = [{"role": "user", "content": "Who?"}]
 
 

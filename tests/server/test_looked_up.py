@@ -27,6 +27,8 @@ from tests.internals.server import (
 )
 from tests.server.test_worker import Told, numbers
 
+pytestmark = pytest.mark.daily
+
 CHUNK, STORED = 16, 96  # the rest of the prompt is no whole chunk
 PROMPT = random_ids(100, 0)[0].tolist()
 Change = Callable[[ChunkStore, PreTrainedModel], None]

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
+from tests.internals.server import images_left_out, text_of_media
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.daily
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(4992)).decode()
 URL = f"data:image/png;base64,{PNG}"
@@ -197,6 +200,8 @@ KEPT: list[tuple[str, dict[str, Any], list[str]]] = [
         _chat({"type": "file", "file": {"filename": "a.txt", "file_data": "data:text/plain;base64,QnVpbGQu"}}),
         ["a.txt", "Build."],
     ),
+    (CHAT, _chat({"type": "file", "file": {"file_data": "data:text/plain,Build."}}), ["Build."]),
+    (CHAT, _chat({"type": "file", "file": {"file_data": "data:application/json;base64,QnVpbGQu"}}), ["Build."]),
     (
         CHAT,
         {"messages": _of_tool([{"type": "resource", "resource": {"uri": "file:///a", "text": "Build."}}])},
@@ -234,6 +239,32 @@ def test_parts_in_odd_forms(at: Listening, part: Any) -> None:
     assert at.http.post(CHAT, json={"model": "reader"} | _chat(part)).status_code == 200
     response = at.http.post(MESSAGES, json={"model": "reader", "max_tokens": 5} | _use([part]))
     assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        ({"data": base64.b64encode(bytes(999)).decode()}, "An image was left out here: 999 bytes."),
+        ({"data": base64.b64encode(bytes(1000)).decode()}, "An image was left out here: 1 kB."),
+        ({"data": base64.b64encode(bytes(999_000)).decode()}, "An image was left out here: 999 kB."),
+        ({"data": base64.b64encode(bytes(10**6)).decode()}, "An image was left out here: 1.0 MB."),
+        ({"type": "File", "file": {"file_data": "data:application/pdf;base64,QnVpbGQu"}}, "A File was left out"),
+        ({"type": "file", "file": {"file_data": "data:text/plain;base64,QnVpbGQu!"}}, "A file was left out"),
+        ({"type": "Image", "url": "https://a.example"}, "An Image was left out here: https://a.example."),
+        ({"url": "data:image/png;base64,AAAA", "media_type": "image/gif"}, "left out here: image/gif, 3 bytes."),
+        ({"data": "data:image/png;base64,AAAA"}, "left out here: image/png, 3 bytes."),
+        ({"data": "AAAA", "format": "wav"}, "left out here: wav, 3 bytes."),
+        ({"data": "AAAA", "media_type": "audio/wav", "format": "wav"}, "left out here: audio/wav, 3 bytes."),
+    ],
+)
+def test_what_is_said_of_media(part: dict[str, Any], told: str) -> None:
+    assert told in text_of_media({"type": "image"} | part, "messages.content")
+
+
+def test_no_images_are_left_out_where_there_are_none() -> None:
+    assert [images_left_out(given, "images") for given in (None, [], "")] == [[], [], []]
+    assert [len(images_left_out(given, "images")) for given in ("AAAA", ["AAAA", "AAAA"], 5)] == [1, 2, 1]
+    assert "3 bytes" in images_left_out("AAAA", "images")[0]
 
 
 def test_a_session_with_an_image_goes_on(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:

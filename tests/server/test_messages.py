@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
+from tests.internals.server import MessagesRequest
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.daily
 
 ASK: list[Any] = [{"role": "user", "content": "Is it on?"}]
 BODY: dict[str, Any] = {"model": "reader", "max_tokens": 50, "messages": ASK}
@@ -231,6 +234,19 @@ def test_breakpoints_are_counted(
         assert parts["ephemeral_1h_input_tokens"] == 0
     if five is None:
         assert parts["ephemeral_5m_input_tokens"] == 0
+
+
+def test_the_messages_up_to_each_breakpoint() -> None:
+    said = [
+        {"role": "assistant", "content": "No."},
+        {"role": "user", "content": [_block("Now?", SHORT), _block("Or?")]},
+    ]
+    sent = BODY | {"system": [_block("Be short.", SHORT)], "messages": [*ASK, *said], "cache_control": SHORT}
+    body = MessagesRequest.model_validate(sent)
+    found = [[(each.role, each.content) for each in body.up_to(point)] for point in body.breakpoints]
+    head, turns = ("system", "Be short."), [("user", "Is it on?"), ("assistant", "No.")]
+    assert [point.last for point in body.breakpoints] == [False, False, True]
+    assert found == [[head, ("user", "")], [head, *turns, ("user", "Now?")], [head, *turns]]
 
 
 def test_breakpoints_pin(reading: Listening) -> None:

@@ -13,6 +13,8 @@ from tests.internals.server import ModelCard, ModelEngine, OllamaChatRequest, Qu
 from tests.server.conftest import SETTINGS, Listening, Serve, listening
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 ASK: list[Any] = [{"role": "user", "content": "Who?"}]
 CHAT: dict[str, Any] = {"model": "reader", "messages": ASK, "stream": False}
 GENERATE: dict[str, Any] = {"model": "reader", "prompt": "Who?", "stream": False}

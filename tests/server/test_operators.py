@@ -23,6 +23,8 @@ from tests.internals.server import (
 from tests.server.conftest import SETTINGS, Listening, Serve, listening
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 ASK: list[Any] = [{"role": "user", "content": "Who?"}]
 ROUTES = [
     ("GET", "/v1/models"),

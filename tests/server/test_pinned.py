@@ -14,6 +14,8 @@ from tests.internals.server import Finished, Job, Keep, ModelEngine, SamplingOpt
 from tests.server.conftest import listening
 from tests.server.test_worker import Told, numbers
 
+pytestmark = pytest.mark.daily
+
 BUDGET = 4_000_000
 HANDBOOK = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 20
 OTHERS = 18

@@ -13,6 +13,8 @@ from tests.internals.server import Finished, Job, ModelEngine, SamplingOptions
 from tests.server.conftest import Listening
 from tests.server.test_worker import Told, numbers
 
+pytestmark = pytest.mark.daily
+
 COUNT = 40
 
 

@@ -11,6 +11,8 @@ from tests.internals.server import Job, Listener, TooLongError, make_app
 from tests.server.conftest import SETTINGS, Listening, Serve, listening
 from tests.server.fake_engine import FakeEngine, FakeTicket
 
+pytestmark = pytest.mark.daily
+
 SENTENCES = "Anna plays the piano. " * 40
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": SENTENCES}]}
 TEXT: dict[str, Any] = {"prompt": SENTENCES}

@@ -12,6 +12,8 @@ from tests.internals.server import make_app
 from tests.server.conftest import SETTINGS, Listening, listening
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 ASK: list[Any] = [{"role": "user", "content": "Who?"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'

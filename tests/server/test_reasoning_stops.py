@@ -12,6 +12,8 @@ from tests.server.conftest import SETTINGS, Listening, listening
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_reasoning import TOOLS, Family, _families, family  # noqa: F401
 
+pytestmark = pytest.mark.daily
+
 THINK = ("<think>", "</think>")
 ASK: list[Any] = [{"role": "user", "content": "Who?"}]
 

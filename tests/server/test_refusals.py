@@ -11,6 +11,8 @@ from tests.internals.server import DrainingError, QueueFullError, TooLongError
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 ASK: list[Any] = [{"role": "user", "content": "Who?"}]
 CHAT: dict[str, Any] = {"model": "reader", "messages": ASK}
 _TOOL = {"type": "function", "function": {"name": "look"}}

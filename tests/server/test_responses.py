@@ -8,6 +8,8 @@ import pytest
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.daily
+
 TOOL: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "lamp"}}</tool_call>'
 

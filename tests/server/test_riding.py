@@ -196,6 +196,7 @@ def test_rows_beside_k_v_in_place_and_rows_with_windows_ride(kind: str, drafted:
         assert not engine.store.check_integrity().wrong
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("in_place", [False, True])
 @torch.no_grad()
 def test_hidden_states_that_other_rows_keep_are_those_of_their_new_tokens(in_place: bool) -> None:

@@ -9,6 +9,8 @@ from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_tools import _follow
 
+pytestmark = pytest.mark.daily
+
 ASK: list[Any] = [{"role": "user", "content": "Is the lamp on?"}]
 EVERYDAY: dict[str, Any] = {
     "properties": {

@@ -11,11 +11,13 @@ from tokenizers.processors import TemplateProcessing
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from tests.conftest import make_model, random_ids
-from tests.internals.server import Job, ModelEngine, SamplingOptions, TokenLogprob, make_app
+from tests.internals.server import Job, ModelEngine, SamplingOptions, TokenLogprob, _mean, make_app
 from tests.property.test_text_stream import _byte_fallback
 from tests.server.conftest import SETTINGS, Listening, listening
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_worker import Told, numbers
+
+pytestmark = pytest.mark.daily
 
 KEY = {"Authorization": "Bearer key"}
 ALL: dict[str, Any] = {"ignore_eos": True, "skip_special_tokens": False}
@@ -154,6 +156,12 @@ def test_prompts_beside_others(name: str) -> None:
         assert told[0].text == told[1].text == plain.text
     finally:
         engine.close()
+
+
+def test_the_mean_log_probability_is_that_of_the_answer() -> None:
+    """The tokens before it are of the prompt, the first of which has none."""
+    found = [TokenLogprob(5, logprob) for logprob in (None, -9.0, -1.0, -4.0)]
+    assert [_mean(found, tokens) for tokens in (0, 1, 2, 4)] == [0.0, -4.0, -2.5, -3.5]
 
 
 def test_the_best_of_several(reading: Listening, tokenizer: Any) -> None:

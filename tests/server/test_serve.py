@@ -19,6 +19,8 @@ from tests.internals.engine import EngineSettings
 from tests.internals.server import ServerSettings
 from tests.server import wire
 
+pytestmark = pytest.mark.daily
+
 _ASK: list[Any] = [
     {"role": "system", "content": "You read documents and answer questions about them."},
     {"role": "user", "content": "Anna lives in Oslo. She plays the piano.\n\nWhat does Anna play?"},

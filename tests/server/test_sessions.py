@@ -36,6 +36,8 @@ from tests.server.conftest import Listening, listening
 from tests.server.test_worker import Told, numbers
 from tests.server.wire import until
 
+pytestmark = pytest.mark.daily
+
 BOOK = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. Tom has two goats. " * 12
 HOUR = Keep(ttl_s=3600, share=0.5)
 

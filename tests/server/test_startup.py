@@ -14,13 +14,17 @@ from tests.internals.engine import EngineSettings
 from tests.internals.server import (
     Chosen,
     InTiers,
+    JsonLines,
     ModelEngine,
     ServerSettings,
     Startup,
     TextLines,
     _warm,
     start_engine,
+    write_log,
 )
+
+pytestmark = pytest.mark.daily
 
 TEXT = "The lamp is red. It stands in the hall. " * 20
 
@@ -83,6 +87,42 @@ def test_what_was_chosen(tmp_path: Path) -> None:
         assert line in page
 
 
+def test_each_line_of_the_page_follows_from_what_was_chosen() -> None:
+    kept = EngineSettings(chunk_size=16)
+    with started(kept, max_live_tokens=5000) as (engine, settings):
+        usual = chosen(engine, settings, kept)
+    disk = {"disk": {"location": "/kv", "bytes": 1536}}
+    cases: list[tuple[dict[str, Any], str, bool]] = [
+        ({"max_model_len": 4999}, "as many as memory has room for", False),
+        ({"max_model_len": 5000}, "of a prompt and its answer, as many as memory has room for", True),
+        ({}, "wait; memory is not planned", False),
+        ({"max_live_tokens": None}, "wait; memory is not planned", True),
+        ({"live_bytes": 3 * 2**20}, "5,000 tokens of K/V (3 MiB) in all", True),
+        ({"live_bytes": None}, "5,000 tokens of K/V in all", True),
+        ({"codec": "raw", "store_tokens": 7000}, "of host memory, for 7,000 tokens; gone after a restart", True),
+        ({"codec": "raw", "store_tokens": None}, "of host memory, codec raw; gone", True),
+        ({"codec": "int8", "store_tokens": 7000}, "of host memory, codec int8; gone", True),
+        ({}, "in tiers ", False),
+        ({"tiers": disk}, "disk       /kv (1.5 KiB held)", True),
+        ({"tiers": disk}, "gone after a restart", False),
+        ({"tiers": disk, "tier_chunks": 9999}, "0 of 9,999 chunks are found, 0 tokens\n", True),
+        ({"tiers": disk, "tier_chunks": 10000}, "0 of the first 10,000 chunks are found", True),
+        ({"tiers": disk, "fingerprint": "abc"}, "0 tokens, by the fingerprint abc\n", True),
+        ({"parameters": 999}, ", 999 parameters", True),
+        ({"parameters": 1000}, ", 1K parameters", True),
+        ({"parameters": 2 * 10**9}, ", 2B parameters", True),
+        ({"store_bytes": 1023}, "1023 B of host memory", True),
+        ({"store_bytes": 1024}, "1 KiB of host memory", True),
+        ({"store_bytes": 2**30}, "1.0 GiB of host memory", True),
+        ({"chats": False}, "/v1/completions", True),
+        ({"chats": True}, "/v1/chat/completions", True),
+        ({"drafts": "chain"}, "drafts     chain", True),
+    ]
+    for changes, says, is_said in cases:
+        page = Chosen(**{**vars(usual), **changes}).page("http://a:1")
+        assert (says in page) == is_said, (changes, says, page)
+
+
 def test_k_v_of_another_salt_is_held_and_not_found(tmp_path: Path) -> None:
     kept = EngineSettings(chunk_size=16, disk_cache_dir=tmp_path)
     with started(kept) as (engine, settings):
@@ -123,6 +163,9 @@ def test_stages_on_a_terminal(capsys: pytest.CaptureFixture[str], caplog: pytest
         told = capsys.readouterr()
         assert told.err.startswith("Loading it …\n  took 0.")
         assert not told.out
+        with Startup(terminal=True).progress(100) as advance:
+            advance(40)
+        assert "0.00/100 [" in capsys.readouterr().err
         assert not caplog.records
     with caplog.at_level(logging.WARNING, "kvboost_hf.server"), Startup(terminal=True).stage("loading it"):
         pass
@@ -169,4 +212,21 @@ def test_lines_for_a_person_obey_no_client() -> None:
     record.__dict__["fields"] = {"path": "/a\x1b[2J", "status": 200}
     line = TextLines().format(record)
     assert line.isprintable()
+    assert line.count("\\x1b[2J") == 2
     assert "status=200" in line
+
+
+@pytest.mark.parametrize(("level", "uvicorn"), [("debug", logging.DEBUG), ("info", logging.WARNING)])
+def test_who_writes_to_the_log(level: str, uvicorn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of JSON where no person reads them; what uvicorn says only if all is wanted."""
+    root, error = logging.getLogger(), logging.getLogger("uvicorn.error")
+    before = root.handlers[:], root.level, error.level
+    monkeypatch.setattr("kvboost_hf.server.startup.transformers_logging.disable_progress_bar", lambda: None)
+    try:
+        root.handlers = []
+        write_log(level)
+        assert (root.level, error.level) == (getattr(logging, level.upper()), uvicorn)
+        assert [type(handler.formatter) for handler in root.handlers] == [JsonLines]
+    finally:
+        root.handlers, root.level = before[:2]
+        error.setLevel(before[2])

@@ -59,6 +59,7 @@ def ask(engine: ModelEngine, question: str) -> tuple[str, Finished]:
     return told.text, told.end
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("flags", "tokens"),
     [("", 4096), ("--max-model-len 900", 900), ("--max-model-len 900 --max-live-tokens 1800", 1800)],

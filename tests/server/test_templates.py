@@ -1,5 +1,6 @@
 """Chats of all APIs with templates that refuse roles, or leave messages out: they are merged, and named."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,8 @@ from kvboost_hf.assets import load_embedded
 from tests.internals.server import Abilities, Rendering, _Chat, abilities_of, adapted, make_app
 from tests.server.conftest import SETTINGS, Listening, listening
 from tests.server.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.daily
 
 _BOS = "{{ bos_token }}"
 TEMPLATES = {
@@ -320,3 +323,153 @@ def test_a_chat_in_which_user_and_assistant_take_turns_is_as_any_template_takes_
         assert not _Chat(chat, [], Rendering()).alternates
         if ability == "refused" and not dropped_only:
             assert adapted(chat, abilities)[1]
+
+
+def _said(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content} | more
+
+
+def _calls(content: str, *ids: str, arguments: Any = None, **more: Any) -> dict[str, Any]:
+    function = {"name": "look", "arguments": {"a": "é"} if arguments is None else arguments}
+    return _said("assistant", content, tool_calls=[{"id": id, "function": function} for id in ids], **more)
+
+
+S, S2, U, U2, A, A2 = (
+    _said(role, content)
+    for role, content in (
+        *(("system", "Be short."), ("system", "Be kind.")),
+        *(("user", "Hello."), ("user", "Who?"), ("assistant", "Hi."), ("assistant", "Me.")),
+    )
+)
+CALL, ONE = _calls("", "abc123xyz"), _said("tool", "1", tool_call_id="abc123xyz")
+TWO, NAMELESS = _said("tool", "2", tool_call_id="bbc123xyz", name="look"), _said("tool", "3")
+BOTH = _calls("So:", "abc123xyz", "bbc123xyz", reasoning_content="Hm.")
+FIRST, SECOND = _calls("So:", "abc123xyz", reasoning_content="Hm."), _calls("", "bbc123xyz")
+AS_TEXT = 'Call of look: {"a": "é"}'
+LONG = ("call_1", "abc-12345", "äbc123xyz", "abc123xyz0", "")
+# What a template lacks, a chat, the chat that it takes, and the changes.
+ADAPTED: list[tuple[str, list[Any], list[Any], list[str]]] = [
+    ("system", [S, U], [_said("user", "Be short."), U], ["system-as-user"]),
+    ("system", [S, S2, U], [_said("user", "Be short.\n\nBe kind."), U], ["systems-merged", "system-as-user"]),
+    ("system", [U, A, S2], [U, A, _said("user", "Be kind.")], ["system-as-user"]),
+    ("lone_system", [S], [_said("user", "Be short.")], ["system-as-user"]),
+    ("lone_system", [S, U], [S, U], []),
+    ("users", [U, U2, A, U], [_said("user", "Hello.\n\nWho?"), A, U], ["users-merged"]),
+    ("assistants", [U, A, A2], [U, _said("assistant", "Hi.\n\nMe.")], ["assistants-merged"]),
+    (
+        "assistants",
+        [U, CALL, BOTH],
+        [U, _calls("So:", "abc123xyz", "abc123xyz", "bbc123xyz", reasoning_content="Hm.")],
+        ["assistants-merged"],
+    ),
+    (
+        "assistants",
+        [U, _said("assistant", "", reasoning_content="Oh."), BOTH],
+        [U, BOTH | {"reasoning_content": "Oh.\n\nHm."}],
+        ["assistants-merged"],
+    ),
+    ("first_assistant", [A, U], [_said("user", "(The assistant begins.)"), A, U], ["user-added"]),
+    ("first_assistant", [S, A, U], [S, _said("user", "(The assistant begins.)"), A, U], ["user-added"]),
+    ("first_assistant", [S], [S], []),
+    (
+        "tool",
+        [U, CALL, ONE],
+        [U, _said("assistant", AS_TEXT), _said("user", "Result:\n1")],
+        ["calls-as-text", "result-as-user"],
+    ),
+    (
+        "tool",
+        [U, BOTH, TWO, A],
+        [
+            U,
+            _said("assistant", f"So:\n{AS_TEXT}\n{AS_TEXT}", reasoning_content="Hm."),
+            _said("user", "Result of look:\n2"),
+            A,
+        ],
+        ["calls-as-text", "result-as-user"],
+    ),
+    ("user_after_tool", [U, CALL, ONE, U2], [U, CALL, ONE | {"content": "1\n\nWho?"}], ["user-into-result"]),
+    ("user_after_tool", [U, CALL, ONE, A], [U, CALL, ONE, A], []),
+    ("many_calls", [U, CALL, ONE], [U, CALL, ONE], []),
+    ("many_calls", [U, BOTH, TWO, ONE, A], [U, FIRST, ONE, SECOND, TWO, A], ["calls-parted"]),
+    ("many_calls", [U, BOTH, NAMELESS, TWO, ONE], [U, FIRST, NAMELESS, SECOND, TWO, ONE], ["calls-parted"]),
+    ("many_calls", [U, BOTH, TWO], [U, FIRST, SECOND, TWO], ["calls-parted"]),
+    ("many_calls", [U, BOTH], [U, FIRST, SECOND], ["calls-parted"]),
+]
+# The same where a template must refuse a chat before something is changed.
+REFUSED: list[tuple[str, list[Any], list[Any], list[str]]] = [
+    (
+        "calls",
+        [U, BOTH, ONE],
+        [U, _calls("So:", "abc123xyz", "bbc123xyz", arguments='{"a": "é"}', reasoning_content="Hm."), ONE],
+        ["arguments-as-text"],
+    ),
+    (
+        "calls",
+        [U, _calls("", "abc123xyz", arguments="{}")],
+        [U, _calls("", "abc123xyz", arguments="{}")],
+        ["arguments-as-text"],
+    ),
+    ("calls", [U, A], [U, A], []),
+    (
+        "reasoned_calls",
+        [U, BOTH],
+        [U, BOTH | {"content": "", "reasoning_content": "Hm.\n\nSo:"}],
+        ["text-into-reasoning"],
+    ),
+    ("reasoned_calls", [U, CALL | {"reasoning_content": "Hm."}], [U, CALL | {"reasoning_content": "Hm."}], []),
+    ("reasoned_calls", [U, CALL | {"content": "So:"}], [U, CALL | {"content": "So:"}], []),
+    (
+        "reasoned_calls",
+        [U, CALL, ONE, A | {"reasoning_content": "Hm."}],
+        [U, CALL, ONE, A | {"reasoning_content": "Hm."}],
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize(("lacks", "chat", "wanted", "changes"), [*ADAPTED, *REFUSED])
+def test_each_thing_that_a_template_lacks(lacks: str, chat: Any, wanted: Any, changes: list[str]) -> None:
+    """By itself; a chat that a template takes stays as it is, and one that it drops something of is no refused one."""
+    every: Any = dict.fromkeys(Abilities.__slots__, "taken")
+    for ability in ("taken", "dropped", "refused"):
+        for dropped_only in (False, True):
+            if ability == "dropped":
+                is_lacking = (lacks, chat, wanted, changes) in ADAPTED
+            else:
+                is_lacking = ability == "refused" and not dropped_only
+            found = adapted(chat, Abilities(**{**every, lacks: ability}), dropped_only=dropped_only)
+            assert found == ((wanted, changes) if is_lacking else (chat, [])), (ability, dropped_only)
+
+
+@pytest.mark.parametrize("ability", ["dropped", "refused"])
+@pytest.mark.parametrize("dropped_only", [False, True])
+def test_messages_of_the_system_that_are_no_first_ones(ability: Any, dropped_only: bool) -> None:
+    every: Any = dict.fromkeys(Abilities.__slots__, "taken")
+    late = Abilities(**{**every, "late_system": ability})
+    for chat, wanted, changes in (
+        ([S, U], [S, U], []),
+        ([S, U, S2], [S, U, _said("user", "Be kind.")], ["system-as-user"]),
+        ([S, S2, U], [_said("system", "Be short.\n\nBe kind."), U], ["systems-merged"]),
+    ):
+        assert adapted(chat, late, dropped_only=dropped_only) == (wanted, changes)
+
+
+def test_ids_that_a_template_may_refuse() -> None:
+    every: Any = dict.fromkeys(Abilities.__slots__, "taken")
+    for id in LONG:
+        short = hashlib.sha256(id.encode()).hexdigest()[:9]
+        result = [_said("tool", "1", tool_call_id=id)] if id else [_said("tool", "1")]
+        made = [_said("tool", "1", tool_call_id=short)] if id else result
+        for ability in ("dropped", "refused"):
+            told = Abilities(**{**every, "long_ids": ability})
+            assert adapted([U, _calls("", id), *result], told) == ([U, _calls("", short), *made], ["ids-shortened"])
+            assert adapted([U, CALL, ONE, A], told) == ([U, CALL, ONE, A], [])
+            assert adapted([U, _calls("", id)], told, dropped_only=True) == ([U, _calls("", id)], [])
+
+
+@pytest.mark.parametrize(("text_calls", "tool"), [("refused", "taken"), ("dropped", "taken"), ("taken", "refused")])
+def test_arguments_stay_objects_where_texts_are_no_help(text_calls: Any, tool: Any) -> None:
+    every: Any = dict.fromkeys(Abilities.__slots__, "taken")
+    told = Abilities(**{**every, "calls": "refused", "text_calls": text_calls, "tool": tool})
+    assert "arguments-as-text" not in adapted([U, CALL, ONE], told)[1]

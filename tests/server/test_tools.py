@@ -119,6 +119,7 @@ def _follow(constraint: Constraint | None, tokenizer: Any, text: str) -> bool:
     return constraint.finished or bool(constraint.allowed()[tokenizer.eos_token_id])
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("choice", "parallel", "allowed"),
     [
@@ -137,6 +138,7 @@ def test_calls_that_must_come(
         assert _follow(engine.job.options.constraint, tokenizer, text) == (text in allowed)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("parallel", [None, True])
 def test_a_tool_that_is_named_is_called_once(at: Listening, engine: FakeEngine, tokenizer: Any, parallel: Any) -> None:
     engine.says = (TOUCH + "\n" + TOUCH,)
@@ -264,6 +266,7 @@ def test_arguments_are_valid_json_on_all_routes(at: Listening, engine: FakeEngin
     assert [call["function"]["arguments"] for call in calls] == [wanted]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", WRONG)
 def test_arguments_of_others_come_back(at: Listening, engine: FakeEngine, tokenizer: Any, name: str) -> None:
     written, wanted = WRONG[name]
@@ -306,6 +309,7 @@ def test_an_answer_with_a_schema(at: Listening, engine: FakeEngine, tokenizer: A
     assert _follow(engine.job.options.constraint, tokenizer, '{"on": false}')
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("choice", "says"), [("auto", True), ("required", False), ("none", True)])
 def test_a_schema_beside_tools(at: Listening, engine: FakeEngine, tokenizer: Any, choice: str, says: bool) -> None:
     engine.says = ("{}",) if says else (LOOK,)
@@ -323,6 +327,7 @@ def test_any_json_object(at: Listening, engine: FakeEngine, tokenizer: Any) -> N
     assert engine.job.options.constraint is None
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -397,6 +402,7 @@ def test_a_constraint_knows_all_columns_of_the_logits(at: Listening, engine: Fak
 OLDER = [tool["function"] for tool in TOOLS]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("stream", [False, True])
 def test_functions_are_an_older_form_of_tools(at: Listening, engine: FakeEngine, tokenizer: Any, stream: bool) -> None:
     engine.says = ("I look. ", LOOK, TOUCH)
@@ -436,6 +442,7 @@ def test_a_function_that_must_be_called(at: Listening, engine: FakeEngine, token
     assert engine.job.options.constraint is None
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -452,6 +459,7 @@ def test_older_forms_that_do_not_fit(at: Listening, change: Any, says: str) -> N
     assert says in told.value.message
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_tools_that_are_allowed(at: Listening, engine: FakeEngine, tokenizer: Any, mode: str) -> None:
     engine.says = (TOUCH,)

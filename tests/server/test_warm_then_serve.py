@@ -22,6 +22,7 @@ from tests.internals.cli import _chats, add_secrets, command_line, engine_settin
 from tests.internals.engine import EngineSettings
 from tests.internals.server import (
     Finished,
+    InTiers,
     Job,
     ModelEngine,
     SamplingOptions,
@@ -166,6 +167,11 @@ def test_what_several_have_stored_is_told_apart(file: str, tmp_path: Path) -> No
     assert said is not None
     chunks = {where: int(count) for count, where in re.findall(r"(\d+) (chunks of this model|of them were)", said)}
     assert 0 < chunks["of them were"] < chunks["chunks of this model"]
+    with served(tier) as (engine, settings, _):
+        held = InTiers.of(engine.model, engine.store, None, [prompt_salt(settings.salt, None)])
+    assert held is not None
+    assert held.found
+    assert chunks["chunks of this model"] == len(held.own) - len(held.found)
     assert "with `--codec int8`. Serve" in said
     assert re.search(r"of this model that were cut after \d+ tokens", said)  # their first chunks end at the same place
 
@@ -207,6 +213,7 @@ def test_messages_and_tools_are_found_by_chats(tmp_path: Path, tokenizer: Any) -
     assert (warmed["start_reason"], warmed["prompt_tokens"]) == (None, len(start))
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("given", ["[]", "{", '{"texts": ["a"]}', '[{"role": "chief", "content": "a"}]', '"a"'])
 def test_a_file_without_messages_is_refused(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (chat := tmp_path / "chat.json").write_text(given)

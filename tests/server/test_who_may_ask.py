@@ -19,6 +19,8 @@ from tests.server.conftest import Serve
 from tests.server.fake_engine import FakeEngine
 from tests.server.wire import WAIT_S, running, until
 
+pytestmark = pytest.mark.daily
+
 ASK: list[Any] = [{"role": "user", "content": "Who?"}]
 FIGURES = ("/v1/stats", "/metrics")
 

@@ -1,5 +1,6 @@
 """Forms of requests that clients send by mistake or by habit: paths, methods, content types and encodings."""
 
+import asyncio
 import gzip
 import json
 import zlib
@@ -8,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.internals.server import Grammars, regex
+from tests.internals.server import Grammars, Unpacked, regex
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.daily
 
 CHAT = {"model": "reader", "messages": [{"role": "user", "content": "Wo ist Änne?"}]}
 RAW = json.dumps(CHAT, ensure_ascii=False)
@@ -123,6 +126,10 @@ def test_a_bomb_is_too_large(serve: Serve, engine: FakeEngine, times: int) -> No
     answer = at.http.post(PATH, content=bomb, headers=JSON | {"content-encoding": "gzip"})
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "body_too_large"
+    parts = gzip.compress(b" " * 100_001) + bomb  # the first is just as much as is unpacked
+    assert len(asyncio.run(Unpacked("gzip").read(parts, 100_000, last=True))) == 100_001
+    parts = gzip.compress(b" " * 30_000) * 9
+    assert len(asyncio.run(Unpacked("gzip").read(parts, 100_000, last=True))) == 100_001
     fits = gzip.compress((RAW + " " * (99_000 - len(RAW))).encode())
     assert at.http.post(PATH, content=fits, headers=JSON | {"content-encoding": "gzip"}).status_code == 200
 

@@ -154,6 +154,7 @@ def test_rows_that_begin_alike_read_it_together(name: str, engines: Any) -> None
         assert listener.text == plain(plain_model, ids, count)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("name", "asked", "chosen"),
     [
@@ -752,6 +753,7 @@ def test_the_line() -> None:
     assert line.take(lambda ids: False) is None
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("client", [b"", b"other"])
 def test_the_order_of_the_line_tells_nothing_of_other_salts(client: bytes) -> None:
     for salt, ids in ((b"a", (1, 2, 3)), (b"a", (7, 8, 9)), (b"b", (7, 8, 9))):

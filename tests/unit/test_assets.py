@@ -37,6 +37,8 @@ from recipes.train import (
 from recipes.train_draft import build_draft, distill
 from tests.internals.assets import MAX_SUBJECTS, ChatTurn, Document, chat_messages, make_chat, make_documents
 
+pytestmark = pytest.mark.daily
+
 MAX_BYTES = 12_000_000
 HELD_OUT_SEED = 77
 MIN_ACCURACY = 0.9

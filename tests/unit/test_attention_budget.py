@@ -9,6 +9,8 @@ import torch
 from tests.attention import Problem, assert_within_budget, shares_of_budget
 from tests.internals.attention import Part, Visibility, reference
 
+pytestmark = pytest.mark.daily
+
 PROBLEM = Problem(queries=20, columns=60, head_dim=64)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BF16 = torch.bfloat16

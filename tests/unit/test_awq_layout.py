@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from tests.awq import SHIFTS, in_gemm, in_gemv, in_gptq, in_llm_awq, in_pack_quantized, random_weight
 from tests.internals.offload import StoredWeight, dequantize, layout_of, pack, to_gemm, unpack
 
+pytestmark = pytest.mark.daily
+
 SEEDS = st.integers(0, 2**32)
 GROUP_SIZES = st.sampled_from([32, 64, 128])
 

@@ -18,6 +18,8 @@ from recipes.awq import quantize, quantize_awq, write_random_awq
 from tests.conftest import make_model, random_ids
 from tests.internals.offload import AwqLinear, dequantize, layout_of
 
+pytestmark = pytest.mark.daily
+
 GROUP_SIZE = 32
 
 

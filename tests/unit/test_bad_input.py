@@ -44,6 +44,8 @@ from kvboost_hf import (
 from kvboost_hf.assets import load_embedded
 from tests.conftest import as_inputs, make_model, random_ids
 
+pytestmark = pytest.mark.daily
+
 IDS = random_ids(100, seed=1)
 
 

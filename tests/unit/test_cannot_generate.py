@@ -42,6 +42,8 @@ from kvboost_hf import (
 from tests.conftest import make_model
 from tests.internals.compat import loader_of
 
+pytestmark = pytest.mark.daily
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 8,

@@ -16,6 +16,8 @@ from kvboost_hf.assets import EMBEDDED_MODEL_DIR
 from tests.internals.cli import main, read_prompts
 from tests.internals.prompts import CHAT_SHAPE
 
+pytestmark = pytest.mark.daily
+
 SMOLLM2 = Path(__file__).parents[2] / ".models" / "smollm2" / "float32"
 
 

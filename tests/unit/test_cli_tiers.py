@@ -13,6 +13,8 @@ from kvboost_hf.assets import load_embedded
 from tests.internals.cache import ComputePace
 from tests.internals.cli import main
 
+pytestmark = pytest.mark.daily
+
 TEXT = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 8
 
 

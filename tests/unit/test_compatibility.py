@@ -17,6 +17,8 @@ from tests.internals.cache import Measure, blend_reason, make_layers
 from tests.internals.compat import probe_reason
 from tests.internals.top import known_architectures
 
+pytestmark = pytest.mark.daily
+
 
 class HomeMade(LlamaForCausalLM):
     """A class that no test of ours runs."""

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from kvboost_hf.assets import load_embedded
 from tests.internals.cache import ContentChunker, Tokens, media_ids, shifted_ids
 
+pytestmark = pytest.mark.daily
+
 END, NEWLINE, START = 3, 4, 5  # a sentence's end, half of a separator, the start of a message
 
 

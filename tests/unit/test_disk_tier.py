@@ -27,6 +27,8 @@ from tests.blobs import is_right, key_of, make_blob
 from tests.internals.cache import Entry, Failures
 from tests.internals.disk import DiskTier, charge, disk, disk_files, disk_index
 
+pytestmark = pytest.mark.daily
+
 Open = Callable[..., DiskTier]
 fork = multiprocessing.get_context("fork")
 
@@ -245,6 +247,19 @@ def test_one_that_is_written_again_while_it_is_read_stays(
         assert tier.read(key_of(1)) is None
     assert kept(tier, 1) == [1]
     assert len(files_in(folder)) == tier.stats()["chunks"] == 1
+
+
+def test_what_cannot_be_read_is_no_miss(folder: Path) -> None:
+    """It is a failure, which is counted; a link in place of a file or a folder is a miss."""
+    files, name = disk_files.BlobFiles(folder), key_of(1).hex()
+    place = folder / name[:2] / f"{name}.safetensors"
+    assert files.read(key_of(1), 5) is None
+    place.mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        files.read(key_of(1), 5)
+    place.rmdir()
+    place.symlink_to(folder)
+    assert files.read(key_of(1), 5) is None
 
 
 # What others left behind

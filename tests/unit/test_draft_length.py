@@ -6,7 +6,16 @@ from operator import mul
 
 import pytest
 
-from tests.internals.assisted import Adaptive, ConfidentLength, Constant, DraftLength, Heuristic, HostReads
+from tests.internals.assisted import (
+    Account,
+    Adaptive,
+    ConfidentLength,
+    Constant,
+    DraftLength,
+    Heuristic,
+    HostReads,
+    PassTimes,
+)
 
 
 def speed(rate: float, target_s: float, length: int) -> float:
@@ -152,6 +161,7 @@ def test_prompts_are_not_taken_for_passes() -> None:
         assert schedules[0].length(64) == schedules[1].length(64), number
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("launch_s", "wait_s", "every"), [(9.0, 0.0, 1), (9.0, 1.0, 1), (1.0, 9.0, 1), (5.0, 5.0, 4)], ids=str
 )
@@ -165,3 +175,67 @@ def test_looks(launch_s: float, wait_s: float, every: int) -> None:
     for _ in range(40):  # and it is not for ever
         looks.learn(passes=4, launch_s=8.0, wait_s=0.0)
     assert looks.every == 1
+
+
+def test_what_passes_with_drafts_take() -> None:
+    """As measured; else by the next smaller one and by passes over prompts, and no less than without drafts."""
+    times = PassTimes()
+    for rows, seconds in ((2, 1.0), (3, 3.0), (4, 2.0)):
+        times.learn(rows, 0, seconds)
+    assert [times.plain(rows) for rows in (1, 2, 3, 4)] == [None, 1.0, 3.0, 2.0]
+    assert times.wide(2, 3) == pytest.approx(1.1 + 4 * 0.5)
+    for tokens, seconds in ((100, 1.0), (10, 5.0), (0, 7.0)):
+        times.learn_prompt(tokens, seconds)
+    assert times.wide(2, 3) == pytest.approx(1.1 + 4 * 0.01)
+    times.learn(2, 2, 1.2)
+    assert [times.wide(*each) for each in ((2, 2), (2, 3))] == pytest.approx([1.2, 1.2 + 2 * 0.01])
+    assert [times.wide(*each) for each in ((4, 2), (3, 2))] == pytest.approx([2.2 + 4 * 0.01, 3.0 + 2 * 0.01])
+    times.learn(2, 4, 1.6)  # a tenth of a second for each token more
+    assert [times.wide(*each) for each in ((2, 3), (2, 4), (3, 4))] == pytest.approx([1.4, 1.6, 3.4])
+
+
+def test_what_drafting_takes() -> None:
+    times = PassTimes()
+    assert times.drafting([], 1.0) == 0.0
+    assert times.drafting([(0.1, 1), (0.4, 9)], 2.0) == pytest.approx(2 * 0.8)
+    times.learn_prompt(100, 1.0)
+    assert times.drafting([(0.4, 8)], 1.0) == pytest.approx(0.4)
+    assert times.drafting([(0.4, 9), (0.1, 1)], 1.0) == pytest.approx(2 * 0.4 + 9 * 0.4 * 0.01)
+    times.learn_drafting([], 9.0)
+    times.learn_drafting([1, 1], 0.2)
+    assert times.drafting([(0.4, 1)], 1.0) == pytest.approx(0.1)
+    times.learn_drafting([100, 1], 0.3)
+    assert times.drafting([(0.4, 200)], 1.0) == pytest.approx(0.1 + 200 * 0.001)
+    times.learn_drafting([100, 1], 0.1)  # less than is known for drafting alone
+    assert times.drafting([(0.4, 200)], 1.0) == pytest.approx(0.1 + 200 * 0.001 * 0.95 / 1.95)
+
+
+def test_what_drafts_may_lose() -> None:
+    times = PassTimes()
+    times.learn(2, 0, 1.0)
+    assert Account(times, 5, 1000).spare_s == 0.0  # nothing is known of such passes
+    assert [Account(times, 2, room).spare_s for room in (20, 1000)] == pytest.approx([0.2, 0.5])
+    assert Account(times, 2, 1000, most_passes=0.3).spare_s == pytest.approx(0.3)
+    for most, spare in ((float("inf"), 6.1 + 0.18 + 0.5 - 0.25), (3.0, 3.0)):
+        account = Account(times, 2, 1000, most_passes=most)
+        account.note(0, 10, 0.0, 1.0)
+        account.note(4, 8, 0.5, 1.4)
+        account.note(0, 0, 0.25, 1.0)  # drafts that no pass checked
+        assert account.spare_s == pytest.approx(spare)
+
+
+def test_as_many_columns_as_give_most_tokens_a_second() -> None:
+    times = PassTimes()
+    for columns, seconds in ((0, 1.0), (2, 1.5), (3, 2.0)):
+        times.learn(2, columns, seconds)
+    account, nothing = Account(times, 2, 1000), Account(times, 5, 1000)
+    assert (nothing.columns([[1.0]], [5]), nothing.may_draft()) == (0, False)
+    assert account.may_draft([(0.25, 1), (0.25, 1)])  # half a second, of half a second
+    assert not account.may_draft([(0.26, 1), (0.25, 1)])
+    assert account.columns([[0.5], [0.5]], [5, 5]) == 0  # half a token more, in half of the time more
+    assert account.columns([[0.5], [0.6]], [5, 5]) == 1
+    assert account.columns([[0.9, 0.9], [0.9, 0.9]], [5, 5]) == 1  # two would lose more than may be lost
+    account.note(0, 100, 0.0, 1.0)
+    assert account.columns([[0.9, 0.9], [0.9, 0.9]], [5, 5]) == 2
+    for ahead, best in ((16, 1), (17, 0)):  # which saves no time
+        assert account.columns([[1.0, 1.0], [0.2]], [10 + ahead, 10]) == best

@@ -15,6 +15,8 @@ from tests.internals.cache import FixedChunker
 from tests.internals.engine import EngineSettings, PromptEncoder
 from tests.internals.prompts import shuffled_documents
 
+pytestmark = pytest.mark.daily
+
 NEW = 6
 DOCUMENT = "Maria lives in Rome. She owns the lamp. It is red and costs ten coins. " * 12
 QUESTION = "Where does Maria live?"

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from tests.internals.server import ConnectionLimits, Connections, FairCache, FairShare, FairTurns, may_hold
 
+pytestmark = pytest.mark.daily
+
 
 @pytest.mark.parametrize(("share", "alone", "of_two"), [(0.75, 75, 42), (0.5, 50, 33), (1.0, 100, 100)])
 def test_a_client_alone_has_its_share_and_two_leave_something(share: float, alone: int, of_two: int) -> None:

@@ -13,6 +13,8 @@ from tests.internals.cli import command_line
 from tests.internals.server import EngineLimits, ServerSettings
 from tests.internals.top import add_flags, check_bounds, given, setting, shared
 
+pytestmark = pytest.mark.daily
+
 GROUP = "how many"
 
 

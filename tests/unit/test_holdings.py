@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from tests.internals.cache import Border
 from tests.internals.server import BELOW, GONE, MEMORY, Holdings, News, Place, PrefixRouter
 
+pytestmark = pytest.mark.daily
+
 _TEXTS = [(a, b, c, d) for a in "xy" for b in "xy" for c in "xyz" for d in "xy"]
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.internals.cache import Idle, _IdleLine, _IdleTurn
 
+pytestmark = pytest.mark.daily
+
 
 @pytest.mark.parametrize("forked", [False, True])
 def test_work_that_is_under_way_is_not_begun_again(monkeypatch: pytest.MonkeyPatch, forked: bool) -> None:

@@ -190,6 +190,7 @@ def test_pieces_are_cut_anywhere(length: int) -> None:
         more = torch.randn(2, 2, 2, 8)
         layer.update(more, more)
         assert layer.length == stop + 2
+        assert all(keys.shape[1] for keys in (layer._table.keys if layer._table is not None else ()))
         for row in range(2):
             assert torch.equal(layer.columns(row, stop, stop + 2)[0], more[row])
             assert torch.equal(layer.keys[row, :, stop + 2 - keys[row].shape[1] - 2 : stop], keys[row])

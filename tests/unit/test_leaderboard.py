@@ -13,6 +13,8 @@ from benchmarks.leaderboard.measure import Way
 from benchmarks.leaderboard.method import FOLDER, load_methods
 from benchmarks.leaderboard.results import Cell, Results
 
+pytestmark = pytest.mark.daily
+
 COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results"
 Run = Callable[..., int]
 

@@ -15,6 +15,8 @@ from tests.internals.cache import (
     text_ids,
 )
 
+pytestmark = pytest.mark.daily
+
 
 def test_codes_of_text_and_media_never_meet() -> None:
     ids = np.array([0, 5, 2**31 - 1])

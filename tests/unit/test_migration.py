@@ -19,6 +19,8 @@ from tests.internals.cli import main
 from tests.internals.engine import EngineSettings
 from tests.internals.migration import ADAPTED, TABLE, Replacement, missing, refuse
 
+pytestmark = pytest.mark.daily
+
 ROOT = Path(__file__).parents[2]
 ENTRIES = [entry for entries in TABLE.values() for entry in entries]
 

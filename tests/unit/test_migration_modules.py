@@ -9,6 +9,8 @@ import torch
 from kvboost_hf import ChunkReuseCache, ChunkStore, InferenceEngine, KVBoost
 from kvboost_hf.assets import load_embedded
 
+pytestmark = pytest.mark.daily
+
 KV = tuple((torch.randn(1, 2, 48, 16), torch.randn(1, 2, 48, 16)) for _ in range(3))
 
 

@@ -44,6 +44,8 @@ from tests.internals.top import contents, device_link
 from tests.offload.poisoning import PoisoningBackend
 from tests.offload.simulated_cuda import BYTES_PER_MS, SimulatedGpu
 
+pytestmark = pytest.mark.daily
+
 CPU = torch.device("cpu")
 NBYTES = 5120
 LOCKS = {"streamed-layers.lock"} if sys.platform == "win32" else set()

@@ -19,6 +19,8 @@ from tests.internals.cli import command_line, main, next_steps
 from tests.internals.disk import DiskTier
 from tests.internals.top import Progress, duration
 
+pytestmark = pytest.mark.daily
+
 TEXT = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 8
 
 

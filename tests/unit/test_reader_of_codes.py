@@ -6,6 +6,8 @@ import torch
 from tests.internals.cache import Block, LayerKV, LayerKVReader, Planes, layer_kv, make_codec
 from tests.internals.compat import LayerRotation
 
+pytestmark = pytest.mark.daily
+
 SHAPE = (2, 32, 64)
 TURNS = [LayerRotation(10.0 ** -torch.arange(32), "half", 0), LayerRotation(2.0 ** -torch.arange(32), "half", 0)]
 ROTATIONS = (TURNS[0], TURNS[0], TURNS[0], TURNS[1], TURNS[1], None, TURNS[0])

@@ -88,3 +88,6 @@ def test_a_grammar_begins_behind_the_reasoning() -> None:
     assert constraint.allowed().nonzero().tolist() == [[3]]
     constraint.advance(3)
     assert constraint.finished
+    done = _Yes()
+    done.finished = True
+    assert not AfterReasoning(done, close=5, ends=[7], vocab_size=8).finished  # it still thinks

@@ -31,6 +31,8 @@ from tests.internals.cache import (
 from tests.servers import BINARY, Impostor, Server, free_port
 from tests.tier_contract import ROOT, assert_same, keys, make_blob, make_entry, name_of, write
 
+pytestmark = pytest.mark.daily
+
 valkey = pytest.importorskip("valkey")
 needs_server = pytest.mark.skipif(BINARY is None, reason="neither valkey-server nor redis-server is on the PATH")
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from kvboost_hf import ReusePolicy
 from tests.internals.cache import REPAIRS, MovedColumns, RepairRow, Scores, choose_columns, goes_on
 
+pytestmark = pytest.mark.daily
+
 
 def row(*moved: tuple[int, int], length: int = 100, seams: tuple[int, ...] | None = None) -> RepairRow:
     """A row with moved tokens in some intervals, each of which begins with a seam unless seams are told."""

@@ -10,6 +10,8 @@ import pytest
 from kvboost_hf.config import StreamingConfig
 from tests.internals.offload import ModelSizes, ResidencyPlan, plan_residency
 
+pytestmark = pytest.mark.daily
+
 SIZES = ModelSizes(layer_bytes=(100,) * 10, other_bytes=40, kv_bytes=30, activation_bytes=20)
 TOTAL = 1090
 

@@ -48,12 +48,14 @@ def test_a_layer_that_is_larger_takes_longer() -> None:
     assert simulate([1, 5, 1, 1], [0] * 4, [], n_slots=2, link_bytes_per_s=2).seconds == 4
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("streamed", "misses"), [(6, 0), (7, 2), (8, 0)])
 def test_a_ring_that_runs_ahead_misses(streamed: int, misses: int) -> None:
     found = simulate([1] * streamed, [0.25] * streamed, [], n_slots=2, link_bytes_per_s=1, successor=ahead)
     assert (found.misses, found.bytes_copied) == (misses, streamed + misses)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("n_slots", [1, 2, 3, 4])
 def test_the_next_of_the_slot_never_misses(n_slots: int) -> None:
     rule: Successor = next_of_slot
@@ -84,6 +86,7 @@ def test_layers_spread_evenly_are_no_slower_than_fixed_ends(compute: float) -> N
         assert run(list(plan.resident), compute).seconds <= run(ends(count), compute).seconds
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("host_ms", "share"), [(0.5, 0.95), (1.7, 0.95), (2.87, 0.6)])
 def test_a_host_that_is_slow_leaves_the_link_idle(host_ms: float, share: float) -> None:
     """15 of 24 layers of 253 MB stay, and the link takes 54.8 GB/s: no copy is waited for where the host is slow."""

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.daily
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 bench = pytest.importorskip("routed")
 sys.path.pop(0)

@@ -13,6 +13,8 @@ from kvboost_hf.errors import KVBoostError
 from tests.conftest import EOS, VOCAB, make_model, random_ids
 from tests.internals.server import Sampler, SamplingOptions, TokenLogprob, choose_rows
 
+pytestmark = pytest.mark.daily
+
 GREEDY = SamplingOptions(max_tokens=16)
 SAMPLED = [
     {"temperature": 1.0},

@@ -31,6 +31,8 @@ from tests.internals.server import (
 from tests.tool_calls import parse_tool_calls
 from tests.unit.test_server_tools import TEMPLATES, TOOLS
 
+pytestmark = pytest.mark.daily
+
 VOCAB = 1500  # more than the tokenizer has tokens
 
 
@@ -427,6 +429,7 @@ def test_space_in_strings_has_an_end_and_digits_in_them_have_none(tokenizer: Pre
         constraint.advance(token)
     space, escape, quote = (tokenizer.encode(text)[0] for text in (" ", "\\", '"'))
     assert constraint.allowed()[[space, escape, quote]].tolist() == [False, False, True]
+    assert len(constraint.allowed()) == VOCAB
     constraint.advance(tokenizer.encode("a")[0])
     assert constraint.allowed()[[space, escape, quote]].tolist() == [True, True, True]
 

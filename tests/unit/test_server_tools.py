@@ -246,6 +246,28 @@ def test_response_templates_come_first() -> None:
     assert parse_tool_calls("<think>a", tokenizer, TOOLS) == Parsed("", (), "a")
 
 
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        ({"name": "add", "arguments": {"a": 1}}, True),
+        ({"name": "add", "parameters": '{"a": 1}'}, True),
+        ({"name": 5, "arguments": {"a": 1}}, False),
+        ({"arguments": {"a": 1}}, False),
+        ({"name": "add", "arguments": "[1]"}, False),
+        ({"name": "add", "arguments": 1}, False),
+    ],
+)
+def test_a_call_of_a_response_template_has_a_name_and_arguments(function: Any, found: bool) -> None:
+    """What has none is text."""
+    tokenizer = tokenizer_for(TEMPLATES["hermes"])
+    call = {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"}
+    tokenizer.response_template = {"start_anchor": "assistant:", "fields": {"content": {}, "tool_calls": call}}
+    text = f"<call>{json.dumps({'function': function})}</call>"
+    stream = ToolCallStream(tokenizer, TOOLS, prefix="user: 1?\nassistant:")
+    parsed = joined([stream.push(text), stream.finish()])
+    assert told(parsed) == (("", [("add", {"a": 1})]) if found else (text, []))
+
+
 @pytest.mark.parametrize("template", [None, "{{ messages }}"])
 def test_templates_without_a_place_for_tools(template: str | None) -> None:
     tokenizer = tokenizer_for("")

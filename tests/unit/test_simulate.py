@@ -14,6 +14,8 @@ from kvboost_hf import ChunkReuseCache, ChunkStore
 from tests.conftest import make_model
 from tests.internals.cache import Border, ComputePace, Put, plan_row
 
+pytestmark = pytest.mark.daily
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 simulate = pytest.importorskip("simulate")
 sys.path.pop(0)

@@ -11,6 +11,8 @@ from tests.conftest import make_model
 from tests.internals.cache import StaticDecoding, StepLog, TokenLog, Windows, seen_columns
 from tests.internals.top import make_reach
 
+pytestmark = pytest.mark.daily
+
 TOTAL, HELD, WINDOW = 32, 20, 8
 PADS = np.array([0, 3])
 FULL: Windows = {"full_attention": 0}

@@ -7,6 +7,8 @@ import pytest
 
 from kvboost_hf.config import StreamingConfig, parse_size
 
+pytestmark = pytest.mark.daily
+
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),

@@ -25,6 +25,8 @@ from tests.internals.offload import checkpoint as checkpoints
 from tests.offload.poisoning import PoisoningBackend
 from tests.streaming import FULL_STREAM, make_layers
 
+pytestmark = pytest.mark.daily
+
 IDS = random_ids(20, seed=1)
 
 

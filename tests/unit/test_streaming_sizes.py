@@ -52,6 +52,8 @@ from tests.internals.offload import (
 from tests.internals.triton import SCRATCH_BYTES
 from tests.offload.poisoning import PoisoningBackend
 
+pytestmark = pytest.mark.daily
+
 
 def llama(**changes: Any) -> LlamaConfig:
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3, "vocab_size": 512}

@@ -255,6 +255,7 @@ def test_a_kernel_writes_what_copies_write(gpu: DoubleDevice, hit: Hit) -> None:
     assert not gpu.races
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("given", [{"pinned": False}, {"codec": "int8"}], ids=str)
 @pytest.mark.parametrize("gathers", [True])
 def test_what_a_kernel_cannot_read_is_copied(gpu: DoubleDevice, given: dict[str, Any]) -> None:
@@ -376,6 +377,7 @@ def test_moved_chunks_cost_so_much_a_layer_and_so_much_a_piece(gpu: DoubleDevice
     assert not gpu.races
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("layer_bytes", "ends"),
     [(2**27, [2, 6, 14, 22, 30]), (2**25, [4, 12, 28, 60, 92]), (2**20, [128, 384, 896, 1920, 2944])],

@@ -22,6 +22,8 @@ from tests.internals.cli import main
 from tests.internals.offload import dispatch
 from tests.internals.triton import triton_support
 
+pytestmark = pytest.mark.daily
+
 GPU = torch.device("cuda", 0)
 CACHES = [
     backends._choose,

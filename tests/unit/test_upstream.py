@@ -25,6 +25,8 @@ from tests.conftest import random_ids
 from tests.internals.cache import _SAID_OF_CLASSES, NOTES
 from tests.internals.compat import CACHE, SERVED_LAYERS, generate_frame
 
+pytestmark = pytest.mark.daily
+
 PACKAGE = Path(kvboost_hf.__file__).parent
 RELEASE = Version(transformers.__version__)
 _LOOK_UPS = ("attrgetter", "get", "pop")

@@ -26,6 +26,8 @@ from tests.internals.verify import (
     named_policies,
 )
 
+pytestmark = pytest.mark.daily
+
 MIN_PROMPTS = CorrectnessReport.min_prompts
 
 PLAIN = PromptResult(

@@ -14,6 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.internals.cache import ModelParts, ModelState, ModelWalk, Walk, _are_counted, _counts, hooks_of_all_modules
 
+pytestmark = pytest.mark.daily
+
 
 def make() -> LlamaForCausalLM:
     config = LlamaConfig(

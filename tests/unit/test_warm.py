@@ -10,6 +10,8 @@ from kvboost_hf.assets import load_embedded
 from tests.conftest import as_inputs, counted, make_model, random_ids
 from tests.internals.cache import ContentChunker, LayerKVReader, StoredChunk, find_moved
 
+pytestmark = pytest.mark.daily
+
 PREFIX, DOCUMENTS = random_ids(50, seed=1), [random_ids(100, seed=2), random_ids(70, seed=3)]
 
 

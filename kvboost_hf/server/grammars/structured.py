@@ -251,9 +251,8 @@ class Runs:
 @lru_cache(maxsize=8)
 def _beginning(tokens: LLTokenizer, vocab_size: int, chars: bytes) -> Tensor:
     """[vocab_size], bool: the tokens that begin with one of these."""
-    starts = (tokens.decode_bytes([token])[:1] for token in range(min(vocab_size, tokens.vocab_size)))
-    found = torch.tensor([start != b"" and start in chars for start in starts])
-    return torch.nn.functional.pad(found, (0, vocab_size - len(found)))
+    starts = (tokens.decode_bytes([token])[:1] for token in range(vocab_size))  # b"<" of one that there is not
+    return torch.tensor([start != b"" and start in chars for start in starts])
 
 
 def _lark(text: str, added: Mapping[str, int]) -> str:
