@@ -20,16 +20,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 
 from kvboost_hf import ChunkStore, DraftTreeConfig, ReusePolicy, lookup_assistant
 from tests.fuzz.families import FAMILIES, MOVABLE, SAME, Family, draft, family
 from tests.fuzz.history import TEXTS
+from tests.heads import KINDS as HEADS
+from tests.heads import make_pair
 from tests.internals.server import Job, Keep, ModelEngine, Progress, SamplingOptions
-from tests.property.test_heads import KINDS as HEADS
-from tests.property.test_heads import pair_of
 from tests.server.test_worker import Told, numbers
 
 _LONGEST = 150  # tokens of a prompt
@@ -112,8 +111,8 @@ class Engines:
 @cache
 def with_heads(kind: str) -> tuple[Family, Any]:
     """A model with heads of its own, and these."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        target, heads = pair_of(kind, Path(folder), patch)
+    with tempfile.TemporaryDirectory() as folder:
+        target, heads = make_pair(kind, Path(folder))
     return Family(target, copy.deepcopy(target), SAME[torch.float32], steady=True), heads
 
 
@@ -121,7 +120,7 @@ def draw_engines(draw: random.Random, folder: str) -> Engines:
     """Settings, of engines that are not started."""
     name = draw.choices(list(FAMILIES), list(FAMILIES.values()))[0]
     if draw.random() < 0.2:
-        name = draw.choice(HEADS)
+        name = draw.choice(list(HEADS))
     policy = draw.choice(_POLICIES)
     if name in MOVABLE and draw.random() < 0.2:
         policy = _BLEND | {"progressive": draw.choice([True, "ride", 1, 7, 64, False])}

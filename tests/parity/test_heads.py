@@ -115,7 +115,8 @@ def test_logits_and_processors(how: str, pair: Pair) -> None:
     model, store = pair.model, ChunkStore(pair.model, chunk_size=32)
     given: dict[str, Any] = {"repetition_penalty": 1.1, "return_dict_in_generate": True, "output_logits": True}
     plain = model.generate(PROMPT, **GREEDY, **given)
-    for cache in ({}, *({"cache": ChunkReuseCache(model, store)} for _ in range(2))):
+    caches: list[Any] = [{}, *({"cache": ChunkReuseCache(model, store)} for _ in range(2))]
+    for cache in caches:
         found: Any = drafted(pair, how=how, **given, **cache).answer
         assert found.sequences.equal(plain.sequences)
         torch.testing.assert_close(torch.stack(found.logits), torch.stack(plain.logits), atol=1e-4, rtol=1e-4)
@@ -124,7 +125,8 @@ def test_logits_and_processors(how: str, pair: Pair) -> None:
 @pytest.mark.parametrize("how", HOWS)
 def test_sampling_draws_the_same(how: str, pair: Pair) -> None:
     model, store, seen = pair.model, ChunkStore(pair.model, chunk_size=32), []
-    for cache in ({}, *({"cache": ChunkReuseCache(model, store)} for _ in range(2))):
+    caches: list[Any] = [{}, *({"cache": ChunkReuseCache(model, store)} for _ in range(2))]
+    for cache in caches:
         torch.manual_seed(5)
         seen.append(drafted(pair, how=how, do_sample=True, top_k=20, **cache).answer)
     assert seen[1].equal(seen[0])
@@ -168,7 +170,8 @@ def test_what_ends_texts(how: str, pair: Pair) -> None:
     for given in asked[-3:]:
         expected = model.generate(PROMPT, **GREEDY, **given)
         assert expected.shape[1] < 150 + NEW
-        for cache in ({}, {"cache": ChunkReuseCache(model, store)}):
+        caches: list[Any] = [{}, {"cache": ChunkReuseCache(model, store)}]
+        for cache in caches:
             assert drafted(pair, how=how, **given, **cache).answer.equal(expected)
     longer = torch.cat([plain, random_ids(20, seed=2)], 1)
     cold, warm = drafted(pair, longer, how), drafted(pair, longer, how, cache=ChunkReuseCache(model, store))

@@ -388,7 +388,7 @@ def test_an_adapter_is_loaded_into_streamed_layers(tmp_path: Path) -> None:
     """A state_dict without their own weights."""
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     adapted = get_peft_model(make_layers(LAYERS), config)
-    adapted.save_pretrained(tmp_path)
+    adapted.save_pretrained(str(tmp_path))
     expected = adapted(input_ids=IDS).logits
     model = make_layers(LAYERS)
     stream_except(model, (1,))

@@ -69,7 +69,8 @@ def test_states_that_are_lost_are_not_reused(
 ) -> None:
     for each in ("initializer_range", "initializer_factor"):  # logits of eight tokens hardly depend on the first four
         monkeypatch.setitem(SIZES, each, 0.02)
-    model = make_architecture(name).to(dtype)
+    model = make_architecture(name)
+    torch.nn.Module.to(model, dtype)
     cache, inputs = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK)), as_inputs(BASE % 200)
     for mode in ({}, {"num_beams": 2}):
         plain = generate(model, inputs, **mode)

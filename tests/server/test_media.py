@@ -262,7 +262,8 @@ def test_what_is_said_of_media(part: dict[str, Any], told: str) -> None:
 
 
 def test_no_images_are_left_out_where_there_are_none() -> None:
-    assert [images_left_out(given, "images") for given in (None, [], "")] == [[], [], []]
+    nothing: list[Any] = [None, [], ""]
+    assert [images_left_out(given, "images") for given in nothing] == [[], [], []]
     assert [len(images_left_out(given, "images")) for given in ("AAAA", ["AAAA", "AAAA"], 5)] == [1, 2, 1]
     assert "3 bytes" in images_left_out("AAAA", "images")[0]
 

@@ -143,43 +143,43 @@ def test_policy() -> None:
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda model: ChunkStore(model, chunker=3), "`chunker` must be a ContentChunker .* got 3.*`chunk_size`"),
-        (lambda model: ChunkStore(model, tiers=3), "`tiers` must be a sequence of addresses .* got 3"),
-        (lambda model: KVQuantConfig(qjl="no"), "`qjl` must be True or False, got 'no'"),
-        (lambda model: StreamingConfig(pin_memory="no"), "`pin_memory` must be True or False, got 'no'"),
-        (lambda model: ContentChunker(separators=[13]), r"sequences of ids, got 13\. Pass \[\(13,\)\]"),
+        (lambda model: ChunkStore(model, chunker=3), "`chunker` must be a ContentChunker .* got 3.*`chunk_size`"),  # type: ignore[arg-type]
+        (lambda model: ChunkStore(model, tiers=3), "`tiers` must be a sequence of addresses .* got 3"),  # type: ignore[arg-type]
+        (lambda model: KVQuantConfig(qjl="no"), "`qjl` must be True or False, got 'no'"),  # type: ignore[arg-type]
+        (lambda model: StreamingConfig(pin_memory="no"), "`pin_memory` must be True or False, got 'no'"),  # type: ignore[arg-type]
+        (lambda model: ContentChunker(separators=[13]), r"sequences of ids, got 13\. Pass \[\(13,\)\]"),  # type: ignore[list-item]
         (lambda model: ContentChunker.for_tokenizer(load_embedded()[1], separators="##"), "got the text '##'"),
         (lambda model: live_bytes(4, tokens=-1, layers=2, kv_heads=2, head_dim=16), "`tokens` .* 0 or more, got -1"),
         (lambda model: live_bytes(4, tokens=9, layers=-1, kv_heads=2, head_dim=16), "`layers` .* 1 or more, got -1"),
         (
-            lambda model: live_bytes(4, tokens=9, layers=2, kv_heads=2, head_dim=16, dtype="float16"),
+            lambda model: live_bytes(4, tokens=9, layers=2, kv_heads=2, head_dim=16, dtype="float16"),  # type: ignore[arg-type]
             "`dtype` must be a torch.dtype, got 'float16'",
         ),
-        (lambda model: load_assistant(model, schedule=3), "`schedule` must be 'adaptive', .* got 3.*'constant'"),
-        (lambda model: load_assistant(model, target=make_model("llama"), schedule="fast"), "`schedule` .* got 'fast'"),
-        (lambda model: load_assistant(model, target="llama"), "must be a transformers PreTrainedModel, got str"),
-        (lambda model: load_assistant(model, confidence_threshold="high"), "`confidence_threshold` .* got 'high'"),
-        (lambda model: lookup_assistant("llama"), "must be a transformers PreTrainedModel, got str"),
+        (lambda model: load_assistant(model, schedule=3), "`schedule` must be 'adaptive', .* got 3.*'constant'"),  # type: ignore[arg-type]
+        (lambda model: load_assistant(model, target=make_model("llama"), schedule="fast"), "`schedule` .* got 'fast'"),  # type: ignore[arg-type]
+        (lambda model: load_assistant(model, target="llama"), "must be a transformers PreTrainedModel, got str"),  # type: ignore[arg-type]
+        (lambda model: load_assistant(model, confidence_threshold="high"), "`confidence_threshold` .* got 'high'"),  # type: ignore[arg-type]
+        (lambda model: lookup_assistant("llama"), "must be a transformers PreTrainedModel, got str"),  # type: ignore[arg-type]
         (
-            lambda model: lookup_assistant(model, ChunkReuseCache(model)),
+            lambda model: lookup_assistant(model, ChunkReuseCache(model)),  # type: ignore[arg-type]
             "`store` must be a ChunkStore .*`cache.store`",
         ),
-        (lambda model: lookup_assistant(model, num_assistant_tokens=1.5), "`num_assistant_tokens` .* got 1.5"),
-        (lambda model: lookup_assistant(model, max_ngram="8"), "`max_ngram` must be at most 8 tokens, .* got '8'"),
-        (lambda model: TreeDecoding(make_model("llama"), 8), "`config` must be a DraftTreeConfig or None, got 8"),
-        (lambda model: speculation_stats(3), "`assistant` must be a model that load_assistant.* got int"),
-        (lambda model: score_ids("llama", [([5], [6])]), "must be a transformers PreTrainedModel, got"),
+        (lambda model: lookup_assistant(model, num_assistant_tokens=1.5), "`num_assistant_tokens` .* got 1.5"),  # type: ignore[arg-type]
+        (lambda model: lookup_assistant(model, max_ngram="8"), "`max_ngram` must be at most 8 tokens, .* got '8'"),  # type: ignore[arg-type]
+        (lambda model: TreeDecoding(make_model("llama"), 8), "`config` must be a DraftTreeConfig or None, got 8"),  # type: ignore[arg-type]
+        (lambda model: speculation_stats(3), "`assistant` must be a model that load_assistant.* got int"),  # type: ignore[arg-type]
+        (lambda model: score_ids("llama", [([5], [6])]), "must be a transformers PreTrainedModel, got"),  # type: ignore[arg-type]
         (lambda model: score(model, None, "a", ["b"]), "`tokenizer` must be a tokenizer of transformers, got None"),
         (
             lambda model: score(model, load_embedded()[1], "a", None),
             "`continuations` a sequence of texts, .* and None",
         ),
         (
-            lambda model: score_ids(model, [(5, 6)]),
+            lambda model: score_ids(model, [(5, 6)]),  # type: ignore[list-item]
             r"prefix of pair 0 must be ids of the shape",
         ),
-        (lambda model: score_ids(model, [[5, 6, 7]]), r"Pair 0 must be ids .* got \[5, 6, 7\]"),
-        (lambda model: score_ids(model, [([5], [6])], cache=DynamicCache()), "`cache` must be .*, got DynamicCache"),
+        (lambda model: score_ids(model, [[5, 6, 7]]), r"Pair 0 must be ids .* got \[5, 6, 7\]"),  # type: ignore[list-item]
+        (lambda model: score_ids(model, [([5], [6])], cache=DynamicCache()), "`cache` must be .*, got DynamicCache"),  # type: ignore[arg-type]
     ],
 )
 def test_other_types(llama: PreTrainedModel, call: Callable[[Any], object], told: str) -> None:

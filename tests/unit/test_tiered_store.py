@@ -651,7 +651,9 @@ def test_what_one_forward_over_a_text_checks(in_segments: bool) -> None:
     chunks = [of("chunk", stop) for stop in (4, 8, 19)]
     states = [of("states", stop) for stop in (20, 18, 17, 16, 1)] + [replace(of("states", 20), key=b"twin")]
     texts[b"twin"] = ids
-    found = list(_by_text([*chunks, *states, of("chunk", 8, other)], texts, in_segments=in_segments))
+    found = list(
+        _by_text([*chunks, *states, of("chunk", 8, other)], texts, lambda length: None, in_segments=in_segments)
+    )
     assert all(
         np.array_equal(texts[each.key], text[: len(texts[each.key])]) for text, group in found for each in group
     )
@@ -736,7 +738,7 @@ def test_what_was_found_for_a_row_holds_for_its_later_pieces(monkeypatch: pytest
     """For a while; not for another text, root, or kind of model."""
     ids = np.arange(50)
     row = lower.RowToServe(b"root", ids, Border(0, b"root"), FixedChunker(16), False)
-    view = lower.TieredView(HostMemory(1000, threading.RLock()), None, row, frozenset())  # type: ignore[arg-type]
+    view = lower.TieredView(HostMemory(1000, threading.RLock()), None, row, frozenset())
     assert view.holds_for(row)
     assert view.holds_for(replace(row, tokens=ids[:30]))
     assert not view.holds_for(replace(row, tokens=ids + 1))
