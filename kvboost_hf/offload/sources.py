@@ -82,6 +82,15 @@ class FlatLayout:
             end = place.offset + place.nbytes
         self.nbytes = -(-end // ALIGNMENT) * ALIGNMENT
 
+    def sample(self, most: int = 16) -> torch.Tensor:
+        """Places of the lowest byte of some numbers of each tensor, `most` of each: int64."""
+        found = list[int]()
+        for place in self.places.values():
+            numbers = place.nbytes // place.dtype.itemsize
+            steps = range(min(most, numbers))
+            found += [place.offset + numbers * step // len(steps) * place.dtype.itemsize for step in steps]
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
+
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of the tensors in `flat`, uint8 [at least nbytes]."""
         return {

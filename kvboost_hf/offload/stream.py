@@ -85,6 +85,11 @@ class LayerStream:
         self._units, self._layouts, self._sources = list(units), list(layouts), list(sources)
         self._ring = Ring(len(units), n_slots)
         self._slots = backend.allocate(max(layout.nbytes for layout in layouts), n_slots)
+        self._places = [layout.sample().to(self._slots[0].device) for layout in layouts]
+        self._sent: set[int] = set()  # units whose bytes were sent for in the forward of the owner that runs
+        self._known: dict[int, torch.Tensor] = {}  # a sample of the bytes of units
+        # The same of what is in slots that were never sent to.
+        self._unused = {slot: flat[self._places[slot]] for slot, flat in enumerate(self._slots)}
         self._bound: dict[int, list[tuple[dict[str, Any], str, int]]] = {}  # of each unit: dict, name, address
         self._made: dict[int, list[tuple[Holder, Any]]] = {}  # of each unit: tensors that are made of others
         self._handles: dict[int, list[Any]] = {}
@@ -122,10 +127,12 @@ class LayerStream:
         """Give a unit its tensors back, in host memory. The last one closes the backend.
 
         Raises:
+            StreamingError: others have written into its slot.
             OSError: its file cannot be read.
         """
         if number not in self._bound:
             return
+        self._require_unwritten(self._ring.slot(number))
         unit, at_rest = self._units[number], self._at_rest(number)  # if its file is gone, all stays as it is
         del self._bound[number], self._made[number]
         for handle in self._handles.pop(number):
@@ -147,7 +154,7 @@ class LayerStream:
         """Prepare a unit's forward: computation submitted from now on sees its weights.
 
         Raises:
-            StreamingError: its tensors are no longer those in the slot.
+            StreamingError: its tensors are no longer those in the slot, or others have written there.
             OSError: its file cannot be read.
         """
         for tensors, name, address in self._bound[number]:
@@ -160,6 +167,8 @@ class LayerStream:
         self._calls += 1
         self._hits += self._ring.holds(number)
         self._bring(number)
+        if number not in self._sent:  # somebody may have written since
+            self._require_unwritten(self._ring.slot(number))
         self._running = number
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -187,6 +196,32 @@ class LayerStream:
             "quantizers do. Call stop_streaming(model) first."
         )
 
+    def _require_unwritten(self, slot: int) -> None:
+        """Refuse what others have written into a slot: it would be lost, or count for other layers.
+
+        A sample is compared, for which the host waits. What is written while a copy to the slot is on its way is not
+        noticed.
+        """
+        number = self._ring.held[slot]
+        if number is None:
+            places, known = self._places[slot], self._unused.get(slot)
+            if known is None:  # unknown, after an exception
+                return
+        else:
+            self.backend.wait(slot)
+            places = self._places[number]
+            if number not in self._known:
+                self._known[number] = in_memory(self._sources[number])[places.cpu()].to(places.device)
+            known = self._known[number]
+        if not torch.equal(self._slots[slot][places], known):
+            for each in range(len(self._units)):
+                self._ring.forget(each)
+            self._unused.clear()
+            raise StreamingError(
+                "Weights of streamed layers were written to in place, as an optimizer does, or the merge of an "
+                "adapter: this is lost, for they are not in the model. Call stop_streaming(model) before such changes."
+            )
+
     def __reduce__(self) -> NoReturn:
         raise StreamingError(
             "A model with streamed layers cannot be copied or pickled: its weights are not in it. Load it a second "
@@ -204,8 +239,12 @@ class LayerStream:
     def _send(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._ring.forget(number)
-            self.backend.issue(self._ring.slot(number), self._sources[number])
+            if (slot := self._ring.slot(number)) in self._unused:
+                self._require_unwritten(slot)
+                del self._unused[slot]
+            self.backend.issue(slot, self._sources[number])
             self._ring.sent(number)
+            self._sent.add(number)
 
     def _one_at_a_time(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a forward such that one thread at a time runs it. Hooks are not enough: they do not run on interrupts.
@@ -223,6 +262,8 @@ class LayerStream:
             with self._lock:
                 self._start_over_after_fork()
                 outer, self._running = (self._running if self._forwards else None), None
+                if not self._forwards:
+                    self._sent.clear()
                 self._forwards += 1
                 try:
                     return forward(*args, **kwargs)

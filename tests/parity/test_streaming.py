@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import threading
+import time
 import weakref
 from contextlib import closing
 from dataclasses import replace
@@ -38,7 +39,7 @@ from kvboost_hf import (
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
 from tests.internals.cache import ModelFingerprint
-from tests.internals.offload import disk, use_backend
+from tests.internals.offload import ThreadedBackend, disk, use_backend
 from tests.offload.poisoning import PoisoningBackend
 from tests.parity.compare import same_as_plain
 from tests.streaming import FULL_STREAM, double_of, make_layers, stream_except
@@ -304,10 +305,14 @@ class _Overwriting(PoisoningBackend):
 
 
 @pytest.mark.parametrize("make", [_NoWait, _Overwriting])
-def test_a_wrong_backend_is_seen(expected: list[torch.Tensor], make: Any) -> None:
+def test_a_wrong_backend_is_seen(make: Any) -> None:
+    """By what a forward returns; and what is in slots then is noticed in the next one."""
     model = make_layers(LAYERS)
+    expected = model(input_ids=IDS).logits
     stream_except(model, (), make=make)
-    assert not all_equal(outputs(model), expected)
+    assert not torch.equal(model(input_ids=IDS).logits, expected)
+    with pytest.raises(StreamingError, match="written to in place"):
+        model(input_ids=IDS)
 
 
 def test_memory_of_the_device() -> None:
@@ -659,3 +664,33 @@ def test_damage_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             content = bytearray(blob.read_bytes())
             content[-9] ^= 1
             blob.write_bytes(content)
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("how", ["merged", "in place", "merged, and streamed no more"])
+@pytest.mark.parametrize("from_files", [False, True])
+def test_weights_that_are_written_to_in_place_are_refused(
+    ran: bool, how: str, from_files: bool, tmp_path: Path
+) -> None:
+    """They would be lost, or count for other layers that use the same slot. Later forwards have the weights again."""
+    model = make_layers(LAYERS)
+    if from_files:
+        stream_layers(model, replace(FULL_STREAM, disk_folder=str(tmp_path)), device="cpu")
+    else:
+        stream_except(model, (), make=lambda: ThreadedBackend(torch.device("cpu")))
+    expected = outputs(model) if ran else outputs(make_layers(LAYERS))
+    time.sleep(0.1 * ran)  # what comes next has been read
+    if how == "in place":
+        with torch.no_grad():
+            model.model.layers[2].mlp.up_proj.weight.mul_(1.5)
+    else:
+        config = LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False)
+        adapted = get_peft_model(model, config)
+        adapted.merge_adapter()
+    with pytest.raises(StreamingError, match=r"written to in place.*stop_streaming\(model\) before such changes"):
+        stop_streaming(model) if how.endswith("no more") else model(input_ids=IDS)
+    if how != "in place":
+        adapted.unload()
+    assert all_equal(outputs(model), expected)
+    stop_streaming(model)
+    assert all_equal(outputs(model), expected)
