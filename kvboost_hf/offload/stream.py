@@ -7,6 +7,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -88,8 +89,8 @@ class LayerStream:
         self._places = [layout.sample().to(self._slots[0].device) for layout in layouts]
         self._sent: set[int] = set()  # units whose bytes were sent for in the forward of the owner that runs
         self._known: dict[int, torch.Tensor] = {}  # a sample of the bytes of units
-        # The same of what is in slots that were never sent to.
-        self._unused = {slot: flat[self._places[slot]] for slot, flat in enumerate(self._slots)}
+        # The same of what is in slots that were never sent to: numbers that most writing changes, unlike zeros.
+        self._unused = {slot: flat.fill_(0x3F)[self._places[slot]] for slot, flat in enumerate(self._slots)}
         self._bound: dict[int, list[tuple[dict[str, Any], str, int]]] = {}  # of each unit: dict, name, address
         self._made: dict[int, list[tuple[Holder, Any]]] = {}  # of each unit: tensors that are made of others
         self._handles: dict[int, list[Any]] = {}
@@ -132,7 +133,12 @@ class LayerStream:
         """
         if number not in self._bound:
             return
-        self._require_unwritten(self._ring.slot(number))
+        self._start_over_after_fork()
+        slot = self._ring.slot(number)
+        with suppress(OSError):  # of another unit's file
+            if self._ring.held[slot] is not None:
+                self.backend.wait(slot)
+            self._require_unwritten(slot)
         unit, at_rest = self._units[number], self._at_rest(number)  # if its file is gone, all stays as it is
         del self._bound[number], self._made[number]
         for handle in self._handles.pop(number):
@@ -169,6 +175,8 @@ class LayerStream:
         self._bring(number)
         if number not in self._sent:  # somebody may have written since
             self._require_unwritten(self._ring.slot(number))
+        elif number not in self._known:
+            self._known[number] = self._slots[self._ring.slot(number)][self._places[number]]
         self._running = number
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -208,7 +216,6 @@ class LayerStream:
             if known is None:  # unknown, after an exception
                 return
         else:
-            self.backend.wait(slot)
             places = self._places[number]
             if number not in self._known:
                 self._known[number] = in_memory(self._sources[number])[places.cpu()].to(places.device)
