@@ -138,7 +138,7 @@ class Rounds:
         parts = output if isinstance(output, tuple) else (output, *getattr(output, "values", tuple)())
         numbers = [each for each in parts if isinstance(each, torch.Tensor) and each.is_floating_point()]
         self.shown.append(torch.cat([each[:, -1].flatten() for each in numbers]).detach())
-        if isinstance(output, tuple):
+        if isinstance(output, tuple) and not output[0].is_floating_point():
             self.drafts.append(output[0][0].tolist())
 
     def accepted(self, text: list[int]) -> int:

@@ -23,6 +23,8 @@ from kvboost_hf.offload.plan import ResidencyPlan, Ring
 from kvboost_hf.offload.sources import FlatLayout, LayerSource, in_memory
 from kvboost_hf.offload.units import Holder, Unit, is_made
 
+_UNUSED = 0x3F  # in each byte of a slot that nothing was copied to
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamingStats:
@@ -86,11 +88,12 @@ class LayerStream:
         self._units, self._layouts, self._sources = list(units), list(layouts), list(sources)
         self._ring = Ring(len(units), n_slots)
         self._slots = backend.allocate(max(layout.nbytes for layout in layouts), n_slots)
-        self._places = [layout.sample().to(self._slots[0].device) for layout in layouts]
+        for slot in self._slots:
+            slot.fill_(_UNUSED)  # most that is written changes it, unlike zeros
+        self._unused = set(range(n_slots))  # slots that were never sent to
+        self._places = [layout.sample() for layout in layouts]
         self._sent: set[int] = set()  # units whose bytes were sent for in the forward of the owner that runs
-        self._known: dict[int, torch.Tensor] = {}  # a sample of the bytes of units
-        # The same of what is in slots that were never sent to: numbers that most writing changes, unlike zeros.
-        self._unused = {slot: flat.fill_(0x3F)[self._places[slot]] for slot, flat in enumerate(self._slots)}
+        self._known: dict[int, torch.Tensor] = {}  # a sample of the bytes of units, in host memory
         self._bound: dict[int, list[tuple[dict[str, Any], str, int]]] = {}  # of each unit: dict, name, address
         self._made: dict[int, list[tuple[Holder, Any]]] = {}  # of each unit: tensors that are made of others
         self._handles: dict[int, list[Any]] = {}
@@ -176,7 +179,7 @@ class LayerStream:
         if number not in self._sent:  # somebody may have written since
             self._require_unwritten(self._ring.slot(number))
         elif number not in self._known:
-            self._known[number] = self._slots[self._ring.slot(number)][self._places[number]]
+            self._known[number] = self._slots[self._ring.slot(number)][self._places[number]].cpu()
         self._running = number
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -211,16 +214,16 @@ class LayerStream:
         noticed.
         """
         number = self._ring.held[slot]
+        if number is None and slot not in self._unused:  # unknown, after an exception
+            return
+        places = self._places[slot if number is None else number]
         if number is None:
-            places, known = self._places[slot], self._unused.get(slot)
-            if known is None:  # unknown, after an exception
-                return
-        else:
-            places = self._places[number]
-            if number not in self._known:
-                self._known[number] = in_memory(self._sources[number])[places.cpu()].to(places.device)
+            known = torch.full_like(places, _UNUSED, dtype=torch.uint8)
+        elif number in self._known:
             known = self._known[number]
-        if not torch.equal(self._slots[slot][places], known):
+        else:
+            known = self._known[number] = in_memory(self._sources[number])[places]
+        if not torch.equal(self._slots[slot][places].cpu(), known):
             for each in range(len(self._units)):
                 self._ring.forget(each)
             self._unused.clear()
@@ -248,7 +251,7 @@ class LayerStream:
             self._ring.forget(number)
             if (slot := self._ring.slot(number)) in self._unused:
                 self._require_unwritten(slot)
-                del self._unused[slot]
+                self._unused.discard(slot)
             self.backend.issue(slot, self._sources[number])
             self._ring.sent(number)
             self._sent.add(number)

@@ -242,6 +242,7 @@ def test_an_interrupted_build_is_begun_again(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setattr(built._Library, "asked", False)
     monkeypatch.setattr(built._Library, "loaded", False)
+    monkeypatch.setattr(built._Library, "block", 0)
     monkeypatch.setattr(built, "_folder", lambda: tmp_path)
     monkeypatch.setattr(built, "_run", interrupt)
     with pytest.raises(KeyboardInterrupt):

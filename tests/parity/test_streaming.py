@@ -121,8 +121,8 @@ def test_feed_forward_parts_of_several_modules() -> None:
     with use_backend(PoisoningBackend):
         stream_layers(model, StreamingConfig(residency_mode="ffn_only_stream"), device="cpu")
     layer = model.model.decoder.layers[0]
-    assert layer.fc1.weight.is_meta or layer.fc1.weight.isnan().all()
-    assert not layer.self_attn.q_proj.weight.isnan().any()
+    assert len(layer.fc1.weight.unique()) == 1  # an empty slot
+    assert len(layer.self_attn.q_proj.weight.unique()) > 1
     assert torch.equal(model.generate(**told), wanted)
 
 

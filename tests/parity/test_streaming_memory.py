@@ -228,7 +228,7 @@ def test_little_pinned_memory_is_one_warning_and_the_same_answers(
     machine = Machine(gpu, pins=KEPT_BYTES + 2 * layer)
     with caplog.at_level(logging.WARNING, "kvboost_hf"):
         model, plan, _ = load(machine, checkpoints[False], vram_budget=BUDGET + TABLE_BYTES)
-    (record,) = caplog.records
+    (record,) = (each for each in caplog.records if each.name.startswith("kvboost_hf"))  # not of transformers
     assert f"{3 * layer / 1e9:.2f} GB of streamed layers are copied through a buffer" in record.getMessage()
     assert "input embeddings that had no room stay on the device" in record.getMessage()
     assert len(plan.in_host) == 5

@@ -20,7 +20,7 @@ from kvboost_hf import (
 )
 from kvboost_hf.errors import StreamingError
 from tests.conftest import as_inputs, random_ids
-from tests.internals.offload import use_backend
+from tests.internals.offload import build, use_backend
 from tests.offload.poisoning import PoisoningBackend
 from tests.streaming import FULL_STREAM, make_layers
 
@@ -136,8 +136,9 @@ def test_a_replaced_weight_is_refused() -> None:
         logits(model)
 
 
-def test_weights_of_another_device_type_are_refused() -> None:
+def test_weights_of_another_device_type_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their bytes may be packed for its kernels."""
+    monkeypatch.setattr(build, "available_device", torch.device)
     with pytest.raises(ValueError, match=r"q_proj.weight is a .*Int8Weight on cpu, which may be packed for kernels"):
         stream_layers(quantized(), FULL_STREAM, device="meta")
 

@@ -364,7 +364,7 @@ def test_a_session_that_is_dropped_after_a_restart_leaves_nothing_of_heads(
 
 def test_a_warm_prompt_costs_heads_its_new_columns(pair: Pair, make: Make) -> None:
     """Their K/V is kept with the prompt, and goes with the session."""
-    model, heads, _ = pair
+    model, heads = pair
     plain, engine, stats = make(model), make(model, draft=heads), speculation_stats(heads)
     wanted, computed = run(plain, job())[0].ids, []
     for _ in range(2):
