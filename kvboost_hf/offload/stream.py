@@ -179,7 +179,7 @@ class LayerStream:
         if number not in self._sent:  # somebody may have written since
             self._require_unwritten(self._ring.slot(number))
         elif number not in self._known:
-            self._known[number] = self._slots[self._ring.slot(number)][self._places[number]].cpu()
+            self._known[number] = self._sample(self._ring.slot(number), number)
         self._running = number
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -216,14 +216,14 @@ class LayerStream:
         number = self._ring.held[slot]
         if number is None and slot not in self._unused:  # unknown, after an exception
             return
-        places = self._places[slot if number is None else number]
+        found = self._sample(slot, slot if number is None else number)
         if number is None:
-            known = torch.full_like(places, _UNUSED, dtype=torch.uint8)
+            known = torch.full_like(found, _UNUSED)
         elif number in self._known:
             known = self._known[number]
         else:
-            known = self._known[number] = in_memory(self._sources[number])[places]
-        if not torch.equal(self._slots[slot][places].cpu(), known):
+            known = self._known[number] = in_memory(self._sources[number])[self._places[number]]
+        if not torch.equal(found, known):
             for each in range(len(self._units)):
                 self._ring.forget(each)
             self._unused.clear()
@@ -231,6 +231,10 @@ class LayerStream:
                 "Weights of streamed layers were written to in place, as an optimizer does, or the merge of an "
                 "adapter: this is lost, for they are not in the model. Call stop_streaming(model) before such changes."
             )
+
+    def _sample(self, slot: int, number: int) -> torch.Tensor:
+        """Bytes of a slot at the places of a unit's sample, in host memory."""
+        return self._slots[slot][self._places[number]].cpu()
 
     def __reduce__(self) -> NoReturn:
         raise StreamingError(
@@ -251,7 +255,7 @@ class LayerStream:
             self._ring.forget(number)
             if (slot := self._ring.slot(number)) in self._unused:
                 self._require_unwritten(slot)
-                self._unused.discard(slot)
+                self._unused.remove(slot)
             self.backend.issue(slot, self._sources[number])
             self._ring.sent(number)
             self._sent.add(number)

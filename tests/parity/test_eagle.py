@@ -1,4 +1,4 @@
-"""EAGLE-3 heads from files as the field has them: chains and trees, over no cache, a cold and a warm one."""
+"""EAGLE-3 heads from files as the field has them: their layer, the forms of files, and what is refused."""
 
 from pathlib import Path
 from typing import Any

@@ -54,7 +54,7 @@ class ToolCallStream:
         prefix: The prompt's text; a response template needs it where the prompt begins the answer.
         streams: Tell pieces of calls as they are written. A call whose arguments turn out malformed is then ended as
             valid JSON, and `cut`; otherwise it stays text.
-        ids: Those of earlier calls of the chat, which no call of the answer gets.
+        ids: The ids of earlier calls of the chat. No call of the answer gets one of them.
 
     Attributes:
         thinking: Whether the next text is reasoning, as a response template marks it.
