@@ -4,7 +4,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-JOBS ?= 2
+# Processes that run tests: one more than two cores have, for tests of servers wait.
+JOBS ?= 3
+# Bytecode is kept, whatever the environment says: tests start many processes, and a second run collects them sooner.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo real-model server browser npm agents clients test nightly notebooks formats libraries libraries-quick compat style quality docs architectures bench bench-all soak attack fuzz dist dist-check gpu-short gpu-rest gpu-tests clean
 
