@@ -456,6 +456,14 @@ def test_rows_of_layers_that_cannot_be_taken_apart_are_not_stored() -> None:
     check(model, ChunkReuseCache(model, store), as_inputs(BASE[:, :125]))
 
 
+def test_a_chat_goes_on_from_layers_that_cannot_be_taken_apart() -> None:
+    model = make_architecture("deepseek_v4")
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))
+    check(model, cache, as_inputs(BASE[:, :110]))
+    told = generate(model, as_inputs(BASE[:, :110])).sequences
+    assert check(model, cache, as_inputs(join(told, OTHER[:, :30]))) == 31  # the answer's last token, and what is new
+
+
 @pytest.mark.parametrize("architecture", ["nemotron_h", "zamba2"])
 def test_what_single_steps_leave_is_not_taken_for_a_prompt_s(architecture: str) -> None:
     """In these, single tokens skip the lower limit of the time step that prompts have."""

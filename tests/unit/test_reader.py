@@ -105,6 +105,12 @@ def test_of_large_containers_the_size_is_read(make: Callable[[Any], Any]) -> Non
         assert (len(values) > 1 or len(values[0]) > 2) == (count == MOST)
 
 
+def test_values_that_print_alike_are_told_apart() -> None:
+    for one, other in ((1, "1"), (1.5, "1.5"), (None, "None"), (True, "True"), (b"a", "b'a'")):
+        assert read([one]).values != read([other]).values
+    assert [read(each).values for each in (torch.bfloat16, torch.device("cpu"))] == [["torch.bfloat16"], ["cpu"]]
+
+
 def test_each_object_once() -> None:
     inner = [torch.zeros(1)]
     assert len(read([inner, inner, {"a": inner}]).tensors) == 1

@@ -286,6 +286,17 @@ def test_unknown_formats_are_notes(held: Any, kind: str, base: str) -> None:
     assert held({"type": "string", "format": "date"}, strict=True).left == []
 
 
+def test_what_comes_behind_many_notes_is_refused_all_the_same(held: Any) -> None:
+    noted = {f"p{n}": {"type": "string", "format": "x-mine"} for n in range(200)}
+    schema = {"type": "object", "properties": noted | {"bad": {"type": "array", "uniqueItems": True}}}
+    assert held({"type": "object", "properties": noted}, strict=True).left
+    with pytest.raises(ValueError, match=r"`properties\.bad\.uniqueItems` of the schema cannot be enforced"):
+        held(schema, strict=True)
+    found = fit(schema, name="It", place="", strict=False, is_object=False)
+    assert not found.left[-1].note
+    assert sum(left.note for left in found.left) < 200  # a client may send thousands
+
+
 OBJECTS: list[Any] = [
     {},
     True,
