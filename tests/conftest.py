@@ -79,6 +79,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Have them collected as Python ends, before libraries say that they have leaked."""
+    gc.unfreeze()
+
+
 # Where transformers takes the release of `kernels`, plain models, too, hold a local function of it: for positions.
 pickles_models = pytest.mark.skipif(
     is_kernels_available() and Version(version("kernels")) < Version("0.18"),
