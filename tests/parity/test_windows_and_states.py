@@ -464,6 +464,16 @@ def test_a_chat_goes_on_from_layers_that_cannot_be_taken_apart() -> None:
     assert check(model, cache, as_inputs(join(told, OTHER[:, :30]))) == 31  # the answer's last token, and what is new
 
 
+def test_bare_forwards_of_a_model_that_must_be_given_positions() -> None:
+    model, ids = make_architecture("bamba"), BASE[:, :120]
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))
+    with torch.no_grad():
+        model(ids[:, :70], cache=cache, logits_to_keep=1)
+        parts = [model(part, cache=cache, logits_to_keep=1).logits for part in (ids[:, 70:119], ids[:, 119:])]
+        whole = model(ids).logits[:, [118, 119]]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("architecture", ["nemotron_h", "zamba2"])
 def test_what_single_steps_leave_is_not_taken_for_a_prompt_s(architecture: str) -> None:
     """In these, single tokens skip the lower limit of the time step that prompts have."""

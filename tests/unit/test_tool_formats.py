@@ -195,6 +195,20 @@ def test_malformed_arguments_of_a_stream_end_as_valid_json(tokenizer: Any) -> No
         assert stream.content == "So: Done." or stream.content == "So:Done."
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [(r'"{\"city\": \"Par', {"city": "Par"}), (r'"{\"city\": \"Paris\", \"days\": ', {"city": "Paris"}), (r'"{', {})],
+)
+def test_arguments_that_are_a_text_are_read_as_far_as_they_go(
+    tokenizer: Any, written: str, found: object, streams: bool
+) -> None:
+    text = f'<tool_call>{{"name": "get_weather", "arguments": {written}'
+    for pieces in ([text], [*text]):
+        [call] = joined(read(tokenizer, RECORDED["HERMES"][0], pieces, streams=streams, cut=True)).calls
+        assert (json.loads(call.arguments), call.cut) == (found, True)
+
+
 NO_LLAMA = [
     '{% for tool in tools %}{"name": "{{ tool.name }}", "parameters": {{ tool.parameters | tojson }}}{% endfor %}',
     '{% for tool in tools %}{{ \'{"name": "\' + tool.name + \'", "parameters": \' + (tool.parameters | tojson) }}{% endfor %}',
