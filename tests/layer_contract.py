@@ -419,6 +419,7 @@ def notices_what_others_write(form: Form) -> None:
         run.layer.keys = new
         assert not run.layer.intact
         require_alike(run.layer.keys, new, form.exact)
+        assert run.layer.get_seq_length() == 8  # it takes the place of the columns that were there
     if form.conv or isinstance(form.make(), own.OpaqueLayer):
         run = Run(form).forward(8)
         tensor = run.layer.conv_states[0] if form.conv else run.layer.native.sums["sum"]
