@@ -84,6 +84,8 @@ EXACT: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "object", "properties": {"a": TEXT, "b": {"not": {}}}}, [{"a": "x"}], [{"b": 1}, {"a": "x", "b": "y"}]),
     ({"type": "string", "nullable": True}, ["a", None], [1]),
     ({"type": "string", "enum": ["a"], "nullable": True}, ["a", None], ["b"]),
+    ({"type": "string", "const": "a", "nullable": True}, ["a", None], ["b"]),
+    ({"type": "string", "anyOf": [{"maxLength": 1}], "nullable": True}, ["a", None], ["ab", 1]),
     ({"$ref": "#/$defs/a", "nullable": True, "$defs": {"a": NUMBER}}, [1, None], ["a"]),
     ({"type": "object", "properties": {"a": NUMBER}, "unevaluatedProperties": False}, [{"a": 1}], [{"b": 1}]),
     ({"type": "array", "items": [TEXT, NUMBER], "additionalItems": False}, [["a", 1]], [[1, "a"], ["a", 1, 2]]),

@@ -238,6 +238,7 @@ HITS = {
 }
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("hit", HITS.values(), ids=HITS)
 @pytest.mark.parametrize("gathers", [True])
 def test_a_kernel_writes_what_copies_write(gpu: DoubleDevice, hit: Hit) -> None:
