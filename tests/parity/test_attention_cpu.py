@@ -143,6 +143,7 @@ def planes(form: str, tokens: int = 32, blocks: int = 9, dim: int = 32) -> tuple
 FORMS = ["kivi:8", "kivi:4", "kivi:2", *(f"turned:{bits}" for bits in (1, 2, 3, 4, 8)), "mean:4", "flat:3"]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("form", FORMS)

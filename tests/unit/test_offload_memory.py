@@ -198,6 +198,25 @@ def test_what_is_unpinned_waits_for_the_device_that_it_was_pinned_for(monkeypatc
     assert told == [torch.device("cuda", 1), "unregister"]
 
 
+def test_memory_that_the_driver_refuses_to_pin_is_not_taken_for_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.zeros
+
+    def zeros(*size: int, **given: Any) -> torch.Tensor:
+        if "device" in given and torch.device(given["device"]).type == "cuda":
+            raise RuntimeError("the error of before")
+        return made(*size, **given)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    pinning = cuda_pinning(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="cudaHostRegister returned 2"):
+        pinning.register(0, 4096)
+    memory = LayerMemory(pinning)
+    assert memory.allocate(4096).numel() == 4096
+    assert memory.pinned_bytes == 0
+
+
 @pytest.mark.parametrize("system", ["linux", "win32"])
 def test_the_address_of_the_device_is_asked_for(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows and on WSL2 the address of the host is not valid there: to read it would end the process."""

@@ -377,8 +377,6 @@ class _ObjectCall:
         return self._has_arguments or (self._state == self._name_field and not cut)
 
     def may_begin(self, names: Sequence[str]) -> bool:
-        if self._call.name is not None:
-            return self._call.offered
         if self._state == self._read_value and self._field in _NAMES:
             if self._value is not None and self._value.begun and self._value.kind != '"':
                 return False
