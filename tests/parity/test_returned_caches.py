@@ -169,3 +169,24 @@ def test_a_mask_that_does_not_fit(name: str, attention: str | None, size: int | 
                 assert torch.equal(again, make_model(name).generate(**as_inputs(whole), max_new_tokens=2))
             assert store.check_integrity().wrong == 0
     assert torch.equal(*answers)
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize("name", ["llama", "falcon_h1"])
+def test_ids_that_follow_what_is_held_are_stored_with_it(name: str) -> None:
+    model, plain = make_model(name), make_model(name)
+    given: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    store, answers = ChunkStore(model, chunk_size=16), []
+    for each, cache in ((plain, DynamicCache(config=plain.config)), (model, ChunkReuseCache(model, store))):
+        first = each.generate(**as_inputs(IDS), **{CACHE: cache}, **given)
+        held = int(cache.get_seq_length())
+        mask = torch.ones(1, held + NEW.shape[1], dtype=torch.long)
+        answers.append(each.generate(input_ids=NEW, attention_mask=mask, **{CACHE: cache}, **given))
+        if isinstance(cache, ChunkReuseCache):
+            assert cache.report.bypass_reason is None
+            cache.reset()
+            whole = torch.cat([first[:, :held], NEW], dim=1)
+            again = ChunkReuseCache(model, store)
+            model.generate(**as_inputs(whole), **{CACHE: again}, max_new_tokens=1)
+            assert again.report.reused_tokens >= held + NEW.shape[1] - 16
+    assert torch.equal(*answers)
