@@ -18,17 +18,20 @@ HAS_HISTORY = IS_WHOLE and not unknown_commits(f"commit {FIRST_MEASURED}")
 needs_history = pytest.mark.skipif(not HAS_HISTORY, reason="commits can be looked up in a whole clone only")
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_each_speed_was_measured(page: Path) -> None:
     found = unbacked(page, page.read_text("utf-8"))
     assert not found, f"{page.relative_to(ROOT)}: {'; '.join(found)}\n{REMEDY}"
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: result.name)
 def test_each_result_tells_how_it_was_measured(result: Path) -> None:
     assert is_told(result.read_text("utf-8"))
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: page.name)
 def test_each_script_exists(page: Path) -> None:
     named = re.findall(r"\bbenchmarks/\w+\.py", page.read_text("utf-8"))
@@ -45,6 +48,7 @@ TOLD = "`python benchmarks/reuse.py`, AMD EPYC, commit 0b0ca32"
 LINKED = "[table](benchmarks/results/reuse-cpu.md)"
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     "claim",
     (
@@ -59,12 +63,14 @@ def test_claims_are_seen(claim: str) -> None:
     assert claim.startswith(found.text)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("claim", ["10-20x", "10\u201320x", "5-10 ms"])
 def test_the_end_of_a_range_is_seen(claim: str) -> None:
     (found,) = claims(f"It is {claim} there.")
     assert claim.endswith(found.text)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     "text",
     "timeout of 30 s, every 10 s, in ten seconds, 512 MiB, 8x512, 2 \u00d7 3, 2.13.0, 1.8 times as large".split(", "),
@@ -93,6 +99,7 @@ def test_what_is_not_backed_is_found(text: str, found: list[str]) -> None:
     assert unbacked(ROOT / "page.md", text) == found
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("name", "heading", "text", "lost"),
     [

@@ -65,6 +65,7 @@ def test_what_does_not_run_is_counted() -> None:
     assert {name: count for name, count in counts.items() if count} == NOT_RUN
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", NOT_RUN)
 def test_what_does_not_run_imports_what_there_is(name: str) -> None:
     for block in blocks((ROOT / name).read_text(encoding="utf-8")):
@@ -80,17 +81,20 @@ def test_what_does_not_run_imports_what_there_is(name: str) -> None:
                 assert all(re.search(rf"\b{one}\b", source) for one in names.split(", "))
 
 
+@pytest.mark.daily
 @by_page
 def test_languages_are_those_that_tests_know(page: Path) -> None:
     assert {block.language for block in blocks(page.read_text(encoding="utf-8"))} <= {"", "python"}
 
 
+@pytest.mark.daily
 @by_page
 def test_commands_parse(page: Path) -> None:
     for command in commands(page.read_text(encoding="utf-8")):
         command_line().parse_args(command)
 
 
+@pytest.mark.daily
 @by_page
 def test_commands_in_sentences_have_these_flags(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command, rest in re.findall(r"`kvboost-hf\s+([a-z]+)([^`]*)`", page.read_text(encoding="utf-8")):
@@ -99,6 +103,7 @@ def test_commands_in_sentences_have_these_flags(page: Path, capsys: pytest.Captu
         assert set(FLAG.findall(rest)) <= set(FLAG.findall(capsys.readouterr().out)), f"{command} {rest}"
 
 
+@pytest.mark.daily
 @by_page
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
@@ -115,6 +120,7 @@ def test_blocks_are_found_in_order() -> None:
     ]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("flag", ["--no-such-flag", "--port x"])
 def test_a_wrong_command_would_be_noticed(flag: str) -> None:
     [command] = commands(f"```\nkvboost-hf serve \\\n  {flag}  # a server\n```\n")
@@ -146,6 +152,7 @@ def test_extras_that_are_named_exist() -> None:
     assert {"server", "cuda", "streaming", "demo"} <= found <= extras()
 
 
+@pytest.mark.daily
 @by_page
 def test_what_is_not_released_yet_is_not_said_to_be(page: Path) -> None:
     """From an index, the package can be installed once it is there: pages say so, and what works in a clone."""

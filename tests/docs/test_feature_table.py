@@ -68,6 +68,7 @@ def test_each_row_is_shown_somewhere() -> None:
     assert [name for name in SHOWN if not any(row.startswith(name) for row in rows)] == []
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", SHOWN)
 def test_what_shows_it_is_there(name: str) -> None:
     shown = [place.partition("::")[::2] for place in SHOWN[name].split()]
@@ -109,6 +110,7 @@ def _confirmed(text: str) -> list[str]:
     return [found[1] for found in CONFIRMED.finditer(text) if not DENIED.search(text[: found.start()])]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=name_of)
 def test_no_device_is_claimed_that_the_status_does_not_name(page: Path) -> None:
     rows = (ROOT / "docs" / "gpu-status.md").read_text("utf-8").splitlines()
@@ -117,6 +119,7 @@ def test_no_device_is_claimed_that_the_status_does_not_name(page: Path) -> None:
     assert [device for device in _confirmed(page.read_text("utf-8")) if device not in named] == []
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("text", "found"),
     [

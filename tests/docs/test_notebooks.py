@@ -77,6 +77,7 @@ def test_it_says_what_it_is_for_takes_a_model_and_goes_on(path: Path) -> None:
     assert "## Next\n" in cells[-1].source
 
 
+@pytest.mark.daily
 @by_notebook
 def test_its_links_lead_somewhere(path: Path) -> None:
     text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
@@ -115,6 +116,7 @@ def test_outputs_that_vary_are_not_compared() -> None:
     assert printed(one) == [""]
 
 
+@pytest.mark.daily
 @by_notebook
 def test_parameters_are_set_behind_their_cell(path: Path) -> None:
     changed = with_parameters(read(path), {"MODEL": "acme/reader", "DRAFT": "acme/draft"})

@@ -79,11 +79,13 @@ def listed(reason: str) -> bool:
     return " ".join(reason.split()) in REASONS
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("reason", CONSTANTS)
 def test_each_refusal_is_listed(reason: str) -> None:
     assert listed(reason)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
 def test_each_reason_of_a_model_or_its_arguments_is_listed(source: Callable[..., object]) -> None:
     file = inspect.getsourcefile(inspect.unwrap(source))

@@ -59,6 +59,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
         assert not re.search(r"""(?:url\(|@import|href=)\s*["']?(?:https?:)?//""", text), style
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     "page",
     [
@@ -83,6 +84,7 @@ def pages_with(name: str, reference: list[str]) -> int:
     return sum(f'id="kvboost_hf.{name}"' in page for page in reference)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", kvboost_hf.__all__)
 def test_every_public_name_is_in_the_reference(name: str, reference: list[str]) -> None:
     # A dataclass without a docstring is given its signature.

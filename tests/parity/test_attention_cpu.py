@@ -72,6 +72,7 @@ def test_parity(name: str, dtype: torch.dtype, in_parts: bool, monkeypatch: pyte
     problem.check(found, **rounding(dtype))
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("mask", ["none", "of ones", "padding"])
 @pytest.mark.parametrize("window", [0, 5, 60])
 @pytest.mark.parametrize("kv_heads", [2, 4])
@@ -178,6 +179,7 @@ def test_bytes_of_codes_are_looked_up_at_once_where_they_can_be(monkeypatch: pyt
         unpacked.clear()
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("hidden", ["the first column", "the last column"])
 def test_a_column_that_is_not_read_is_noticed(hidden: str) -> None:
     problem = Problem()
@@ -198,6 +200,7 @@ def test_columns_in_any_order() -> None:
     assert_within_budget(attend(call, *problem.kv()), call, *problem.kv(), **rounding(problem.dtype))
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("keys_first", [True, False])
 def test_other_dimensions_of_values(keys_first: bool) -> None:
     draw = torch.Generator().manual_seed(0)
@@ -238,6 +241,7 @@ def test_no_columns() -> None:
     assert (lse == float("-inf")).all()
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("asked", [{}, {"softcap": 3.0}, {"padding": True}, {"sparse": True}, {"window": 9}], ids=str)
 def test_no_queries(asked: dict[str, Any]) -> None:
     out, lse = solve(Problem(queries=0, **asked))

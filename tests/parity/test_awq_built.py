@@ -54,6 +54,7 @@ def test_products(dtype: torch.dtype, in_features: int, group_size: int) -> None
     assert int4pack_matmul(x[:0], *packed(weight)).shape == (0, 192)
 
 
+@pytest.mark.daily
 @pytest.mark.usefixtures("without")
 @pytest.mark.parametrize("tokens", [1, 47, 48])
 def test_without_the_operator(tokens: int) -> None:
@@ -69,6 +70,7 @@ def test_columns_that_fill_no_block_are_pytorchs() -> None:
     assert off(int4pack_matmul(x, *packed(weight)), x, weight.dense) > 10 * BUDGET
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_columns_do_not_depend_on_others(tokens: int) -> None:
     """Weights of the same inputs side by side give the bits of each alone."""
@@ -88,6 +90,7 @@ def test_mistakes_are_found_out() -> None:
         assert off(int4pack_matmul(x, *wrong), x, weight.dense) > 100 * BUDGET
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_no_number_stays_none(value: float) -> None:
     x = draw(3, 128)
@@ -97,6 +100,7 @@ def test_what_is_no_number_stays_none(value: float) -> None:
     assert found[[0, 2]].isfinite().all()
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e30])
 def test_very_small_and_large_inputs(size: float) -> None:
     x = torch.full((2, 128), size)
@@ -122,6 +126,7 @@ def test_threads_do_not_change_the_result() -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("out_features", [4, 6, 130])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -208,6 +213,7 @@ def test_a_head_needs_the_operator(checkpoint: Path) -> None:
     assert torch.allclose(head(x), x @ head.weight.T + head.bias, atol=1e-6)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("how", ["no compiler", "a compiler that fails"])
 def test_a_machine_that_cannot_build(
     how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path

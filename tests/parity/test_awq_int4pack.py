@@ -72,6 +72,7 @@ def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("there is no compiler here, or no AVX2")
 
 
+@pytest.mark.daily
 @pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("group_size", [32, 64, 128])
@@ -85,6 +86,7 @@ def test_products(dtype: torch.dtype, group_size: int, tokens: int, out_features
     assert off(found, x, weight.dense) <= BUDGET
 
 
+@pytest.mark.daily
 @pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("tokens", [1, 130])
 def test_mistakes_are_found_out(tokens: int) -> None:
@@ -103,6 +105,7 @@ def test_mistakes_are_found_out(tokens: int) -> None:
         assert off(int4pack_matmul(x, *each), x, weight.dense) > 10 * BUDGET
 
 
+@pytest.mark.daily
 @pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("tokens", [1, 130])
 @pytest.mark.parametrize("level", [0, 15])
@@ -120,11 +123,13 @@ def test_extreme_values(level: int, zero: int, tokens: int) -> None:
     ).any()
 
 
+@pytest.mark.daily
 @pytest.mark.usefixtures("product")
 def test_no_tokens() -> None:
     assert int4pack_matmul(draw(0, 128), *int4pack_from_gemm(in_gemm(random_weight(128, 16, 64)))).shape == (0, 16)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("in_features", "out_features"), [(64, 16), (64, 32), (192, 112), (128, 1024)])
 def test_there_and_back(in_features: int, out_features: int) -> None:
     packed = in_gemm(random_weight(in_features, out_features, 64))
@@ -217,6 +222,7 @@ MOVES: dict[str, Any] = {
 }
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("move", MOVES)
 def test_packed_weights_stay_what_they_are(move: str) -> None:
     linear = packed_linear()
@@ -248,6 +254,7 @@ def _in_order(levels: torch.Tensor, order: str) -> torch.Tensor:
     return (low | high << 4).reshape(levels.shape[1], -1)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("order", ["64", "32"])
 def test_pickled_on_another_processor(order: str) -> None:
     weight = random_weight(128, 128, 32)
@@ -261,6 +268,7 @@ def test_pickled_on_another_processor(order: str) -> None:
     assert torch.equal(found(x), linear(x))
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("tokens", [2, 130])
 def test_gradients_of_inputs(tokens: int) -> None:
     linear, weight = packed_linear(), random_weight(128, 48, 32)

@@ -36,6 +36,7 @@ def require_close(found: torch.Tensor, x: torch.Tensor, weight: Weight, *, trans
     assert share <= 1, f"off by {share:.3g} times the budget"
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -46,6 +47,7 @@ def test_products(dtype: torch.dtype, group_size: int, tokens: int, out_features
     require_close(awq_matmul_torch(x, *in_gemm(weight)), x, weight)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_transposed_products(dtype: torch.dtype, tokens: int) -> None:
@@ -54,6 +56,7 @@ def test_transposed_products(dtype: torch.dtype, tokens: int) -> None:
     require_close(awq_matmul_transposed_torch(grad, *in_gemm(weight)), grad, weight, transposed=True)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("level", [0, 15])
 @pytest.mark.parametrize("zero", [0, 15])
 def test_extreme_values(level: int, zero: int) -> None:
@@ -66,6 +69,7 @@ def test_extreme_values(level: int, zero: int) -> None:
     assert off.abs().max() <= 1e-6 * 15_000 * x.abs().sum(1).max()
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_other_mistakes_are_found_out(tokens: int) -> None:
     weight = random_weight(128, 16, 64)
@@ -116,6 +120,7 @@ def test_no_tokens() -> None:
     assert awq_matmul_transposed_torch(draw(0, 64), *weight).shape == (0, 256)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 5, 64), (2, 0, 64)])
 @pytest.mark.parametrize("bias", [None, draw(24, seed=2).half()], ids=["plain", "bias"])
@@ -137,6 +142,7 @@ def test_a_bias_may_be_trained() -> None:
     assert linear.to(torch.bfloat16).bias.dtype == torch.bfloat16
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("version", ["gemv", "llm-awq"])
 @pytest.mark.parametrize("group_size", [32, 64])
 def test_other_layouts_become_gemm(version: str, group_size: int) -> None:
@@ -170,6 +176,7 @@ MOVES: dict[str, Callable[[AwqLinear], AwqLinear]] = {
 }
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("move", MOVES)
 def test_packed_weights_stay_what_they_are(move: str) -> None:
     linear = make_linear(random_weight(64, 24, 32), draw(24).half())
@@ -196,6 +203,7 @@ def test_the_meta_device() -> None:
     assert linear.scales.dtype == torch.float16
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("tokens", [2, 40])
 def test_gradients_of_inputs(tokens: int) -> None:
     weight = random_weight(128, 24, 32)
@@ -235,6 +243,7 @@ def test_nothing_is_kept_without_a_gradient() -> None:
         assert not linear(draw(2, 64).requires_grad_()).requires_grad
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("tokens", [2, 40])
 def test_autocast_takes_no_digits_away(tokens: int) -> None:
     linear = make_linear(random_weight(64, 24, 32))

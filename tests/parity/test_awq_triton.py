@@ -230,6 +230,7 @@ def test_triton_needs_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         awq_matmul(*Product().tensors(), "triton")
 
 
+@pytest.mark.daily
 @pytest.mark.usefixtures("_chosen_anew")
 @pytest.mark.parametrize(("capability", "chosen"), [((6, 1), False), ((7, 0), True), ((9, 0), True)])
 def test_auto_on_a_gpu(capability: tuple[int, int], chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +239,7 @@ def test_auto_on_a_gpu(capability: tuple[int, int], chosen: bool, monkeypatch: p
     assert not dispatch.runs_triton("torch", torch.device("cuda:0"))
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 def test_on_a_cpu_it_is_plain_pytorch(kernel: QuantKernel) -> None:
     product, before = Product(), kernel_calls()
@@ -328,6 +330,7 @@ def assert_infinities(product: Product) -> None:
     assert torch.equal(found[others], finite[others])
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("damage", [None, ("0x000f000f", "0x00070007"), ("base,", "t,")], ids=str)
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_instructions(dtype: torch.dtype, damage: tuple[str, str] | None) -> None:

@@ -238,6 +238,7 @@ def test_a_failure_is_told_by_the_status(monkeypatch: pytest.MonkeyPatch, capsys
     assert "Failed: exact: in restart, FileNotFoundError: no such folder" in capsys.readouterr().out
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -257,6 +258,7 @@ def test_what_can_be_seen_at_once_is_told_at_once(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("command", ["bench", "demo", "check", "serve"])
 @pytest.mark.parametrize("device", ["gpu", "cuda:99", "hpu", "meta"])
 def test_a_device_that_is_not_there(command: str, device: str, capsys: pytest.CaptureFixture[str]) -> None:

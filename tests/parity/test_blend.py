@@ -363,6 +363,7 @@ def test_what_is_as_it_was_stored_deviates_by_nothing(monkeypatch: pytest.Monkey
     assert 20 < (found[0] < 1e-6 * found[0].max()).sum() < 150
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("slack", [1.0, 1.15, 1.3])
 def test_only_what_was_measured_goes_on(slack: float) -> None:
     """However even the deviations of those are that an earlier layer has kept."""

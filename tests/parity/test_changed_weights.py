@@ -139,6 +139,7 @@ def test_between_calls(llama: PreTrainedModel, store: ChunkStore, how: str) -> N
 class TestData:
     """Whoever holds `weight.data` may write to it at any time."""
 
+    @pytest.mark.daily
     @pytest.mark.parametrize("before", ["the first prompt", "the second"])
     def test_kept(self, llama: PreTrainedModel, before: str) -> None:
         taken = wide(llama).data if before == "the first prompt" else None
@@ -236,6 +237,7 @@ TURNED: dict[str, Callable[[nn.Parameter], object]] = {
 
 
 class TestForms:
+    @pytest.mark.daily
     @pytest.mark.parametrize("how", TURNED)
     def test_a_weight_that_is_turned(self, llama: PreTrainedModel, how: str) -> None:
         fingerprint, weight = ModelFingerprint(), _square(llama)
@@ -263,6 +265,7 @@ class TestForms:
 class TestFullCheck:
     """Every bit counts, and weights that are changed back find their K/V again."""
 
+    @pytest.mark.daily
     @pytest.mark.parametrize("how", [*SEEN, *THROUGH_DATA, *HIDDEN])
     def test_notices(self, llama: PreTrainedModel, how: str) -> None:
         fingerprint = ModelFingerprint()
@@ -271,6 +274,7 @@ class TestFullCheck:
         {**SEEN, **THROUGH_DATA, **HIDDEN}[how](llama)
         assert fingerprint.current(llama.eval(), full=True) != before
 
+    @pytest.mark.daily
     @pytest.mark.parametrize("how", HIDDEN)
     def test_the_sample_misses_what_it_is_for(self, llama: PreTrainedModel, how: str) -> None:
         fingerprint = ModelFingerprint()
@@ -302,6 +306,7 @@ class TestFullCheck:
         fingerprint = ModelFingerprint()
         assert fingerprint.current(llama) != fingerprint.current(llama, full=True)
 
+    @pytest.mark.daily
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn])
     @pytest.mark.parametrize("n", [1, 3, 5, 65_536, 70_001, 1_200_007])
     def test_checksum_sees_every_place(self, dtype: torch.dtype, n: int) -> None:
@@ -313,6 +318,7 @@ class TestFullCheck:
             assert checksum([changed.view(dtype)]) != before
         assert checksum([octets.clone().view(dtype)]) == before
 
+    @pytest.mark.daily
     @pytest.mark.parametrize("threads", [1, 3])
     def test_sums_are_those_of_any_device(self, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """NumPy computes them on a CPU, and PyTorch elsewhere."""
@@ -458,6 +464,7 @@ def values(sample: _SampleInPlace, tensors: Sequence[torch.Tensor]) -> bytes:
 class TestSampleInPlace:
     """Values that are read at their addresses are those that views of the tensors have."""
 
+    @pytest.mark.daily
     @pytest.mark.parametrize("kind", SAMPLED)
     def test_as_views(self, kind: str, place: str) -> None:
         tensor = SAMPLED[kind]()
@@ -468,6 +475,7 @@ class TestSampleInPlace:
         assert bool(found[0]) == (place == "host")
         assert values(sampled([tensor]), [tensor]) == view.flatten().view(torch.uint8).numpy().tobytes()
 
+    @pytest.mark.daily
     def test_all_at_once(self, place: str) -> None:
         tensors = [make() for make in SAMPLED.values()]
         sample = sampled(tensors)
@@ -479,6 +487,7 @@ class TestSampleInPlace:
             first.copy_(first + 1)
             assert values(sample, tensors) != now
 
+    @pytest.mark.daily
     def test_without_memory(self, place: str) -> None:
         """FSDP takes memory from weights between their forwards; meta tensors and empty ones have none."""
         freed = torch.randn(64, 96)
@@ -486,6 +495,7 @@ class TestSampleInPlace:
         tensors = [torch.empty(0, 3), freed, torch.ones(3)]
         assert len(values(sampled(tensors), tensors)) == 12
 
+    @pytest.mark.daily
     def test_what_comes_back_may_be_anything(self, place: str) -> None:
         freed = torch.randn(64, 96)
         watch, tensors = WeightsWatch(), [freed, torch.ones(3)]
@@ -495,6 +505,7 @@ class TestSampleInPlace:
         freed.untyped_storage().resize_(64 * 96 * 4)
         assert [watch.epoch(tensors) for _ in range(2)] == [whole + 4] * 2
 
+    @pytest.mark.daily
     @pytest.mark.parametrize("full", [False, True])
     def test_weights_without_memory_have_no_durable_name(self, llama: PreTrainedModel, place: str, full: bool) -> None:
         fingerprint, memory = ModelFingerprint(), wide(llama).untyped_storage()
@@ -508,6 +519,7 @@ class TestSampleInPlace:
             wide(llama).copy_(kept)
         assert fingerprint.durable(llama, full=full) == named
 
+    @pytest.mark.daily
     def test_a_write_that_nobody_counts(self, place: str) -> None:
         tensors = [torch.randn(64, 96), torch.randn(12)]
         watch = WeightsWatch()
@@ -517,6 +529,7 @@ class TestSampleInPlace:
         assert watch.epoch(tensors) == before[0] + 1
         assert watch.sample != before[1]
 
+    @pytest.mark.daily
     def test_other_memory_while_it_is_read(
         self, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, place: str
     ) -> None:
@@ -539,6 +552,7 @@ class TestSampleInPlace:
         assert fingerprint.current(llama) == now
         assert sample.read(tensors) is None
 
+    @pytest.mark.daily
     def test_a_tensor_without_an_address(self, place: str) -> None:
         ones = torch.ones(3)
         tensors = [torch.Tensor._make_wrapper_subclass(Wrapped, (64, 96)), ones]

@@ -155,6 +155,7 @@ def test_what_cannot_be_exact_is_refused() -> None:
         ChunkStore(model, state_codec="int9")
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shapes(dtype: torch.dtype) -> None:
     """Recurrent states by groups of their last dimension, convolutions by tokens; what gets no smaller stays."""

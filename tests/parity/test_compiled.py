@@ -88,6 +88,7 @@ def test_moved_chunks(llama: PreTrainedModel) -> None:
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_compiled_is_seen(way: str, llama: PreTrainedModel) -> None:
     assert not is_compiled(llama)

@@ -58,6 +58,7 @@ def attend(query: torch.Tensor, kv: PiecedKV, softcap: float, sinks: torch.Tenso
     return attention(Layer(), query, key, value, None, scaling=0.25, softcap=softcap, s_aux=sinks)[0]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("softcap", "sinks"), [(0.0, None), (2.0, None), (0.0, SINKS), (2.0, SINKS)])
 @pytest.mark.parametrize(
     ("kv_heads", "value_dim", "tier"),
@@ -77,6 +78,7 @@ def test_a_token_for_each_row(
     assert not torch.allclose(found, attend(query, other, softcap, sinks), atol=1e-3)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_a_token_for_each_row_in_half_precision(softcap: float, dtype: torch.dtype) -> None:
@@ -89,6 +91,7 @@ def test_a_token_for_each_row_in_half_precision(softcap: float, dtype: torch.dty
         torch.testing.assert_close(found[row].double(), truth(query, kv, row, softcap, None), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_several_tokens_for_each_row(softcap: float) -> None:
     query, kv = make(2, 16, 3, torch.float32)

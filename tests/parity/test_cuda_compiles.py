@@ -34,6 +34,7 @@ def test_what_does_not_compile_says_why() -> None:
         nvrtc.compile_attend(75, 0, 16)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("value_dim", [16, 64, 128, 256])
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
 def test_shared_memory_fits(head_dim: int, value_dim: int) -> None:

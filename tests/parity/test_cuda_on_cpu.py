@@ -44,6 +44,7 @@ def test_parity(name: str, backwards: bool, kernels) -> None:
     check((out, lse), problem)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", ["suffix", "splits"])
 def test_in_half_precision_without_a_log_sum_exp(name: str, kernels) -> None:
     problem = PROBLEMS[name]
@@ -64,6 +65,7 @@ def test_queries_that_see_nothing(kernels) -> None:
     assert lse[0].isfinite().all()
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("offset", [0, 1])
 def test_rows_anywhere(offset: int, kernels) -> None:
     """Rows that lie apart are read in place; those that are no multiple of 16 bytes apart are copied before."""

@@ -690,6 +690,7 @@ def test_a_model_in_place_of_its_name(embedded: tuple[PreTrainedModel, Any]) -> 
         load_streamed(embedded[0])  # type: ignore[arg-type]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -129,6 +129,7 @@ def test_a_prompt_reuses_when_one_logit_is_enough(llama: PreTrainedModel, warm: 
     assert cache.get_seq_length() == 200
 
 
+@pytest.mark.daily
 @torch.no_grad()
 @pytest.mark.parametrize("keep", [2, 7, 200, 300])
 def test_as_many_logits_as_asked_for(llama: PreTrainedModel, warm: ChunkStore, keep: int) -> None:
@@ -160,6 +161,7 @@ WANTS_ALL: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.daily
 @torch.no_grad()
 @pytest.mark.parametrize("case", WANTS_ALL)
 def test_all_of_a_prompt_is_computed_when_all_is_wanted(llama: PreTrainedModel, warm: ChunkStore, case: str) -> None:

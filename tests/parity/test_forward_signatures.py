@@ -119,6 +119,7 @@ def test_arguments_may_come_by_their_place(kind: Any) -> None:
     assert cache.report.forwarded_tokens == 1
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", ["llama", "bloom", "gpt2"])
 def test_a_subclass_takes_what_its_class_takes(name: str) -> None:
     model = make_model(name)

@@ -64,6 +64,7 @@ def test_each_launch_is_of_the_kernel_that_triton_would_take(figures: dict[str, 
     assert figures["compilations"]["wrong"] == []
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("model", ["llama", "mistral", "gemma2"])
 def test_a_mask_of_ones_hides_no_path(figures: dict[str, Any], model: str) -> None:
     found, plain = figures["generation"], model != "gemma2"  # which has a softcap, and layers of two kinds

@@ -602,6 +602,7 @@ def test_compiled_hooks() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", [*MODELS, *multimodal.FAMILIES])
 def test_nothing_of_an_untouched_model_is_of_others(name: str) -> None:
     model = make_model(name) if name in MODELS else multimodal.make_model(name)

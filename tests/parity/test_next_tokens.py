@@ -204,6 +204,7 @@ def test_a_call_that_failed_is_not_gone_on_with(model: PreTrainedModel, decided:
     assert kept.value is not None
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("more", [{"output_hidden_states": True}, {"output_attentions": True}])
 def test_what_a_call_asks_for_is_returned(model: PreTrainedModel, more: dict[str, Any]) -> None:
     model.set_attn_implementation("eager")

@@ -225,6 +225,7 @@ def test_what_the_model_returns_by_its_configuration_does_not_reach_who_calls_ge
     assert (cache.report.bypass_reason or "").startswith(STORED_WITHOUT)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("pieces", "last"), [(48, EVERYTHING - 2 * 48), (80, EVERYTHING - 80)])
 def test_of_a_prompt_in_pieces_only_the_last_is_returned(plain: Any, pieces: int, last: int) -> None:
     """Plain generate() returns the hidden states of the last piece, and nobody sees those of the others."""

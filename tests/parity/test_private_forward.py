@@ -70,6 +70,7 @@ def test_moved_chunks_of_a_model_with_router_logits() -> None:
     assert found.tolist() == model.generate(**as_inputs(ids), max_new_tokens=4, do_sample=False).tolist()
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
 def test_outputs_of_a_configuration_do_not_keep_scores_from_reuse(name: str) -> None:
     model = make_model()

@@ -40,6 +40,7 @@ def test_a_text_further_on_has_the_same_kv_rotated(kind: str) -> None:
             assert (keys[0] - keys[1]).abs().max() > 0.1 * scale
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("kind", "layers"),
     [
@@ -65,6 +66,7 @@ def test_layers_that_rotate_alike_share_one_object() -> None:
     assert not torch.allclose(first.inv_freq, second.inv_freq)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_latent_attention_keeps_rotated_keys_as_values(dtype: torch.dtype) -> None:
     rotation = rotation_of(make_model("deepseek_v3").to(dtype))
@@ -72,6 +74,7 @@ def test_latent_attention_keeps_rotated_keys_as_values(dtype: torch.dtype) -> No
     assert rotation_of(make_model("llama").to(dtype)).rotated(0) == 0
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -97,6 +97,7 @@ def test_a_cache_is_freed_after_a_load_beside_the_forward(
     assert gone() is None
 
 
+@pytest.mark.daily
 @pytest.mark.usefixtures("by_counting")
 @pytest.mark.parametrize(
     ("before", "ids", "keep"),

@@ -159,6 +159,7 @@ def test_the_model_is_as_it_was(llama: PreTrainedModel) -> None:
     require_equal(found, llama.eval(), pairs)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("length", [1, 6])
 def test_of_nan_nothing_is_stored(llama: PreTrainedModel, length: int) -> None:
     store = ChunkStore(llama, chunk_size=16)

@@ -166,6 +166,7 @@ def test_what_is_edited_meanwhile_is_not_stored(llama: PreTrainedModel, store: C
     assert same_as_plain(llama, cache, PROMPT) == 0
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("new", [1, 3])
 def test_a_store_that_is_closed_meanwhile(
     llama: PreTrainedModel, store: ChunkStore, caplog: pytest.LogCaptureFixture, new: int
@@ -485,6 +486,7 @@ def test_only_other_threads_with_the_same_root_and_beginning_wait(
     assert told == [0, 0, 0, 1]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("seed", "salt"), [(5, None), (0, "another")])
 def test_what_can_use_nothing_of_it_does_not_wait(
     llama: PreTrainedModel, store: ChunkStore, monkeypatch: pytest.MonkeyPatch, seed: int, salt: str | None

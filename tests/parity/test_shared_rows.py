@@ -222,6 +222,7 @@ class TestCompositions:
         cache = ChunkReuseCache(model, ChunkStore(model, max_bytes=40_000, chunk_size=32))
         assert check(model, cache, as_inputs(HEAD.expand(4, -1))) == 324
 
+    @pytest.mark.daily
     @pytest.mark.parametrize(
         "options",
         [{"max_cache_len": 400}, {"live_quant": KVQuantConfig(method="kivi", key_bits=8, value_bits=8)}],

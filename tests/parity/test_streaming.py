@@ -304,6 +304,7 @@ class _Overwriting(PoisoningBackend):
         self._slots[slot].copy_(self._slots[other])
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("make", [_NoWait, _Overwriting])
 def test_a_wrong_backend_is_seen(expected: list[torch.Tensor], make: Any) -> None:
     model = make_layers(LAYERS)
@@ -377,6 +378,7 @@ def test_what_needs_the_weights_in_place_is_refused() -> None:
         model(input_ids=IDS)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("device", ["meta", "nothing", 7])
 def test_a_device_that_does_not_compute_is_refused(device: Any, expected: list[torch.Tensor]) -> None:
     model = make_layers(LAYERS)
@@ -606,6 +608,7 @@ def test_one_memory() -> None:
     assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("tied", [False, True])
 def test_embeddings_in_host_memory(tied: bool) -> None:
     """They leave the device where layers do, unless they are also the head."""

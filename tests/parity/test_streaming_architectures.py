@@ -68,6 +68,7 @@ def test_a_weight_that_is_off_by_a_hundredth_is_found(name: str) -> None:
         assert (model(input_ids=IDS).logits - wanted).abs().max() > 30 * ROUNDED * wanted.abs().max()
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", NOT_STREAMED)
 def test_not_streamed(name: str) -> None:
     with pytest.raises(ValueError, match=NOT_STREAMED[name]):

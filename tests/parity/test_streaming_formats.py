@@ -284,6 +284,7 @@ def test_a_head_in_4_bits(copied: Path, tied: bool) -> None:
     assert logits(found).isfinite().all()
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("copied", ["gptq"], indirect=True)
 @pytest.mark.parametrize(
     ("change", "words"),
@@ -313,6 +314,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("copied", ["compressed_tensors"], indirect=True)
 @pytest.mark.parametrize(("change", "words"), CHANGES)
 def test_other_schemes_of_compressed_tensors(copied: Path, change: dict[str, Any], words: str) -> None:
@@ -326,6 +328,7 @@ def test_other_schemes_of_compressed_tensors(copied: Path, change: dict[str, Any
         what_fits(AutoConfig.from_pretrained(copied), "1GB")
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("copied", ["compressed_tensors"], indirect=True)
 @pytest.mark.parametrize(
     ("change", "words"),

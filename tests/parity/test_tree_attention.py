@@ -273,6 +273,7 @@ def test_trees_of_any_size(name: str, tier: Any) -> None:
     problem.check(found, exponential=40 * UNIT)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("tier", ["cpu", "triton"])
 def test_the_bit_of_the_last_of_64_nodes_counts(tier: Any) -> None:
     problem = SIZES["64"]

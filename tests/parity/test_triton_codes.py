@@ -148,6 +148,7 @@ def test_codes(case: Coded) -> None:
     check(case, case.found())
 
 
+@pytest.mark.daily
 @cases
 @pytest.mark.parametrize("role", ["keys", "values"])
 def test_planes_are_what_the_codec_decodes(case: Coded, role: Role) -> None:
@@ -156,6 +157,7 @@ def test_planes_are_what_the_codec_decodes(case: Coded, role: Role) -> None:
     torch.testing.assert_close(found, decoded, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("config", ["turboquant:3.5", KVQuantConfig(qjl=True), "raw"], ids=str)
 def test_what_cannot_be_read_is_decoded(config: KVQuantConfig | str) -> None:
     assert encoded(config, torch.randn(1, 1, 2, 16, 32), "keys", None)[0] is None
@@ -270,6 +272,7 @@ def test_codes_at_odd_bytes_are_left_to_others() -> None:
     assert not codes.can_attend(call.query, keys, replace(values, codes=odd))
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("apart", "taken"), [(2**31 - 2, True), (2**31, False)])
 def test_blocks_too_far_apart_are_left_to_others(apart: int, taken: bool) -> None:
     call, keys, values, _ = Coded(config="int4", problem=Problem(queries=1)).given()

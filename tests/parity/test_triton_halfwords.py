@@ -147,6 +147,7 @@ def test_damage_to_codebooks_is_found(bits: int, damage: tuple[str, str]) -> Non
     assert not torch.equal(found, expected)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("bits", "damage"),
     [(8, ("0x4240", "0x4340")), (8, ("0x101", "0x1")), (4, ("0x00f000f0", "0x00f00070")), (2, (", 3;", ", 2;"))],

@@ -178,6 +178,7 @@ def test_pieces_and_what_is_behind_them_are_parts_of_one_tensor(
     whole.check((found, no_log(found.device)))
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("odd", ["address", "dtype"])
 def test_an_odd_piece_is_left_to_others(odd: str) -> None:
     whole = Problem(batch=1, queries=2, columns=10)

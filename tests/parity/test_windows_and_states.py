@@ -428,6 +428,7 @@ def test_gradients_flow_through_a_window_that_was_trimmed() -> None:
     torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", STATEFUL)
 def test_rows_moved_in_inference_mode_are_written_outside(name: str) -> None:
     model = make_model(name)

@@ -206,6 +206,7 @@ def test_decoding_tokens_one_by_one_is_wrong() -> None:
     assert len(ids) > 2
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [

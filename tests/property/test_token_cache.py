@@ -92,6 +92,7 @@ class _Counting:
         return list(self._tokenizer.encode(text, **options))
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", _CACHED)
 def test_only_what_is_new_is_tokenized(name: str) -> None:
     tokenizer = _tokenizer(name)
