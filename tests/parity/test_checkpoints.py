@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
 from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, random_ids
-from tests.internals.cache import _short_chunks
+from tests.internals.cache import Kind, _short_chunks
+from tests.internals.disk import DiskTier
 
 FAMILIES = ["qwen3_next", "falcon_h1", "mamba2", "lfm2", "kimi_linear", "nemotron_h", "olmo_hybrid", "bamba"]
 NEW = 4
@@ -244,3 +245,15 @@ def test_segments_are_padded_to_short_chunks_on_a_cpu(size: int | None, device: 
     with _short_chunks(mixer, torch.device(device)):
         assert mixer.chunk_size == within
     assert mixer.chunk_size == size
+
+
+def test_few_states_of_a_long_prompt_are_written_to_tiers(tmp_path: Path) -> None:
+    """They are large: host memory has them every 64 tokens, and lower tiers every 512, and where the prompt ends."""
+    model, ids = make("qwen3_next"), random_ids(1600, seed=2)
+    with ChunkStore(model, tiers=["ram:1GB", f"disk:{tmp_path}:1GB"]) as store:
+        answer(model, ids, ChunkReuseCache(model, store))
+        assert store.stats()["states"] >= 24
+    found = DiskTier(tmp_path, max_bytes=2**30)
+    written = [each for each in found.entries() if each.kind is Kind.STATES]
+    found.close()
+    assert 3 <= len(written) <= 5

@@ -53,6 +53,7 @@ def edit_config(folder: Path, **told: Any) -> None:
     path.write_text(json.dumps(config))
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("told", "message"),
     [
