@@ -615,6 +615,24 @@ def test_a_full_disk_has_nothing_of_what_did_not_fit(tmp_path, monkeypatch, writ
     assert set(tier.find([entry.key])) == {entry.key}
 
 
+@pytest.mark.parametrize("max_bytes", [None, 2**30])
+def test_on_a_full_disk_what_was_used_longest_ago_makes_room(tmp_path, monkeypatch, max_bytes):
+    tier, entries = FilesystemTier(tmp_path.as_uri(), max_bytes=max_bytes), [make_entry(n) for n in range(5)]
+    replace = os.replace
+
+    def replace_within_a_disk(source: str, target: str) -> None:
+        if sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) >= 9000 and target.endswith("tensors"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem.os.replace", replace_within_a_disk)
+    write(tier, *entries[:3])
+    tier.touch([entries[0].key])
+    write(tier, *entries[3:])
+    assert set(tier.find(keys(entries))) == {entries[n].key for n in (0, 3, 4)}
+    assert (tier.stats()["errors"], tier.stats()["bytes"]) == (0, 9000)
+
+
 @pytest.mark.parametrize("change", ["write", "delete", "announce", "clean"])
 def test_what_cannot_be_written_to_is_read(tmp_path, monkeypatch, caplog, change):
     tier, entry, other = FilesystemTier(tmp_path.as_uri(), cooldown_s=60.0), make_entry(1), make_entry(2)

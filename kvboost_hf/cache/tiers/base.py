@@ -6,6 +6,7 @@ looks like a miss: no method but the constructor raises. `Failures` counts what 
 failed alone for a while.
 """
 
+import errno
 import logging
 import re
 import time
@@ -154,6 +155,12 @@ class NoticeBoard(Protocol):
     def heard(self, since: Any) -> Heard | None:
         """Notices since a place that was returned before, or all that are kept for None; None if nobody answers."""
         ...
+
+
+def is_no_space(error: Exception) -> bool:
+    """Whether a disk, or what a user may take of it, is full."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in full or getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
 
 
 class Failures:

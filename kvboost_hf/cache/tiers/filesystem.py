@@ -24,7 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import KEY_BYTES
-from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Heard, RemoteTier, without_secrets
+from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Heard, RemoteTier, is_no_space, without_secrets
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 
 _AS_IT_IS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # Windows has neither
@@ -52,7 +52,8 @@ class FilesystemTier(RemoteTier):
         url: Any that fsspec knows, such as `s3://bucket/path`, `sftp://host/path` or `file:///path`. Of file systems
             besides these, memory and plain http, fsspec needs a package of their own.
         max_bytes: Budget, or None. What is there is listed once, when it is first needed, and counted from then on:
-            several processes that write may exceed it together. What was used longest ago in this process goes first.
+            several processes that write may exceed it together. What was used longest ago in this process goes first,
+            also where a local disk is full before.
         storage_options: For fsspec: credentials, and how long to wait for answers, which only it can tell.
         cooldown_s: Seconds that it is left alone for after a failure, twice as many after each further one, up to 30.
             While only writing fails, as on a full disk or without the right to write, it is read from.
@@ -143,8 +144,14 @@ class FilesystemTier(RemoteTier):
     def _write_now(self, entry: Entry, blob: Sequence[memoryview]) -> bool:
         with self._changing:
             if not self._fs.exists(self._entry_path(entry.key)):
-                self._make_room(entry.nbytes)
-                self._put_all(entry, blob)
+                self._make_room(entry.nbytes, self.max_bytes)
+                try:
+                    self._put_all(entry, blob)
+                except OSError as error:
+                    if not is_no_space(error):
+                        raise
+                    self._make_room(entry.nbytes, self._count()[1])
+                    self._put_all(entry, blob)
         return True
 
     def _put_all(self, entry: Entry, blob: Sequence[memoryview]) -> None:
@@ -216,16 +223,18 @@ class FilesystemTier(RemoteTier):
             with self._lock:
                 self._held = OrderedDict(there | (self._held or {}))
 
-    def _make_room(self, nbytes: int) -> None:
-        """Give up chunks until `nbytes` more are within the budget, if there is one."""
-        if self.max_bytes is None:
+    def _make_room(self, nbytes: int, within: int | None) -> None:
+        """Give up chunks until `nbytes` more are within a budget, if there is one."""
+        if within is None:
             return
-        excess = self._count()[1] + nbytes - self.max_bytes
+        excess = self._count()[1] + nbytes - within
         victims = []
         with self._lock:
-            while excess > 0 and self._held:
-                victims.append(self._held.popitem(last=False)[1])
-                excess -= victims[-1].nbytes
+            for listed in (self._held or {}).values():
+                if excess <= 0:
+                    break
+                victims.append(listed)
+                excess -= listed.nbytes
         self._give_up(victims)
 
     def _give_up(self, chunks: Sequence[_Listed]) -> None:
