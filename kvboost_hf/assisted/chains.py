@@ -168,7 +168,8 @@ class _CopiedStates:
         if running is None:
             return
         if not tokens_to_remove:
-            for copied, layer in zip(running.layers, self._cache.layers, strict=True):
+            layers: Any = zip(running.layers, self._cache.layers, strict=True)
+            for copied, layer in layers:
                 if _keeps_state(layer):
                     copied.record_past = layer.record_past
             self._cache.layers[:], self._behind = running.layers, []
