@@ -314,6 +314,71 @@ def test_an_entry_that_is_none_is_a_miss(shared_server, connect):
     assert tier.read(second.key) == b"".join(make_blob(second))
 
 
+@pytest.mark.parametrize("kind", ["string", "list", "hash"])
+@pytest.mark.parametrize("name", ["chunk", "head", "root", "used", "hits", "bytes", "notices"])
+def test_a_key_of_another_type_is_removed(shared_server, connect, caplog, name, kind):
+    """One call fails, and no later one: nothing of ours could be written there, and nothing could be found."""
+    tier = connect(shared_server.url, prefix=(prefix := uuid4().hex))
+    first, second = make_entry(1), make_entry(2)
+    write(tier, second)
+    part = {"chunk": f":{first.key.hex()}", "head": f":{first.head.hex()}", "root": f":{ROOT.hex()}"}.get(name, "")
+    with valkey.Valkey.from_url(shared_server.url) as client:
+        key = f"{prefix}:{name}{part}"
+        client.delete(key)
+        if kind == "string":
+            client.set(key, "what is no number")
+        elif kind == "list":
+            client.rpush(key, "an item")
+        else:
+            client.hset(key, "field", "value")
+    for _ in range(3):
+        tier.find([first.key])
+        tier.write(first, make_blob(first))
+        tier.find_alike([first.head])
+        tier.touch([first.key])
+        tier.announce(b"notice")
+        tier.heard(None)
+        tier.hits()
+        tier.stats()
+        time.sleep(3 * COOLDOWN_S)
+    errors = tier.stats()["errors"]
+    assert tier.clear(first.model)
+    for entry in (first, second):
+        write(tier, entry)
+        assert tier.read(entry.key) == b"".join(make_blob(entry))
+    assert set(keys(tier.find_alike([first.head]))) == {first.key}
+    tier.touch([first.key])
+    assert tier.hits() == {first.key: 1}
+    assert tier.announce(b"another")
+    assert b"another" in tier.heard(None).notices
+    stats = tier.stats()
+    assert (stats["chunks"], stats["bytes"], stats["errors"], stats["state"]) == (2, 6000, errors, "open")
+    assert errors <= 2
+
+
+def test_what_the_server_gave_up_counts_once_when_it_is_written_again(shared_server, connect):
+    """Else the budget seemed to be taken up, and all the rest was given up for it."""
+    tier = connect(shared_server.url, prefix=(prefix := uuid4().hex), max_bytes=12_000)
+    write(tier, make_entry(1), make_entry(2))
+    with valkey.Valkey.from_url(shared_server.url) as client:
+        for _ in range(5):
+            client.delete(f"{prefix}:chunk:{make_entry(1).key.hex()}")
+            write(tier, make_entry(1))
+    assert set(keys(tier.entries())) == {make_entry(1).key, make_entry(2).key}
+    assert tier.stats()["bytes"] == 6000
+
+
+@pytest.mark.parametrize("prefix", ["app[1]", "app*", "app?", "a\\b"])
+def test_a_prefix_may_have_any_letters(shared_server, connect, prefix):
+    own, other = f"{prefix}{uuid4().hex}", f"app1{uuid4().hex}"
+    tiers = [connect(shared_server.url, prefix=each) for each in (own, other)]
+    for tier in tiers:
+        write(tier, make_entry(1))
+        assert keys(tier.entries(ROOT[:3])) == [make_entry(1).key]
+    assert tiers[0].clear(make_entry(1).model)
+    assert [keys(tier.entries()) for tier in tiers] == [[], [make_entry(1).key]]
+
+
 def test_a_field_that_is_no_piece_is_passed_over(shared_server, connect):
     """One bad chunk is no reason to leave the server alone."""
     tier, entry = connect(shared_server.url, prefix=uuid4().hex), make_entry(1)
@@ -657,6 +722,19 @@ def test_what_cannot_be_written_to_is_read(tmp_path, monkeypatch, caplog, change
     stats = tier.stats()
     assert (stats["chunks"], stats["state"], stats["errors"]) == (1, "open", 1)
     assert len(caplog.messages) == 1
+
+
+def test_who_has_heard_none_of_many_notices_may_have_missed_some(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem._LISTED_EVERY_S", 0.0)
+    monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem._MAX_NOTICES", 16)
+    early, others = (FilesystemTier(tmp_path.as_uri()) for _ in range(2))
+    place, seen = early.heard(None).place, others.heard(None).place
+    for number in range(30):
+        others.announce(b"%d" % number)
+        seen = others.heard(seen).place
+    later = early.heard(place)
+    assert (b"0" in later.notices, later.complete) == (False, False)
+    assert early.heard(later.place).complete
 
 
 def test_who_could_not_read_a_notice_has_missed_it(files, tmp_path, monkeypatch):

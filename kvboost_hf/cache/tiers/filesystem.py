@@ -207,7 +207,9 @@ class FilesystemTier(RemoteTier):
         found = {path: content for path, content in self._contents(new).items() if isinstance(content, bytes)}
         if len(listed) > _MAX_NOTICES:
             self._clean(sorted(listed)[: _MAX_NOTICES // 4])
-        complete = since is None or (len(found) == len(new) and (not seen or bool(seen & listed)))
+        # Where none was seen that could still be there, so many have come that some may have gone again.
+        whole = bool(seen & listed) if seen else len(listed) < _MAX_NOTICES // 2
+        complete = since is None or (len(found) == len(new) and whole)
         return Heard((now, listed), [found[path] for path in new if path in found], complete)
 
     def _count(self) -> tuple[int, int]:
