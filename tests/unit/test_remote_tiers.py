@@ -766,6 +766,33 @@ def test_what_is_no_file_is_not_read(files, tmp_path, suffix, put):
     assert files.stats()["errors"] == 0
 
 
+@pytest.mark.parametrize("name", ["chunks", "index", "heads", "notices", f"index/{ROOT.hex()}", "heads/{}"])
+def test_a_folder_that_is_a_link_is_not_followed(files, tmp_path, name):
+    """Neither to write, nor to read, nor to remove what is there."""
+    first, second = make_entry(1), make_entry(2, head=make_entry(1).head)
+    write(files, first)
+    assert files.announce(b"first")
+    folder, elsewhere = tmp_path / name.format(first.head.hex()), tmp_path / "elsewhere"
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    there = sorted(elsewhere.rglob("*"))
+    assert there
+    assert set(files.find([first.key])) == (set() if name == "chunks" else {first.key})
+    assert (files.read(first.key) is None) == (name == "chunks")
+    write(files, first, second)
+    assert files.announce(b"second")
+    assert not folder.is_symlink()
+    assert sorted(elsewhere.rglob("*")) == there
+    assert {first.key, second.key} == set(files.find([first.key, second.key]))
+    assert files.read(second.key) == b"".join(make_blob(second))
+    folder.rename(tmp_path / "ours")
+    folder.symlink_to(elsewhere)
+    assert files.delete([first.key, second.key])
+    if "/" not in name:
+        assert sorted(elsewhere.rglob("*")) == there
+    assert files.stats()["errors"] == 0
+
+
 def test_half_an_entry_is_a_miss(files, tmp_path):
     write(files, make_entry(1), make_entry(2))
     path = tmp_path / "chunks" / f"{make_entry(1).key.hex()}.entry"

@@ -143,6 +143,7 @@ class FilesystemTier(RemoteTier):
 
     def _write_now(self, entry: Entry, blob: Sequence[memoryview]) -> bool:
         with self._changing:
+            self._drop_links(f"index/{entry.root.hex()}", f"heads/{entry.head.hex()}")
             if not self._fs.exists(self._entry_path(entry.key)):
                 self._make_room(entry.nbytes, self.max_bytes)
                 try:
@@ -186,6 +187,7 @@ class FilesystemTier(RemoteTier):
 
     def _delete_now(self, keys: Sequence[bytes]) -> bool:
         with self._changing:
+            self._drop_links()
             self._give_up([self._listed(entry) for entry in self._find(keys).values()])
         return True
 
@@ -193,6 +195,7 @@ class FilesystemTier(RemoteTier):
         return self._writing.call(False, self._announce_now, notice)
 
     def _announce_now(self, notice: bytes) -> bool:
+        self._drop_links()
         self._put(f"{self._base}/notices/{time.time_ns():016x}-{uuid4().hex}", notice)
         return True
 
@@ -313,6 +316,13 @@ class FilesystemTier(RemoteTier):
                     left.append(path)
         self._clean(left)
 
+    def _drop_links(self, *folders: str) -> None:
+        """None of our folders is a link: what is written and removed would be so wherever one leads to."""
+        if isinstance(self._fs, LocalFileSystem):
+            for folder in ("index", "chunks", "heads", "notices", *folders):
+                if os.path.islink(path := f"{self._base}/{folder}"):
+                    os.unlink(path)
+
     def _remove(self, paths: Iterable[str]) -> None:
         for path in paths:
             with suppress(FileNotFoundError):
@@ -325,6 +335,8 @@ class _ForeignError(OSError):
 
 def _content(path: str) -> bytes:
     """The content of a file of this machine; no link is followed, no pipe waited for. OSError: it cannot be had."""
+    if os.path.islink(os.path.dirname(path)):
+        raise FileNotFoundError(path)
     if os.path.islink(path):
         raise _ForeignError(path)
     with open(os.open(path, os.O_RDONLY | _AS_IT_IS), "rb") as file:
