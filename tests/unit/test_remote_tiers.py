@@ -858,6 +858,13 @@ def test_refuses_urls_that_fsspec_does_not_know(url):
     assert "hush" not in str(caught.value)
 
 
+@pytest.mark.parametrize("url", ["simplecache::file:///{}/kv", "zip://kv::file:///{}/kv.zip", "file:///{}/k::v"])
+def test_refuses_chains(tmp_path, url):
+    """In caches what others have cleared was found again, and archives raised what nobody could read."""
+    with pytest.raises(ValueError, match=r"`url` must name one file system, got .*::.* Pass the last of them alone\."):
+        FilesystemTier(url.format(tmp_path))
+
+
 def test_names_the_package_that_is_missing():
     hint = "Install no_such_package to access it"
     fsspec.register_implementation("tape", "no_such_package.FileSystem", clobber=True, errtxt=hint)

@@ -60,7 +60,8 @@ class FilesystemTier(RemoteTier):
 
     Raises:
         ImportError: if fsspec needs a package for this URL that is not installed.
-        ValueError: for a URL that fsspec does not know, or a number that is not positive.
+        ValueError: for a URL that fsspec does not know, or one of several file systems (`simplecache::s3://…`), or a
+            number that is not positive.
     """
 
     def __init__(
@@ -374,6 +375,11 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     if not url.partition("://")[2] or any(letter in shown for letter in "*?["):
         raise ValueError(
             f"`url` must be a scheme and a place, without wildcards, got {shown!r}. Example: 's3://bucket/path'."
+        )
+    if "::" in url:
+        raise ValueError(
+            f"`url` must name one file system, got {shown!r}, a chain ('::'): caches in one keep what others remove, "
+            "and archives cannot be written to and read. Pass the last of them alone."
         )
     try:
         # What other processes write must be seen: no listing may be kept.
