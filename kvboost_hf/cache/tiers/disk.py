@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from shutil import disk_usage
 from threading import Thread, current_thread
 from typing import Any
 from uuid import uuid4
@@ -157,13 +158,14 @@ class DiskTier:
 
     def stats(self) -> Mapping[str, int | float | str]:
         """`bytes` are those that count against `max_bytes`."""
-        chunks = used = 0
+        chunks = used = free = 0
         with self._failures.caught("count"), self._index.connected() as db:
-            chunks, used = index.count(db), index.charged(db)
+            chunks, used, free = index.count(db), index.charged(db), disk_usage(self.location).free
         return {
             "chunks": chunks,
             "bytes": used,
             "max_bytes": self.max_bytes,
+            "free_bytes": free,
             "evictions": self._evictions,
             "errors": self._failures.count,
             "location": self.location,

@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from shutil import disk_usage
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -81,6 +82,14 @@ class FilesystemTier(RemoteTier):
         self._changing = forks.lock()  # while a chunk is written or given up: it is more than one file
         if self._renames:
             self._guard.call(None, self._remove_unfinished)
+
+    def stats(self) -> Mapping[str, int | float | str]:
+        """As those of any tier; `free_bytes` of a disk of this machine."""
+        known = dict(super().stats())
+        if isinstance(self._fs, LocalFileSystem):
+            with suppress(OSError):
+                known["free_bytes"] = disk_usage(self._base).free
+        return known
 
     def close(self) -> None:
         """fsspec closes its connections by itself."""
