@@ -813,6 +813,28 @@ def test_files_of_others_are_left_alone(files, tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["notes.txt"] * 4
 
 
+def test_what_was_given_up_leaves_no_folders(tmp_path, monkeypatch):
+    """Each chunk had one, which took room for good. Another process may need one as it is removed."""
+    tier, other = (FilesystemTier(tmp_path.as_uri(), max_bytes=9000) for _ in range(2))
+    write(tier, *(make_entry(number) for number in range(20)))
+    assert len(list((tmp_path / "heads").iterdir())) == 3
+    replace, entry, late = os.replace, make_entry(50), set[str]()
+
+    def replace_late(source: str, target: str) -> None:
+        with suppress(OSError):
+            if target not in late:
+                os.rmdir(os.path.dirname(target))
+        late.add(target)
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvboost_hf.cache.tiers.filesystem.os.replace", replace_late)
+        assert other.write(entry, make_blob(entry))
+    assert tier.clear(entry.model)
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["heads", "index"]
+    assert other.stats()["errors"] == 0
+
+
 def test_a_file_system_that_fails_is_a_miss_until_it_is_back(tmp_path, caplog):
     (tmp_path / "kv").write_text("a file where a folder should be")
     tier = FilesystemTier((tmp_path / "kv").as_uri(), cooldown_s=COOLDOWN_S)

@@ -337,6 +337,10 @@ class FilesystemTier(RemoteTier):
         for path in paths:
             with suppress(FileNotFoundError):
                 self._fs.rm_file(path)
+            folder = os.path.dirname(path)
+            if isinstance(self._fs, LocalFileSystem) and folder != self._base:
+                with suppress(OSError):  # it is not empty
+                    os.rmdir(folder)
 
 
 class _ForeignError(OSError):
@@ -364,16 +368,24 @@ def _ours(content: bytes | Exception) -> bytes:
 
 def _put_privately(unfinished: str, path: str, content: bytes) -> None:
     """Write a file of this machine for its owner alone, in folders that are made for its owner alone."""
-    folder, missing = os.path.dirname(path), []
+    _make_privately(os.path.dirname(path))
+    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    try:
+        os.replace(unfinished, path)
+    except FileNotFoundError:  # the folder was empty, and another process has just removed it
+        _make_privately(os.path.dirname(path))
+        os.replace(unfinished, path)
+
+
+def _make_privately(folder: str) -> None:
+    missing = []
     while not os.path.isdir(folder):
         missing.append(folder)
         folder = os.path.dirname(folder)
     for each in reversed(missing):
         with suppress(FileExistsError):
             os.mkdir(each, 0o700)
-    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-    os.replace(unfinished, path)
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
