@@ -290,6 +290,18 @@ def test_a_list_that_the_server_gives_up_leaves_nothing_that_cannot_be_deleted(s
     client.close()
 
 
+@pytest.mark.parametrize("name", ["used", "bytes"])
+def test_a_budget_holds_once_the_server_gave_up_what_it_is_counted_by(shared_server, connect, name):
+    tier = connect(shared_server.url, prefix=(prefix := uuid4().hex), max_bytes=12_000)
+    write(tier, *(make_entry(number) for number in range(4)))
+    with valkey.Valkey.from_url(shared_server.url) as client:
+        client.delete(f"{prefix}:{name}")
+    written = [make_entry(number) for number in range(10, 14)]
+    write(tier, *written)
+    assert set(keys(tier.entries())) == set(keys(written))
+    assert (tier.stats()["chunks"], tier.stats()["bytes"]) == (4, 12_000)
+
+
 def test_a_blob_without_some_piece_is_none(shared_server, connect):
     tier = connect(shared_server.url, prefix=uuid4().hex)
     entry = make_entry(1, nbytes=3 * 2**20)

@@ -197,16 +197,17 @@ class ValkeyTier(RemoteTier):
     def _count(self) -> tuple[int, int]:
         """What the server gave up by itself counts until this tier meets it."""
         chunks, nbytes = self._ask([("ZCARD", self._used), ("GET", self._bytes)])
-        if not _is_number(nbytes):
+        if not _is_number(nbytes) or (chunks and nbytes is None):  # not ours, or given up by the server
             self._recount()
-        return chunks, int(nbytes or 0) if _is_number(nbytes) else 0
+            nbytes = self._ask([("GET", self._bytes)])[0]
+        return chunks, int(nbytes or 0)
 
     def _all_hits(self) -> dict[bytes, int]:
         counted = self._ask([("ZRANGE", self._hits, 0, -1, "WITHSCORES")])[0]
         return {key: int(count) for key, count in zip(counted[::2], counted[1::2], strict=True)}
 
     def _recount(self) -> None:
-        """Set right what a client that died in `_drop` left wrong, or one that found foreign keys."""
+        """Set right what a client that died in `_drop` left wrong, or the server, or one that found foreign keys."""
         members, counted = self._ask([("ZRANGE", self._used, 0, -1), ("GET", self._bytes)], transaction=True)
         total = sum(map(_size, members))
         if not _is_number(counted):  # not ours
@@ -222,6 +223,9 @@ class ValkeyTier(RemoteTier):
                 if excess > 0:
                     victims.append(member)
                     excess -= _size(member)
+            if not victims:  # the server has given up the list, and not the sum
+                self._recount()
+                return
             if not self._drop(victims):
                 return
 
