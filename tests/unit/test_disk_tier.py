@@ -615,7 +615,7 @@ def test_a_folder_that_cannot_be_written_to_is_read(
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     reader = opened()
     assert "it is only read" in caplog.text
-    before = reader.stats()
+    before = {**reader.stats(), "free_bytes": 0}  # which others take, too
     assert kept(reader, 1) == [1]
     assert not put(reader, 2)
     reader.touch([key_of(1)])
@@ -623,7 +623,7 @@ def test_a_folder_that_cannot_be_written_to_is_read(
     reader.clear(b"model")
     the_file(folder, 1).unlink()
     assert reader.read(key_of(1)) is None
-    assert reader.stats() == before
+    assert {**reader.stats(), "free_bytes": 0} == before
     with pytest.raises(ValueError, match=r"`path` must be a folder that can be written to.*Pass another one"):
         DiskTier(folder / "other", 1000)
 
