@@ -158,7 +158,7 @@ class _CopiedStates:
             self.carried = 0
             return ids, self._running
         self.carried = self.lag
-        layers = [copy.deepcopy(each) if _keeps_state(each) else each for each in self._cache.layers]
+        layers = [_copied(each) if _keeps_state(each) else each for each in self._cache.layers]
         self._running = PrivateCache(layers)
         return torch.cat([*self._behind, ids], dim=1), self._running
 
@@ -168,6 +168,10 @@ class _CopiedStates:
         if running is None:
             return
         if not tokens_to_remove:
+            layers: Any = zip(running.layers, self._cache.layers, strict=True)
+            for copied, layer in layers:
+                if _keeps_state(layer):
+                    copied.record_past = layer.record_past
             self._cache.layers[:], self._behind = running.layers, []
         appended = self.lag + sum(ids.shape[1] for ids in since) if tokens_to_remove else 0
         for layer in self._cache.layers:
@@ -214,6 +218,13 @@ def drafting_reason(model: PreTrainedModel) -> str | None:
     if keeps_states(model):
         return known_reason(model) or probe_reason(model) or several_steps_reason(model)
     return branch_reason(model)
+
+
+def _copied(layer: Any) -> Any:
+    """A copy that records nothing: it is let go of where something is rejected. ZAYA's code takes no longer states."""
+    copied = copy.deepcopy(layer)
+    copied.record_past = False
+    return copied
 
 
 def _keeps_state(layer: Any) -> bool:

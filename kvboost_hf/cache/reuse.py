@@ -266,6 +266,15 @@ class ChunkReuseCache(DynamicCache):
         held = super().get_seq_length(layer_idx) if self._live.counting is not None else self._live.held
         return held + self.lag if self._live.behind is not None else held
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """The last columns of a convolution, as many as its kernel has, also while earlier ones are recorded."""
+        state: torch.Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        if state is None:
+            return None
+        layer: Any = self.layers[layer_idx]
+        kernel = layer.conv_kernel_size[state_idx]
+        return state if state.shape[-1] == kernel else state[..., -kernel:]
+
     def activate_past_recording(self) -> None:
         """What generate() asks for ends with the next call."""
         if in_generate():

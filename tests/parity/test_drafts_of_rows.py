@@ -1,7 +1,9 @@
 """Drafts for the rows of a batch: each row says what it says under plain generate(), in fewer passes."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from kvboost_hf import (
 )
 from kvboost_hf.assets import load_embedded
 from tests.conftest import PAD, Work, left_pad, make_model, random_ids
+from tests.heads import Pair, make_pair
 from tests.internals.assisted import Account, PassTimes, row_branches
 from tests.internals.top import Continued
 from tests.parity.test_assistants import noisy
@@ -322,6 +325,64 @@ def test_sampling_keeps_the_distribution() -> None:
         shares.append(counts / counts.sum(-1, keepdim=True))
     assert (shares[0] - shares[1]).abs().max() < 0.09
     assert speculation_stats(trees).accepted > 100
+
+
+def joint_shares(model: PreTrainedModel, prompt: torch.Tensor, count: int, likeliest: int) -> Any:
+    """Chances of all answers of some tokens to one prompt, by the answer, from forwards without a cache."""
+    shares = {(): 1.0}
+    for _ in range(count):
+        texts = torch.cat([prompt.expand(len(shares), -1), torch.tensor(list(shares)).long()], dim=1)
+        logits, ids = model(texts).logits[:, -1].detach().topk(likeliest)
+        chances = logits.double().softmax(-1)
+        shares = {
+            (*said, token): share * chance
+            for (said, share), each, found in zip(shares.items(), ids.tolist(), chances.tolist(), strict=True)
+            for token, chance in zip(each, found, strict=True)
+        }
+    return shares
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "eagle", "glm4_moe"])
+def test_answers_of_sampled_rows_are_as_likely_as_they_should_be(
+    kind: str, is_wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chi-square of all answers of 4 tokens to 3 prompts. Drafts that are taken twice as often show in it."""
+    pair = make_pair(kind, tmp_path) if kind != "llama" else Pair(make_model(), noisy(make_model(), 0.05))
+    model, config = pair.model, DraftTreeConfig(policy="tree", depth=3, width=2, branching=2, max_nodes=8)
+    prompts = [random_ids(length, seed=length) for length in (9, 4, 14)]
+    told = {"do_sample": True, "top_k": 2, "max_new_tokens": 4, "num_return_sequences": 96}
+    if is_wrong:
+        forward = row_branches.RowBranches.forward
+
+        def off(self: Any, tokens: Any, parents: Any) -> torch.Tensor:
+            logits = forward(self, tokens, parents)
+            for row, (drafts, behind) in enumerate(zip(tokens, parents, strict=True)):
+                for node in range(1, len(drafts)):
+                    found = logits[row, behind[node]]
+                    found[drafts[node]] += 0.7 * (drafts[node] in found.topk(2).indices)
+            return logits
+
+        monkeypatch.setattr(row_branches.RowBranches, "forward", off)
+    trees, answers = TreeDecoding(pair.heads, config), []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        found = model.generate(
+            **left_pad(*prompts), **told, custom_generate=trees, eos_token_id=None, pad_token_id=PAD
+        )
+        answers.append(found[:, -4:].reshape(len(prompts), -1, 4))
+    assert speculation_stats(trees).accepted > 100
+    total, cells = 0.0, 0
+    for prompt, said in zip(prompts, torch.cat(answers, dim=1), strict=True):
+        shares = joint_shares(model, prompt, 4, 2)
+        counts = Counter(map(tuple, said.tolist()))
+        assert set(counts) <= set(shares)
+        for answer, share in shares.items():
+            total += (counts[answer] - share * len(said)) ** 2 / (share * len(said))
+        cells += len(shares) - 1
+    assert cells == 45
+    assert (total > 88) == is_wrong  # by chance once in 10,000 times
 
 
 def test_scores_and_logits() -> None:

@@ -41,6 +41,7 @@ FAMILIES = (
     "olmo_hybrid",
     "granitemoehybrid",
     "bamba",
+    "zaya",
     "deepseek_v4",
 )
 
@@ -96,7 +97,7 @@ def test_answers_and_what_is_left(name: str, kind: str, length: int, count: int)
         assert stores[1].check_integrity().wrong == 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2", "zaya"])
 def test_other_caches(name: str) -> None:
     """None, one of transformers, and that of an attached model, for the draft, too."""
     model, draft = make_architecture(name), noisy(make_architecture(name), 0.02)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,10 +60,14 @@ def test_other_weights_find_nothing(folder: Path) -> None:
         assert found_of(store, TEXTS[0]) == 0
 
 
-def test_what_is_asked_for_most_often_comes_first(folder: Path) -> None:
+@pytest.mark.parametrize("small", ["budget", "disk"])
+def test_what_is_asked_for_most_often_comes_first(folder: Path, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder has room for four of eight texts; two of these are used again, and one is pinned."""
     room = int(4 * 3 * (CHUNK * (BYTES_PER_TOKEN + 8) + 4096) / 0.9) + 1
-    store = opened(folder, f"{room}B")
+    size = f"{room}B" if small == "budget" else "1GB"
+    if small == "disk":
+        monkeypatch.setattr("kvboost_hf.cache.tiers.disk.disk_usage", lambda _: SimpleNamespace(free=room))
+    store = opened(folder, size)
     for text in TEXTS:
         put_all(store, text)
     put_all(store, TEXTS[7], pinned=True)
@@ -72,7 +77,7 @@ def test_what_is_asked_for_most_often_comes_first(folder: Path) -> None:
             used = [each for each in held if each.tokens[0] // 1000 == text[0] // 1000]
             store.record_use(used, missed=False)
     store.close()
-    with opened(folder, f"{room}B") as later:
+    with opened(folder, size) as later:
         found = [found_of(later, text) for text in TEXTS]
     assert [found[n] for n in (2, 5, 7)] == [ONE] * 3
     assert found.count(0) == 4

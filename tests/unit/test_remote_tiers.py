@@ -290,6 +290,18 @@ def test_a_list_that_the_server_gives_up_leaves_nothing_that_cannot_be_deleted(s
     client.close()
 
 
+@pytest.mark.parametrize("name", ["used", "bytes"])
+def test_a_budget_holds_once_the_server_gave_up_what_it_is_counted_by(shared_server, connect, name):
+    tier = connect(shared_server.url, prefix=(prefix := uuid4().hex), max_bytes=12_000)
+    write(tier, *(make_entry(number) for number in range(4)))
+    with valkey.Valkey.from_url(shared_server.url) as client:
+        client.delete(f"{prefix}:{name}")
+    written = [make_entry(number) for number in range(10, 14)]
+    write(tier, *written)
+    assert set(keys(tier.entries())) == set(keys(written))
+    assert (tier.stats()["chunks"], tier.stats()["bytes"]) == (4, 12_000)
+
+
 def test_a_blob_without_some_piece_is_none(shared_server, connect):
     tier = connect(shared_server.url, prefix=uuid4().hex)
     entry = make_entry(1, nbytes=3 * 2**20)
@@ -312,6 +324,71 @@ def test_an_entry_that_is_none_is_a_miss(shared_server, connect):
     assert tier.stats()["errors"] == 0
     write(tier, first, second)  # whose places are free again
     assert tier.read(second.key) == b"".join(make_blob(second))
+
+
+@pytest.mark.parametrize("kind", ["string", "list", "hash"])
+@pytest.mark.parametrize("name", ["chunk", "head", "root", "used", "hits", "bytes", "notices"])
+def test_a_key_of_another_type_is_removed(shared_server, connect, caplog, name, kind):
+    """One call fails, and no later one: nothing of ours could be written there, and nothing could be found."""
+    tier = connect(shared_server.url, prefix=(prefix := uuid4().hex))
+    first, second = make_entry(1), make_entry(2)
+    write(tier, second)
+    part = {"chunk": f":{first.key.hex()}", "head": f":{first.head.hex()}", "root": f":{ROOT.hex()}"}.get(name, "")
+    with valkey.Valkey.from_url(shared_server.url) as client:
+        key = f"{prefix}:{name}{part}"
+        client.delete(key)
+        if kind == "string":
+            client.set(key, "what is no number")
+        elif kind == "list":
+            client.rpush(key, "an item")
+        else:
+            client.hset(key, "field", "value")
+    for _ in range(3):
+        tier.find([first.key])
+        tier.write(first, make_blob(first))
+        tier.find_alike([first.head])
+        tier.touch([first.key])
+        tier.announce(b"notice")
+        tier.heard(None)
+        tier.hits()
+        tier.stats()
+        time.sleep(3 * COOLDOWN_S)
+    errors = tier.stats()["errors"]
+    assert tier.clear(first.model)
+    for entry in (first, second):
+        write(tier, entry)
+        assert tier.read(entry.key) == b"".join(make_blob(entry))
+    assert set(keys(tier.find_alike([first.head]))) == {first.key}
+    tier.touch([first.key])
+    assert tier.hits() == {first.key: 1}
+    assert tier.announce(b"another")
+    assert b"another" in tier.heard(None).notices
+    stats = tier.stats()
+    assert (stats["chunks"], stats["bytes"], stats["errors"], stats["state"]) == (2, 6000, errors, "open")
+    assert errors <= 2
+
+
+def test_what_the_server_gave_up_counts_once_when_it_is_written_again(shared_server, connect):
+    """Else the budget seemed to be taken up, and all the rest was given up for it."""
+    tier = connect(shared_server.url, prefix=(prefix := uuid4().hex), max_bytes=12_000)
+    write(tier, make_entry(1), make_entry(2))
+    with valkey.Valkey.from_url(shared_server.url) as client:
+        for _ in range(5):
+            client.delete(f"{prefix}:chunk:{make_entry(1).key.hex()}")
+            write(tier, make_entry(1))
+    assert set(keys(tier.entries())) == {make_entry(1).key, make_entry(2).key}
+    assert tier.stats()["bytes"] == 6000
+
+
+@pytest.mark.parametrize("prefix", ["app[1]", "app*", "app?", "a\\b"])
+def test_a_prefix_may_have_any_letters(shared_server, connect, prefix):
+    own, other = f"{prefix}{uuid4().hex}", f"app1{uuid4().hex}"
+    tiers = [connect(shared_server.url, prefix=each) for each in (own, other)]
+    for tier in tiers:
+        write(tier, make_entry(1))
+        assert keys(tier.entries(ROOT[:3])) == [make_entry(1).key]
+    assert tiers[0].clear(make_entry(1).model)
+    assert [keys(tier.entries()) for tier in tiers] == [[], [make_entry(1).key]]
 
 
 def test_a_field_that_is_no_piece_is_passed_over(shared_server, connect):
@@ -615,6 +692,24 @@ def test_a_full_disk_has_nothing_of_what_did_not_fit(tmp_path, monkeypatch, writ
     assert set(tier.find([entry.key])) == {entry.key}
 
 
+@pytest.mark.parametrize("max_bytes", [None, 2**30])
+def test_on_a_full_disk_what_was_used_longest_ago_makes_room(tmp_path, monkeypatch, max_bytes):
+    tier, entries = FilesystemTier(tmp_path.as_uri(), max_bytes=max_bytes), [make_entry(n) for n in range(5)]
+    replace = os.replace
+
+    def replace_within_a_disk(source: str, target: str) -> None:
+        if sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) >= 9000 and target.endswith("tensors"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem.os.replace", replace_within_a_disk)
+    write(tier, *entries[:3])
+    tier.touch([entries[0].key])
+    write(tier, *entries[3:])
+    assert set(tier.find(keys(entries))) == {entries[n].key for n in (0, 3, 4)}
+    assert (tier.stats()["errors"], tier.stats()["bytes"]) == (0, 9000)
+
+
 @pytest.mark.parametrize("change", ["write", "delete", "announce", "clean"])
 def test_what_cannot_be_written_to_is_read(tmp_path, monkeypatch, caplog, change):
     tier, entry, other = FilesystemTier(tmp_path.as_uri(), cooldown_s=60.0), make_entry(1), make_entry(2)
@@ -639,6 +734,19 @@ def test_what_cannot_be_written_to_is_read(tmp_path, monkeypatch, caplog, change
     stats = tier.stats()
     assert (stats["chunks"], stats["state"], stats["errors"]) == (1, "open", 1)
     assert len(caplog.messages) == 1
+
+
+def test_who_has_heard_none_of_many_notices_may_have_missed_some(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem._LISTED_EVERY_S", 0.0)
+    monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem._MAX_NOTICES", 16)
+    early, others = (FilesystemTier(tmp_path.as_uri()) for _ in range(2))
+    place, seen = early.heard(None).place, others.heard(None).place
+    for number in range(30):
+        others.announce(b"%d" % number)
+        seen = others.heard(seen).place
+    later = early.heard(place)
+    assert (b"0" in later.notices, later.complete) == (False, False)
+    assert early.heard(later.place).complete
 
 
 def test_who_could_not_read_a_notice_has_missed_it(files, tmp_path, monkeypatch):
@@ -670,6 +778,33 @@ def test_what_is_no_file_is_not_read(files, tmp_path, suffix, put):
     assert files.stats()["errors"] == 0
 
 
+@pytest.mark.parametrize("name", ["chunks", "index", "heads", "notices", f"index/{ROOT.hex()}", "heads/{}"])
+def test_a_folder_that_is_a_link_is_not_followed(files, tmp_path, name):
+    """Neither to write, nor to read, nor to remove what is there."""
+    first, second = make_entry(1), make_entry(2, head=make_entry(1).head)
+    write(files, first)
+    assert files.announce(b"first")
+    folder, elsewhere = tmp_path / name.format(first.head.hex()), tmp_path / "elsewhere"
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    there = sorted(elsewhere.rglob("*"))
+    assert there
+    assert set(files.find([first.key])) == (set() if name == "chunks" else {first.key})
+    assert (files.read(first.key) is None) == (name == "chunks")
+    write(files, first, second)
+    assert files.announce(b"second")
+    assert not folder.is_symlink()
+    assert sorted(elsewhere.rglob("*")) == there
+    assert {first.key, second.key} == set(files.find([first.key, second.key]))
+    assert files.read(second.key) == b"".join(make_blob(second))
+    folder.rename(tmp_path / "ours")
+    folder.symlink_to(elsewhere)
+    assert files.delete([first.key, second.key])
+    if "/" not in name:
+        assert sorted(elsewhere.rglob("*")) == there
+    assert files.stats()["errors"] == 0
+
+
 def test_half_an_entry_is_a_miss(files, tmp_path):
     write(files, make_entry(1), make_entry(2))
     path = tmp_path / "chunks" / f"{make_entry(1).key.hex()}.entry"
@@ -688,6 +823,28 @@ def test_files_of_others_are_left_alone(files, tmp_path):
     assert keys(files.entries()) == keys(files.find_alike([make_entry(1).head])) == [make_entry(1).key]
     files.clear(make_entry(1).model)
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["notes.txt"] * 4
+
+
+def test_what_was_given_up_leaves_no_folders(tmp_path, monkeypatch):
+    """Each chunk had one, which took room for good. Another process may need one as it is removed."""
+    tier, other = (FilesystemTier(tmp_path.as_uri(), max_bytes=9000) for _ in range(2))
+    write(tier, *(make_entry(number) for number in range(20)))
+    assert len(list((tmp_path / "heads").iterdir())) == 3
+    replace, entry, late = os.replace, make_entry(50), set[str]()
+
+    def replace_late(source: str, target: str) -> None:
+        with suppress(OSError):
+            if target not in late:
+                os.rmdir(os.path.dirname(target))
+        late.add(target)
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvboost_hf.cache.tiers.filesystem.os.replace", replace_late)
+        assert other.write(entry, make_blob(entry))
+    assert tier.clear(entry.model)
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["heads", "index"]
+    assert other.stats()["errors"] == 0
 
 
 def test_a_file_system_that_fails_is_a_miss_until_it_is_back(tmp_path, caplog):
@@ -733,6 +890,13 @@ def test_refuses_urls_that_fsspec_does_not_know(url):
     with pytest.raises(ValueError, match="`url` must") as caught:
         FilesystemTier(url)
     assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["simplecache::file:///{}/kv", "zip://kv::file:///{}/kv.zip", "file:///{}/k::v"])
+def test_refuses_chains(tmp_path, url):
+    """In caches what others have cleared was found again, and archives raised what nobody could read."""
+    with pytest.raises(ValueError, match=r"`url` must name one file system, got .*::.* Pass the last of them alone\."):
+        FilesystemTier(url.format(tmp_path))
 
 
 def test_names_the_package_that_is_missing():

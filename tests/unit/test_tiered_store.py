@@ -1,5 +1,6 @@
 """The store over lower tiers: what is written when, who may close it, and what is worth loading."""
 
+import errno
 import gc
 import logging
 import multiprocessing
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -230,7 +232,14 @@ def test_pinning_documents_that_are_on_disk(folder: Path) -> None:
     store.close()
 
 
-def test_a_full_tier_keeps_what_it_has_when_it_is_opened(folder: Path) -> None:
+def no_space(*_: Any) -> bool:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("full", ["budget", "disk"])
+def test_a_full_tier_keeps_what_it_has_when_it_is_opened(
+    folder: Path, full: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """How fast a tier is, is not worth giving anything up for."""
     tokens = np.arange(20 * CHUNK)
     store = ChunkStore(MODEL, chunk_size=CHUNK, tiers=[f"disk:{folder}:3MB"])
@@ -242,6 +251,10 @@ def test_a_full_tier_keeps_what_it_has_when_it_is_opened(folder: Path) -> None:
     assert {entry.model for entry in filler.entries()} == {model_name(MODEL)}
     size = int(filler.stats()["bytes"])
     filler.close()
+    if full == "disk":
+        monkeypatch.setattr("kvboost_hf.cache.tiers.disk.disk_usage", lambda _: SimpleNamespace(free=100_000))
+        monkeypatch.setattr("kvboost_hf.cache.tiers.disk_files.BlobFiles.write", no_space)
+        size = 10**9
     store = ChunkStore(MODEL, chunk_size=CHUNK, tiers=[f"disk:{folder}:{size + 100_000}B"])
     assert store.stats()["tiers"]["disk"]["chunks"] == before == 20
     assert store.stats()["tiers"]["disk"]["evictions"] == 0
@@ -336,6 +349,9 @@ def test_close_reopen_and_use_after_close(folder: Path) -> None:
         store.root(b"")
     with pytest.raises(StoreClosedError, match="was closed"):
         store.warm(IDS)
+    for delete in (store.clear, store.invalidate):  # else they seemed to, and all was found again below
+        with pytest.raises(StoreClosedError, match="was closed"):
+            delete()
     cache.reset()
     store = open_store(folder)
     assert found_of(store, np.arange(64)) == 64

@@ -243,7 +243,12 @@ class ChunkStore:
                 self._records.memory.unpin(key)
 
     def clear(self) -> None:
-        """Drop everything stored for this model, pinned or not, in all tiers: what other processes stored, too."""
+        """Drop everything stored for this model, pinned or not, in all tiers: what other processes stored, too.
+
+        Raises:
+            StoreClosedError: the store was closed: it would delete nothing in its tiers.
+        """
+        self.require_open()
         self._records.clear()
         self._records.lower.clear()
 
@@ -451,7 +456,12 @@ class ChunkStore:
         self._records.lower.tiers.flush()
 
     def invalidate(self) -> None:
-        """Forget everything, live caches included: for weights that were changed where nobody can see it."""
+        """Forget everything, live caches included: for weights that were changed where nobody can see it.
+
+        Raises:
+            StoreClosedError: as `clear()`.
+        """
+        self.require_open()
         ModelState.of(self._require_model()).fingerprint.bump()
         self.clear()
 

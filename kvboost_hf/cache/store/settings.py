@@ -21,6 +21,7 @@ from kvboost_hf.cache.planning.chunks import Chunker, FixedChunker, Tokens
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.lower import LowerMemory
 from kvboost_hf.cache.store.memory import HostMemory
+from kvboost_hf.cache.tiers.base import capacity
 from kvboost_hf.cache.tiers.below import MeasuredTier
 from kvboost_hf.compat import bytes_per_token, known_reason
 from kvboost_hf.config import KVQuantConfig, ReusePolicy, require_size
@@ -111,7 +112,7 @@ def warmer() -> Warmer:
 _log = logging.getLogger("kvboost_hf")
 
 _AT_ONCE = 32  # records between two looks at the clock, and at what others have removed
-_SHARE = 0.9  # of the budget of a tier: more would have it give up what was written first
+_SHARE = 0.9  # of what a tier can hold: more would have it give up what was written first
 _AROUND = 4096  # bytes of a blob and of its row beside the K/V, at most
 
 
@@ -165,8 +166,7 @@ def _write(
 
 def _that_fit(records: Iterable[Stored], tier: MeasuredTier) -> Iterator[Stored]:
     """The first records that a tier has room for, beside each other."""
-    budget = tier.tier.stats().get("max_bytes")
-    room = float("inf") if budget is None else float(budget) * _SHARE
+    room = capacity(tier.tier.stats()) * _SHARE
     for each in records:
         room -= each.nbytes + _AROUND
         if room < 0:

@@ -6,6 +6,7 @@ looks like a miss: no method but the constructor raises. `Failures` counts what 
 failed alone for a while.
 """
 
+import errno
 import logging
 import re
 import time
@@ -117,7 +118,10 @@ class Tier(Protocol):
         ...
 
     def stats(self) -> Mapping[str, int | float | str]:
-        """At least `chunks` and `bytes`, and `max_bytes` where there is a budget; `errors` counts what went wrong."""
+        """At least `chunks` and `bytes`, and `max_bytes` where there is a budget; `errors` counts what went wrong.
+
+        On a disk, `free_bytes` are those that it has left.
+        """
         ...
 
     def hits(self) -> Mapping[bytes, int]:
@@ -154,6 +158,18 @@ class NoticeBoard(Protocol):
     def heard(self, since: Any) -> Heard | None:
         """Notices since a place that was returned before, or all that are kept for None; None if nobody answers."""
         ...
+
+
+def is_no_space(error: Exception) -> bool:
+    """Whether a disk, or what a user may take of it, is full."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in full or getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
+
+
+def capacity(stats: Mapping[str, Any]) -> float:
+    """Bytes that a tier can hold, by its `stats()`: its budget, or what its disk has for it if that is less."""
+    budget = float(stats.get("max_bytes", "inf"))
+    return min(budget, int(stats["bytes"]) + float(stats.get("free_bytes", "inf")))
 
 
 class Failures:

@@ -19,7 +19,7 @@ import torch
 
 from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import KEY_BYTES
-from kvboost_hf.cache.tiers.base import Entry, Failures, Kind, NoticeBoard, Tier
+from kvboost_hf.cache.tiers.base import Entry, Failures, Kind, NoticeBoard, Tier, capacity
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
 
 _log = logging.getLogger("kvboost_hf")
@@ -149,7 +149,7 @@ class MeasuredTier:
             self._time(entry)
             return
         stats = self.tier.stats()
-        if "max_bytes" in stats and int(stats["bytes"]) + 2 * _PROBE_BYTES > int(stats["max_bytes"]):
+        if int(stats["bytes"]) + 2 * _PROBE_BYTES > capacity(stats):
             return
         tokens = np.zeros(1, dtype=np.int64)
         entry = Entry(_PROBE_KEY, Kind.CONTENT, b"probe", b"probe", b"probe", b"", 0, tokens, 0)

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from shutil import disk_usage
 from threading import Thread, current_thread
 from typing import Any
 from uuid import uuid4
@@ -28,7 +29,7 @@ from weakref import ref
 
 from kvboost_hf.cache.planning.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers import disk_index as index
-from kvboost_hf.cache.tiers.base import Entry, Failures, Heard
+from kvboost_hf.cache.tiers.base import Entry, Failures, Heard, is_no_space
 from kvboost_hf.cache.tiers.disk_files import BlobFiles, NoticeFile, in_flight, is_dead, is_writable
 from kvboost_hf.cache.tiers.disk_files import holds_blobs as holds_blobs
 from kvboost_hf.cache.tiers.disk_index import DiskIndex
@@ -37,6 +38,8 @@ from kvboost_hf.cache.tiers.record import read_entry
 _log = logging.getLogger(__name__)
 _AT_ONCE = 500  # keys in one query, rows in one page, files removed in one transaction
 _MAX_ALIKE = 256
+_FULL_S = 60.0  # for which nothing is given up where others have taken the room of what was
+_ROOM_BYTES = 2**18  # for SQLite's log, where the disk is full
 _MANY = 4096  # files, beyond which an open tier settles in a thread
 _LOG_SHARE = 16  # a small tier is on a small file system, which the usual 4 MB of SQLite's log would fill
 _BLOBS, _NOTICES = "blobs", "notices"
@@ -46,7 +49,8 @@ class DiskTier:
     """A `Tier` in a folder.
 
     The budget holds at every instant, whoever writes: room is made and reserved before a file is written. Processes
-    with different budgets each make room for their own. A folder that cannot be written to is read.
+    with different budgets each make room for their own. Where the disk is full before, room is made for each blob. A
+    folder that cannot be written to is read.
 
     Args:
         path: A folder; it is made if it is missing.
@@ -80,6 +84,7 @@ class DiskTier:
         self._failures = Failures(_log, f"Disk tier {folder}", (OSError, sqlite3.Error))
         self._files = BlobFiles(folder / _BLOBS)
         self._notices = NoticeFile(folder / _NOTICES)
+        self._full_since = float("-inf")  # when giving others up made no room
         self._settling: Thread | None = None
         self._unknown_bytes: int | None = None  # of blobs that a partial index lacks; None until they are counted
         log_bytes = max_bytes // _LOG_SHARE
@@ -153,13 +158,14 @@ class DiskTier:
 
     def stats(self) -> Mapping[str, int | float | str]:
         """`bytes` are those that count against `max_bytes`."""
-        chunks = used = 0
+        chunks = used = free = 0
         with self._failures.caught("count"), self._index.connected() as db:
-            chunks, used = index.count(db), index.charged(db)
+            chunks, used, free = index.count(db), index.charged(db), disk_usage(self.location).free
         return {
             "chunks": chunks,
             "bytes": used,
             "max_bytes": self.max_bytes,
+            "free_bytes": free,
             "evictions": self._evictions,
             "errors": self._failures.count,
             "location": self.location,
@@ -180,15 +186,48 @@ class DiskTier:
         token = uuid4().hex
         in_flight.add(token)
         kept = False
-        with self._failures.caught("write"):
-            try:
-                kept = self._write(entry, blob, token)
-            except BaseException:
-                self._undo(entry.key, token)
-                raise
-            finally:
-                in_flight.discard(token)
+        try:
+            with self._failures.caught("write"):
+                try:
+                    kept = self._write_or_undo(entry, blob, token)
+                except self._failures.kinds as error:
+                    since, now = self._full_since, time.monotonic()
+                    if not is_no_space(error) or now - since < _FULL_S or not self._give_up_for(entry):
+                        raise
+                    self._full_since = now
+                    self._undo(entry.key, token)  # for which there was no room either
+                    kept = self._write_or_undo(entry, blob, token)
+                    self._full_since = since
+        finally:
+            in_flight.discard(token)
         return kept
+
+    def _write_or_undo(self, entry: Entry, blob: Sequence[bytes | memoryview], token: str) -> bool:
+        try:
+            return self._write(entry, blob, token)
+        except BaseException:
+            self._undo(entry.key, token)
+            raise
+
+    def _give_up_for(self, entry: Entry) -> bool:
+        """Give up what takes as much as a blob and its row, on a disk that is full before the budget is reached.
+
+        Tells whether anything was.
+        """
+        short = index.charge(entry, entry.nbytes) + _ROOM_BYTES
+        victims = []
+        with self._index.transaction() as db:
+            for key, charge in () if index.is_partial(db) else index.to_give_up(db):
+                if short <= 0 or key == entry.parent:
+                    break
+                victims.append(key)
+                short -= charge if self._files.status(key) is not None else 0
+            for key in victims:
+                self._remove(db, key, None)
+        self._evictions += len(victims)
+        with self._index.connected() as db:
+            index.empty_log(db)
+        return bool(victims)
 
     def _write(self, entry: Entry, blob: Sequence[bytes | memoryview], token: str) -> bool:
         nbytes = sum(memoryview(part).nbytes for part in blob)

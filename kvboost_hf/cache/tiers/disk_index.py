@@ -298,6 +298,11 @@ def note_partial(db: sqlite3.Connection, *, partial: bool) -> None:
     db.execute(f"PRAGMA application_id={_PARTIAL if partial else 0}")
 
 
+def empty_log(db: sqlite3.Connection) -> None:
+    """Have SQLite's log take no room, if nobody else needs it now."""
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
 def charge(entry: Entry, nbytes: int) -> int:
     """Bytes that a blob takes of the budget: its own, and those of its row."""
     return nbytes + entry.tokens.nbytes + _ROW_BYTES

@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from shutil import disk_usage
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -24,7 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import KEY_BYTES
-from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Heard, RemoteTier, without_secrets
+from kvboost_hf.cache.tiers.base import MAX_ALIKE, Entry, Heard, RemoteTier, is_no_space, without_secrets
 from kvboost_hf.cache.tiers.record import pack_entry, unpack_entry
 
 _AS_IT_IS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # Windows has neither
@@ -52,14 +53,16 @@ class FilesystemTier(RemoteTier):
         url: Any that fsspec knows, such as `s3://bucket/path`, `sftp://host/path` or `file:///path`. Of file systems
             besides these, memory and plain http, fsspec needs a package of their own.
         max_bytes: Budget, or None. What is there is listed once, when it is first needed, and counted from then on:
-            several processes that write may exceed it together. What was used longest ago in this process goes first.
+            several processes that write may exceed it together. What was used longest ago in this process goes first,
+            also where a local disk is full before.
         storage_options: For fsspec: credentials, and how long to wait for answers, which only it can tell.
         cooldown_s: Seconds that it is left alone for after a failure, twice as many after each further one, up to 30.
             While only writing fails, as on a full disk or without the right to write, it is read from.
 
     Raises:
         ImportError: if fsspec needs a package for this URL that is not installed.
-        ValueError: for a URL that fsspec does not know, or a number that is not positive.
+        ValueError: for a URL that fsspec does not know, or one of several file systems (`simplecache::s3://…`), or a
+            number that is not positive.
     """
 
     def __init__(
@@ -79,6 +82,14 @@ class FilesystemTier(RemoteTier):
         self._changing = forks.lock()  # while a chunk is written or given up: it is more than one file
         if self._renames:
             self._guard.call(None, self._remove_unfinished)
+
+    def stats(self) -> Mapping[str, int | float | str]:
+        """As those of any tier; `free_bytes` of a disk of this machine."""
+        known = dict(super().stats())
+        if isinstance(self._fs, LocalFileSystem):
+            with suppress(OSError):
+                known["free_bytes"] = disk_usage(self._base).free
+        return known
 
     def close(self) -> None:
         """fsspec closes its connections by itself."""
@@ -142,9 +153,16 @@ class FilesystemTier(RemoteTier):
 
     def _write_now(self, entry: Entry, blob: Sequence[memoryview]) -> bool:
         with self._changing:
+            self._drop_links(f"index/{entry.root.hex()}", f"heads/{entry.head.hex()}")
             if not self._fs.exists(self._entry_path(entry.key)):
-                self._make_room(entry.nbytes)
-                self._put_all(entry, blob)
+                self._make_room(entry.nbytes, self.max_bytes)
+                try:
+                    self._put_all(entry, blob)
+                except OSError as error:
+                    if not is_no_space(error):
+                        raise
+                    self._make_room(entry.nbytes, self._count()[1])
+                    self._put_all(entry, blob)
         return True
 
     def _put_all(self, entry: Entry, blob: Sequence[memoryview]) -> None:
@@ -179,6 +197,7 @@ class FilesystemTier(RemoteTier):
 
     def _delete_now(self, keys: Sequence[bytes]) -> bool:
         with self._changing:
+            self._drop_links()
             self._give_up([self._listed(entry) for entry in self._find(keys).values()])
         return True
 
@@ -186,6 +205,7 @@ class FilesystemTier(RemoteTier):
         return self._writing.call(False, self._announce_now, notice)
 
     def _announce_now(self, notice: bytes) -> bool:
+        self._drop_links()
         self._put(f"{self._base}/notices/{time.time_ns():016x}-{uuid4().hex}", notice)
         return True
 
@@ -200,7 +220,9 @@ class FilesystemTier(RemoteTier):
         found = {path: content for path, content in self._contents(new).items() if isinstance(content, bytes)}
         if len(listed) > _MAX_NOTICES:
             self._clean(sorted(listed)[: _MAX_NOTICES // 4])
-        complete = since is None or (len(found) == len(new) and (not seen or bool(seen & listed)))
+        # Where none was seen that could still be there, so many have come that some may have gone again.
+        whole = bool(seen & listed) if seen else len(listed) < _MAX_NOTICES // 2
+        complete = since is None or (len(found) == len(new) and whole)
         return Heard((now, listed), [found[path] for path in new if path in found], complete)
 
     def _count(self) -> tuple[int, int]:
@@ -216,16 +238,18 @@ class FilesystemTier(RemoteTier):
             with self._lock:
                 self._held = OrderedDict(there | (self._held or {}))
 
-    def _make_room(self, nbytes: int) -> None:
-        """Give up chunks until `nbytes` more are within the budget, if there is one."""
-        if self.max_bytes is None:
+    def _make_room(self, nbytes: int, within: int | None) -> None:
+        """Give up chunks until `nbytes` more are within a budget, if there is one."""
+        if within is None:
             return
-        excess = self._count()[1] + nbytes - self.max_bytes
+        excess = self._count()[1] + nbytes - within
         victims = []
         with self._lock:
-            while excess > 0 and self._held:
-                victims.append(self._held.popitem(last=False)[1])
-                excess -= victims[-1].nbytes
+            for listed in (self._held or {}).values():
+                if excess <= 0:
+                    break
+                victims.append(listed)
+                excess -= listed.nbytes
         self._give_up(victims)
 
     def _give_up(self, chunks: Sequence[_Listed]) -> None:
@@ -302,10 +326,21 @@ class FilesystemTier(RemoteTier):
                     left.append(path)
         self._clean(left)
 
+    def _drop_links(self, *folders: str) -> None:
+        """None of our folders is a link: what is written and removed would be so wherever one leads to."""
+        if isinstance(self._fs, LocalFileSystem):
+            for folder in ("index", "chunks", "heads", "notices", *folders):
+                if os.path.islink(path := f"{self._base}/{folder}"):
+                    os.unlink(path)
+
     def _remove(self, paths: Iterable[str]) -> None:
         for path in paths:
             with suppress(FileNotFoundError):
                 self._fs.rm_file(path)
+            folder = os.path.dirname(path)
+            if isinstance(self._fs, LocalFileSystem) and folder != self._base:
+                with suppress(OSError):  # it is not empty
+                    os.rmdir(folder)
 
 
 class _ForeignError(OSError):
@@ -314,6 +349,8 @@ class _ForeignError(OSError):
 
 def _content(path: str) -> bytes:
     """The content of a file of this machine; no link is followed, no pipe waited for. OSError: it cannot be had."""
+    if os.path.islink(os.path.dirname(path)):
+        raise FileNotFoundError(path)
     if os.path.islink(path):
         raise _ForeignError(path)
     with open(os.open(path, os.O_RDONLY | _AS_IT_IS), "rb") as file:
@@ -331,16 +368,24 @@ def _ours(content: bytes | Exception) -> bytes:
 
 def _put_privately(unfinished: str, path: str, content: bytes) -> None:
     """Write a file of this machine for its owner alone, in folders that are made for its owner alone."""
-    folder, missing = os.path.dirname(path), []
+    _make_privately(os.path.dirname(path))
+    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    try:
+        os.replace(unfinished, path)
+    except FileNotFoundError:  # the folder was empty, and another process has just removed it
+        _make_privately(os.path.dirname(path))
+        os.replace(unfinished, path)
+
+
+def _make_privately(folder: str) -> None:
+    missing = []
     while not os.path.isdir(folder):
         missing.append(folder)
         folder = os.path.dirname(folder)
     for each in reversed(missing):
         with suppress(FileExistsError):
             os.mkdir(each, 0o700)
-    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-    os.replace(unfinished, path)
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -351,6 +396,11 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     if not url.partition("://")[2] or any(letter in shown for letter in "*?["):
         raise ValueError(
             f"`url` must be a scheme and a place, without wildcards, got {shown!r}. Example: 's3://bucket/path'."
+        )
+    if "::" in url:
+        raise ValueError(
+            f"`url` must name one file system, got {shown!r}, a chain ('::'): caches in one keep what others remove, "
+            "and archives cannot be written to and read. Pass the last of them alone."
         )
     try:
         # What other processes write must be seen: no listing may be kept.

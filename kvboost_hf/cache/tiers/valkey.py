@@ -14,6 +14,7 @@ name could not be deleted with its root, and is not found any more.
     <prefix>:notices        stream: notices, the newest 8,192 and some more
 """
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -117,9 +118,10 @@ class ValkeyTier(RemoteTier):
 
     def _roots(self, begin: bytes) -> list[str]:
         """The names of sets of roots that begin with some bytes."""
-        found, cursor, name = set[str](), b"0", self._name("root", begin)
+        found, cursor = set[str](), b"0"
+        pattern = re.sub(r"([*?\[\]^\\-])", r"\\\1", self._name("root", begin))  # the prefix may be any
         while True:
-            cursor, some = self._ask([("SCAN", cursor, "MATCH", f"{name}*", "COUNT", _SCANNED)])[0]
+            cursor, some = self._ask([("SCAN", cursor, "MATCH", f"{pattern}*", "COUNT", _SCANNED)])[0]
             found |= {each.decode() if isinstance(each, bytes) else each for each in some}
             if int(cursor) == 0:
                 return sorted(found)
@@ -143,13 +145,13 @@ class ValkeyTier(RemoteTier):
         name = self._name("chunk", entry.key)
         with self._client.pipeline() as pipe:
             pipe.watch(name)
-            if pipe.exists(name):
+            if pipe.hexists(name, "entry"):
                 return True
             self._make_room(entry.nbytes)
             pipe.multi()
             for command in self._insertion(name, entry, blob) + self._expiries(entry):
                 pipe.execute_command(*command)
-            return self._writing.call(False, _execute_unless_written, pipe)
+            return self._writing.call(False, self._execute_unless_written, pipe, entry.nbytes)
 
     def _insertion(self, name: str, entry: Entry, blob: Sequence[memoryview]) -> list[Command]:
         pieces = (part[at : at + _PIECE_BYTES] for part in blob for at in range(0, len(part), _PIECE_BYTES))
@@ -195,6 +197,9 @@ class ValkeyTier(RemoteTier):
     def _count(self) -> tuple[int, int]:
         """What the server gave up by itself counts until this tier meets it."""
         chunks, nbytes = self._ask([("ZCARD", self._used), ("GET", self._bytes)])
+        if not _is_number(nbytes) or (chunks and nbytes is None):  # not ours, or given up by the server
+            self._recount()
+            nbytes = self._ask([("GET", self._bytes)])[0]
         return chunks, int(nbytes or 0)
 
     def _all_hits(self) -> dict[bytes, int]:
@@ -202,9 +207,12 @@ class ValkeyTier(RemoteTier):
         return {key: int(count) for key, count in zip(counted[::2], counted[1::2], strict=True)}
 
     def _recount(self) -> None:
-        """Set right what a client that died in `_drop` left wrong."""
+        """Set right what a client that died in `_drop` left wrong, or the server, or one that found foreign keys."""
         members, counted = self._ask([("ZRANGE", self._used, 0, -1), ("GET", self._bytes)], transaction=True)
-        if error := sum(map(_size, members)) - int(counted or 0):
+        total = sum(map(_size, members))
+        if not _is_number(counted):  # not ours
+            self._change([("SET", self._bytes, total)])
+        elif error := total - int(counted or 0):
             self._change([("INCRBY", self._bytes, error)])
 
     def _make_room(self, nbytes: int) -> None:
@@ -215,6 +223,9 @@ class ValkeyTier(RemoteTier):
                 if excess > 0:
                     victims.append(member)
                     excess -= _size(member)
+            if not victims:  # the server has given up the list, and not the sum
+                self._recount()
+                return
             if not self._drop(victims):
                 return
 
@@ -244,7 +255,42 @@ class ValkeyTier(RemoteTier):
         with self._client.pipeline(transaction=transaction) as pipe:
             for command in commands:
                 pipe.execute_command(*command)
-            return _execute(pipe)
+            return self._execute(pipe)
+
+    def _execute(self, pipe: Any) -> list[Any]:
+        """Answers to all commands of a pipeline.
+
+        A key of another type at a name of ours is removed, for nothing of ours could ever be written there: this call
+        fails, and later ones do not.
+        """
+        from valkey.exceptions import ResponseError
+
+        commands = [command for command, _ in pipe.command_stack]
+        try:
+            answers: list[Any] = pipe.execute(raise_on_error=False)
+        except ResponseError as error:  # the client quotes the command: tokens and all
+            raise ResponseError(str(error).rpartition("of pipeline caused error: ")[2]) from None
+        pairs = zip(commands, answers, strict=True)
+        if failed := [(command[1], error) for command, error in pairs if isinstance(error, ResponseError)]:
+            if foreign := [name for name, error in failed if _is_foreign(error)]:
+                self._client.unlink(*foreign)
+                self._recount()
+            raise failed[0][1]
+        return answers
+
+    def _execute_unless_written(self, pipe: Any, nbytes: int) -> bool:
+        """Write a chunk, unless another client has just written it."""
+        from valkey.exceptions import WatchError
+
+        try:
+            _, _, is_new, *_ = self._execute(pipe)
+        except WatchError as error:
+            if error.__context__ is not None:  # a lost connection, which the client reports like this, too
+                raise
+            return True
+        if not is_new:  # the server had given it up by itself: it still counted
+            self._change([("DECRBY", self._bytes, nbytes)])
+        return True
 
     def _change(self, commands: Iterable[Command]) -> list[Any]:
         """Answers to all commands, none of which is done without the others; none where the server refuses."""
@@ -273,27 +319,13 @@ def _client(url: str, timeout_s: float) -> Any:
     return client
 
 
-def _execute(pipe: Any) -> list[Any]:
-    """Answers to all commands of a pipeline."""
-    from valkey.exceptions import ResponseError
-
-    try:
-        answers: list[Any] = pipe.execute()
-    except ResponseError as error:  # the client quotes the command: tokens and all
-        raise ResponseError(str(error).rpartition("of pipeline caused error: ")[2]) from None
-    return answers
+def _is_foreign(error: Exception) -> bool:
+    """Whether a key was of another type than a command needs."""
+    return str(error).startswith("WRONGTYPE") or "is not an integer" in str(error)
 
 
-def _execute_unless_written(pipe: Any) -> bool:
-    """Write a chunk, unless another client has just written it."""
-    from valkey.exceptions import WatchError
-
-    try:
-        _execute(pipe)
-    except WatchError as error:
-        if error.__context__ is not None:  # a lost connection, which the client reports like this, too
-            raise
-    return True
+def _is_number(counted: bytes | None) -> bool:
+    return counted is None or counted.lstrip(b"-").isdigit()
 
 
 def _refusal() -> type[Exception]:
