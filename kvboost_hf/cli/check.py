@@ -10,9 +10,9 @@ import torch
 
 from kvboost_hf.cli.arguments import next_steps, typed
 from kvboost_hf.cli.loading import load_shown
+from kvboost_hf.compat import naming
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.config import PLANNED, StreamingConfig
-from kvboost_hf.engine.load import naming
 from kvboost_hf.fields import given
 from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.cuda import link_rate

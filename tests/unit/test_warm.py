@@ -120,11 +120,6 @@ class TestArguments:
             with pytest.raises(ValueError, match=r"must be a text or ids, which are integers, got torch\.\w+\. Pass"):
                 ChunkStore(llama).warm(**arguments)
 
-    @pytest.mark.parametrize("ids", [[], torch.ones(2, 3, dtype=torch.long), torch.tensor(3)])
-    def test_ids_are_those_of_one_prompt(self, llama: PreTrainedModel, ids: Any) -> None:
-        with pytest.raises(ValueError, match=r"of the shape \[n\] or \[1, n\], n > 0, got \["):
-            ChunkStore(llama).warm(ids)
-
     def test_one_text_is_no_list(self, llama: PreTrainedModel) -> None:
         with pytest.raises(ValueError, match=r"`documents` must be a sequence of texts or ids, got one text\."):
             ChunkStore(llama).warm(documents="Anna lives in Oslo.")
