@@ -70,7 +70,16 @@ from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 _UNUSED = "the model has made no use of the cache"
 
 
-class ChunkReuseCache(DynamicCache):
+class _KindOfCache(type):
+    """The class of `ChunkReuseCache`, which generate() may be given in place of a cache: it would mark all of them."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "_is_user_defined":
+            raise TypeError(f"`cache` must be a cache, got the class {cls.__name__}. Pass {cls.__name__}(model).")
+        super().__setattr__(name, value)
+
+
+class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
     """Pass it as `cache` to as many `generate()` calls as you like.
 
     Each call gets what plain generate() would give. What was computed before, in this cache or in its store, is not
