@@ -26,6 +26,7 @@ from kvboost_hf.compat import (
     forward_arguments,
     loader_of,
     loader_of_pair,
+    naming,
     reads_shared_kv,
     require_generates,
     require_one_process,
@@ -92,7 +93,7 @@ def load_assistant(
 
     Raises:
         ValueError: another vocabulary than the target's, heads of another width or depth, another kind of model, a
-            name without a target, or an invalid number.
+            name without a target or of no model, or an invalid number.
         TypeError: arguments for `from_pretrained()` without a name.
 
     Warns:
@@ -173,14 +174,16 @@ def _load(name_or_model: Any, target: PreTrainedModel, kwargs: dict[str, Any]) -
     config = kwargs.get("config")
     if not isinstance(config, PreTrainedConfig):
         of_config = {key: kwargs[key] for key in _OF_CONFIG if key in kwargs}
-        config = AutoConfig.from_pretrained(name_or_model if config is None else config, **of_config)
+        with naming(name_or_model):
+            config = AutoConfig.from_pretrained(name_or_model if config is None else config, **of_config)
     if is_eagle(config):
         return load_eagle(str(name_or_model), config, target, given)
     if is_dflash(config):
         loader: Any = AutoModel
     else:
         loader = loader_of_pair(config) if target.config.is_encoder_decoder else loader_of(config)
-    draft: PreTrainedModel = loader.from_pretrained(name_or_model, **given)
+    with naming(name_or_model, (OSError,)):  # a ValueError may be about the arguments
+        draft: PreTrainedModel = loader.from_pretrained(name_or_model, **given)
     return draft
 
 

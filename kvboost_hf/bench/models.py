@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR
 from kvboost_hf.cache.forward.idle import in_idle_thread
-from kvboost_hf.compat import decoder_layers
+from kvboost_hf.compat import decoder_layers, naming
 from kvboost_hf.config import StreamingConfig
-from kvboost_hf.engine.load import naming
 from kvboost_hf.offload.build import stream_layers
 from kvboost_hf.offload.load import load_streamed
 

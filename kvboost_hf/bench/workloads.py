@@ -22,7 +22,7 @@ from kvboost_hf.bench.prompts import (
     linked_documents,
     workloads_for,
 )
-from kvboost_hf.engine.load import naming
+from kvboost_hf.compat import naming
 
 _LIBRARY = 3 * NUM_DOCUMENTS  # documents to retrieve from
 _DOCUMENT_WORDS = LONG_DOCUMENT_TOKENS // NUM_DOCUMENTS

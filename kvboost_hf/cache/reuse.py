@@ -39,7 +39,7 @@ from kvboost_hf.cache.forward.repair_later import (
 from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.forward.running import CacheParts, CacheUse, Forward, Request, SettledLater, Step, note_hooks
 from kvboost_hf.cache.identity.foreign import is_own
-from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.layers.base import ReuseLayer, whole_columns
 from kvboost_hf.cache.live import LiveKV, suffix_graph
 from kvboost_hf.cache.live.binding import Binding, StoreWriter, require_policy, require_store
 from kvboost_hf.cache.live.compiled import StaticDecoding
@@ -48,6 +48,7 @@ from kvboost_hf.cache.planning.beginnings import BestOrder, D, best_order
 from kvboost_hf.cache.planning.edits import Ids, edited
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt import Kwargs, hides_padding_only, install
+from kvboost_hf.cache.prompt.ids import one_row
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
 from kvboost_hf.compat import (
     GenerateCall,
@@ -69,7 +70,16 @@ from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 _UNUSED = "the model has made no use of the cache"
 
 
-class ChunkReuseCache(DynamicCache):
+class _KindOfCache(type):
+    """The class of `ChunkReuseCache`, which generate() may be given in place of a cache: it would mark all of them."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "_is_user_defined":
+            raise TypeError(f"`cache` must be a cache, got the class {cls.__name__}. Pass {cls.__name__}(model).")
+        super().__setattr__(name, value)
+
+
+class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
     """Pass it as `cache` to as many `generate()` calls as you like.
 
     Each call gets what plain generate() would give. What was computed before, in this cache or in its store, is not
@@ -297,10 +307,11 @@ class ChunkReuseCache(DynamicCache):
             tokens_to_remove: Minus the number of columns to remove, or the number of columns to keep.
 
         Raises:
+            ValueError: for what is no integer.
             RuntimeError: states cannot go back, because it is not known which tokens they hold.
         """
+        live, remove = self._live, whole_columns(tokens_to_remove)
         self._settle()
-        live, remove = self._live, int(tokens_to_remove)
         length = min(remove, live.claimed) if remove > 0 else max(live.claimed + remove, 0)
         live.behind = live.behind.part(length) if live.behind is not None else None
         columns = max(live.held - length, 0)
@@ -831,9 +842,18 @@ class ChunkReuseCache(DynamicCache):
         return root_of(self._parts, tokens)
 
     def stored_tokens(self, ids: torch.Tensor) -> int:
-        """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""
+        """How many first tokens of a prompt, whose last one is left to compute, the store holds now.
+
+        Args:
+            ids: The prompt, [1, tokens] or [tokens].
+
+        Raises:
+            ValueError: for ids of several rows, of another shape, and numbers that are no integers.
+            TypeError: for what is no numbers.
+        """
+        row = one_row("`ids` must be those of one prompt", ids)
         self._settle_last()
-        return look_up(self._parts, ids).filled
+        return look_up(self._parts, row).filled if row.shape[1] > 1 else 0
 
     def best_order(self, documents: Sequence[D], ids_of: Callable[[list[D]], Ids]) -> BestOrder[D]:
         """The order of documents in which most of a prompt is stored: for prompts whose answer does not depend on it.
@@ -850,6 +870,10 @@ class ChunkReuseCache(DynamicCache):
             The documents in the best order, and how many first tokens of their prompt are stored, in this order and in
             the one that was given. Those of which nothing is stored come last, in the order that was given.
 
+        Raises:
+            ValueError: for ids of several rows, of another shape, and numbers that are no integers.
+            TypeError: for what is no numbers.
+
         Example:
             >>> from kvboost_hf.assets import load_embedded
             >>> model, tokenizer = load_embedded()
@@ -862,22 +886,24 @@ class ChunkReuseCache(DynamicCache):
             (True, True)
         """
         self.store_tails()
-
-        def known(some: list[D]) -> int:
-            ids = torch.as_tensor(ids_of(some)).reshape(1, -1)
-            return self.stored_tokens(ids) if ids.shape[1] > 1 else 0
-
-        return best_order(documents, known)
+        return best_order(documents, lambda some: self.stored_tokens(ids_of(some)))
 
     def movable_spans(self, ids: torch.Tensor, start: int) -> list[tuple[int, int]]:
-        """Which tokens from `start` on of a prompt [1, tokens] stored K/V could serve that stood elsewhere; half-open.
+        """Which tokens of a prompt stored K/V could serve that stood elsewhere; half-open, none with mode `"exact"`.
 
-        None with mode `"exact"`.
+        Args:
+            ids: The prompt, [1, tokens] or [tokens].
+            start: The first token that is looked at.
+
+        Raises:
+            ValueError: for ids of several rows, of another shape, and numbers that are no integers.
+            TypeError: for what is no numbers.
         """
+        row = one_row("`ids` must be those of one prompt", ids)
         if self.policy.mode == "exact":
             return []
         self._settle_last()
-        return movable_spans(self._parts, ids, start)
+        return movable_spans(self._parts, row, start)
 
     def __reduce__(self) -> Any:
         """A `DynamicCache` with copies of what this one holds, which needs neither its model nor this package."""

@@ -14,6 +14,7 @@ from kvboost_hf.cache.live.ledger import offer_content
 from kvboost_hf.cache.planning.moved import Measure
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt.chats import ChatTemplate, is_chat, text_tokenizer, why_not_stored
+from kvboost_hf.cache.prompt.ids import one_row
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
 from kvboost_hf.cache.store.settings import Starts, Texts, WarmSettings
@@ -202,15 +203,9 @@ def _as_ids(text_or_ids: Texts, tokenizer: Any, *, add_special_tokens: bool = Tr
         encoded = "[message]" if is_message else "['input_ids'] of it"
         raise _not_a_start(text_or_ids, encoded if isinstance(text_or_ids, Mapping) else "one text after the other")
     try:
-        ids = torch.as_tensor(text_or_ids, dtype=torch.long)
-    except (TypeError, ValueError, RuntimeError) as error:
+        return one_row("`text_or_ids` must be a text or ids", text_or_ids, least=1)
+    except TypeError as error:
         raise _not_a_start(text_or_ids, "one prompt after the other") from error
-    ids = ids[None] if ids.ndim == 1 else ids
-    if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
-        raise ValueError(
-            f"`text_or_ids` must be a text or ids of the shape [n] or [1, n], n > 0, got {list(ids.shape)}."
-        )
-    return ids
 
 
 def _not_a_start(found: object, remedy: str) -> ValueError:

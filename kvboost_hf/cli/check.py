@@ -10,9 +10,9 @@ import torch
 
 from kvboost_hf.cli.arguments import next_steps, typed
 from kvboost_hf.cli.loading import load_shown
+from kvboost_hf.compat import naming
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.config import PLANNED, StreamingConfig
-from kvboost_hf.engine.load import naming
 from kvboost_hf.fields import given
 from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.cuda import link_rate
@@ -53,9 +53,13 @@ def run_fits(options: argparse.Namespace) -> int:
     if (other := _other_weights(config, options.bits)) is not None:
         sys.stdout.write(f"\nThis is a plan for other weights than {options.model} has: {other}.\n")
         return 0
+    budget = ["--vram-budget", options.vram_budget]
     folder = [] if options.disk_folder is None else ["--disk-folder", options.disk_folder]
-    serve = typed("serve", options, "--awq-streaming", "--vram-budget", options.vram_budget, *folder)
-    sys.stdout.write(next_steps(options, (serve, "serve it within this budget")))
+    step = typed("serve", options, "--awq-streaming", *budget, *folder), "serve it within this budget"
+    if plan.device_bytes > (StreamingConfig(vram_budget=options.vram_budget).vram_bytes or 0):
+        folder = ["--on", options.on, "--disk-folder", "FOLDER"]
+        step = typed("fits", options, *budget, *folder), "a plan within this budget: layers in files"
+    sys.stdout.write(next_steps(options, step))
     return 0
 
 

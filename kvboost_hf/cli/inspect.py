@@ -69,7 +69,7 @@ def _tokenizer(name: str | None) -> Any:
     from transformers import AutoTokenizer
 
     from kvboost_hf.assets import load_embedded
-    from kvboost_hf.engine.load import naming
+    from kvboost_hf.compat import naming
 
     if name == "embedded":
         return load_embedded()[1]

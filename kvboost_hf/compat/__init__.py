@@ -80,6 +80,7 @@ from kvboost_hf.compat.models import (
     unwrapped,
     weights_come_and_go,
 )
+from kvboost_hf.compat.naming import naming
 from kvboost_hf.compat.private import LayerMasks, PrivateCache, masks_reason, run_model
 from kvboost_hf.compat.probes import (
     HiddenForm,
@@ -175,6 +176,7 @@ __all__ = [
     "loader_of_pair",
     "mask_form",
     "masks_reason",
+    "naming",
     "needs_positions",
     "note_changes",
     "original_length",

@@ -1,8 +1,6 @@
 """Loads a model and its tokenizer by name."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from kvboost_hf.compat import available_device, loader_of
+from kvboost_hf.compat import available_device, loader_of, naming
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.build import default_device
@@ -21,37 +19,8 @@ from kvboost_hf.offload.load import load_streamed
 
 _log = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "*.gguf", "spiece*", "tekken*")
 _OF_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 _OF_TOKENIZER = (*_OF_HUB, "trust_remote_code", "gguf_file")
-
-
-@contextmanager
-def naming(
-    model: str | PathLike[str], errors: tuple[type[Exception], ...] = (ImportError, OSError, ValueError)
-) -> Iterator[None]:
-    """Turn an error of transformers inside the context into one that names the model and says what to do.
-
-    Args:
-        model: A name on the hub, or a folder, as it was given.
-        errors: That mean that there is no such model, or not all of it.
-
-    Raises:
-        ValueError: there is no such model, not all of it, or a package for it is not installed.
-    """
-    try:
-        yield
-    except errors as error:
-        folder = Path(model)
-        no_model = folder.is_dir() and not (folder / "config.json").is_file()
-        why = " ".join(str(error).split())
-        no_tokenizer = "tokenizer" in why and folder.is_dir() and not any(map(any, map(folder.glob, _TOKENIZER_FILES)))
-        if no_model or no_tokenizer:
-            why = f"the folder has no {'config.json' if no_model else 'tokenizer (tokenizer.json)'}."
-        raise ValueError(
-            f"The model {str(model)!r} does not load: {why} Pass the name of a model on the hub, or a folder with "
-            "config.json, the weights and the files of the tokenizer."
-        ) from error
 
 
 def load(

@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kvboost_hf.compat import available_device, loader_of
+from kvboost_hf.compat import available_device, loader_of, naming
 from kvboost_hf.config import StreamingConfig, require_streaming
 from kvboost_hf.offload.awq.experts import AwqExperts
 from kvboost_hf.offload.awq.formats import PackedFormat
@@ -55,8 +55,8 @@ def load_streamed(
         A model that works with `generate()`, pipelines, `ChunkReuseCache`, `kvboost_fa2` and assistants as any other.
 
     Raises:
-        ValueError: the model is no decoder of text, the checkpoint is quantized in another way, has other files or is
-            incomplete, not even two slots fit into the budget, or the device does not exist.
+        ValueError: there is no such model, it is no decoder of text, the checkpoint is quantized in another way, has
+            other files or is incomplete, not even two slots fit into the budget, or the device does not exist.
 
     Example:
         >>> from kvboost_hf import StreamingConfig, load_streamed
@@ -87,7 +87,8 @@ def load_streamed(
         kwargs["device_map"] = {"": available_device(device)}
     of_config = {key: kwargs[key] for key in _OF_CONFIG if key in kwargs}
     config = with_streaming(kwargs.pop("config", None) or name, streaming or StreamingConfig(), **of_config)
-    model = loader_of(config).from_pretrained(name, config=config, **kwargs)
+    with naming(name, (OSError,)):  # a ValueError may be about the arguments
+        model = loader_of(config).from_pretrained(name, config=config, **kwargs)
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -118,7 +119,7 @@ def with_streaming(
         kwargs: For `AutoConfig.from_pretrained()`.
 
     Raises:
-        ValueError: the checkpoint is quantized in a way that cannot be streamed.
+        ValueError: there is no such model, or its checkpoint is quantized in a way that cannot be streamed.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -131,7 +132,8 @@ def with_streaming(
     if isinstance(name_or_config, PreTrainedConfig):
         config = copy.deepcopy(name_or_config)
     else:
-        config = AutoConfig.from_pretrained(name_or_config, **kwargs)
+        with naming(name_or_config):
+            config = AutoConfig.from_pretrained(name_or_config, **kwargs)
     holder, found = _checkpoint_quantization(config)
     if found is not None and found.get("quant_method") == METHOD:
         found = found["checkpoint"]

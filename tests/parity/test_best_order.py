@@ -95,6 +95,31 @@ def test_moved_text_is_no_prefix() -> None:
     assert numbers(found.documents) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("mode", ["exact", "blend"])
+@pytest.mark.parametrize(
+    ("ids", "error", "told"),
+    [
+        (torch.cat([HEAD, HEAD]), ValueError, r"of the shape \[n\] or \[1, n\], got \[2, 20\]\. Pass the rows"),
+        (HEAD.float(), ValueError, r"which are integers, got torch\.float32"),
+        ({"input_ids": HEAD}, TypeError, r"`ids` must be those of one prompt, got dict\. Pass"),
+        ("Anna lives in Oslo.", TypeError, r"`ids` must be those of one prompt, got str\. Pass"),
+    ],
+)
+def test_ids_of_one_prompt_are_asked_for(mode: Any, ids: Any, error: type[Exception], told: str) -> None:
+    """Of several rows, the first one was answered for, and rows of documents were one text."""
+    cache = ChunkReuseCache(make_model("llama"), policy=ReusePolicy(mode=mode))
+    for call in (cache.stored_tokens, lambda ids: cache.movable_spans(ids, 0)):
+        with pytest.raises(error, match=told):
+            call(ids)
+    with pytest.raises(error, match=told):
+        cache.best_order(DOCUMENTS[:2], lambda some: ids)
+
+
+def test_short_prompts_have_nothing_stored() -> None:
+    cache = ChunkReuseCache(make_model("llama"))
+    assert [cache.stored_tokens(ids) for ids in (torch.ones(1, 0).long(), HEAD[:, :1], HEAD[0])] == [0, 0, 0]
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     stored=st.lists(st.permutations(range(5)), max_size=5), cuts=st.lists(st.integers(0, 5), min_size=5, max_size=5)

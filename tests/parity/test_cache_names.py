@@ -59,6 +59,17 @@ def test_two_names(llama: Any) -> None:
         llama.generate(**as_inputs(BASE), cache=cache, past_key_values=ChunkReuseCache(llama), max_new_tokens=4)
 
 
+def test_the_class_in_place_of_a_cache(llama: Any) -> None:
+    """transformers marks what it is given: the mark took the place of a property, and later calls went wrong."""
+    mark = vars(ChunkReuseCache)["_is_user_defined"]
+    try:
+        with pytest.raises(TypeError, match=r"got the class ChunkReuseCache\. Pass ChunkReuseCache\(model\)"):
+            llama.generate(**as_inputs(BASE), **{CACHE: ChunkReuseCache}, max_new_tokens=2)
+        assert vars(ChunkReuseCache)["_is_user_defined"] is mark
+    finally:
+        type.__setattr__(ChunkReuseCache, "_is_user_defined", mark)
+
+
 def test_what_takes_the_name_is_no_patch(llama: PreTrainedModel) -> None:
     """K/V that was stored before another model of the class was given a cache is found after it, and the reverse."""
     store = ChunkStore(llama, chunk_size=32)

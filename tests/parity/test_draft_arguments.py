@@ -38,7 +38,17 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, TreeDecoding, load_assistant, lookup_assistant, speculation_stats
+from kvboost_hf import (
+    ChunkReuseCache,
+    ChunkStore,
+    StreamingConfig,
+    TreeDecoding,
+    load_assistant,
+    load_streamed,
+    lookup_assistant,
+    speculation_stats,
+    with_streaming,
+)
 from tests.conftest import VOCAB, as_inputs, make_model, random_ids
 from tests.internals.assisted import learned_positions
 
@@ -326,3 +336,18 @@ def test_drafts_of_another_kind_are_refused() -> None:
     old = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(ValueError, match="whose forward takes no cache"):
         load_assistant(old, target=llama)
+
+
+@pytest.mark.parametrize("name", ["", "folder"])
+def test_a_name_of_no_model(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of transformers that names neither the model nor a remedy went through."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    calls: list[Callable[[], Any]] = [
+        lambda: load_assistant(name, target=make_model("llama")),
+        lambda: load_streamed(name, device="cpu"),
+        lambda: with_streaming(name, StreamingConfig()),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"The model '{name}' does not load: .* no config\.json\. Pass"):
+            call()

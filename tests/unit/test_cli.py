@@ -270,6 +270,18 @@ def test_fits_recommends_what_can_be_served(tmp_path: Path, capsys: pytest.Captu
         assert ("kvboost-hf serve" in said) == says.startswith("serve")
 
 
+def test_fits_says_what_a_budget_of_a_cpu_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a folder all layers stay, so that a budget below that is not kept."""
+    asked = ["fits", "--model", str(EMBEDDED_MODEL_DIR), "--on", "cpu", "--max-tokens", "128", "--vram-budget"]
+    assert main([*asked, "4MB"]) == 0
+    said = capsys.readouterr().out
+    assert "serve it" not in said
+    assert "--vram-budget 4MB --on cpu --disk-folder FOLDER   # a plan within this budget: layers in files" in said
+    for flags in (["1GB"], ["4MB", "--disk-folder", str(tmp_path)]):
+        assert main([*asked, *flags]) == 0
+        assert "serve it within this budget" in capsys.readouterr().out
+
+
 def test_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """What stays of a model whose weights are not there."""
     asked = ["fits", "--model", str(EMBEDDED_MODEL_DIR), "--max-tokens", "100"]

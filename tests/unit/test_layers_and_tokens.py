@@ -1,5 +1,7 @@
 """GrowingLayer against DynamicLayer, and the record of ids beside it."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer
 
+from kvboost_hf import ChunkReuseCache
+from tests.conftest import make_model
 from tests.internals.cache import GrowingLayer, MaskShape, TokenLog
 
 pytestmark = pytest.mark.daily
@@ -106,6 +110,16 @@ def test_crop_takes_what_both_supported_releases_pass() -> None:
     assert layer.get_seq_length() == 5
     layer.crop(2)  # how many to keep, as older releases had it
     assert layer.get_seq_length() == 2
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama", 32), ("mistral", 32), ("qwen3_next", None), ("falcon_h1", None)])
+@pytest.mark.parametrize("given", [-1.5, torch.tensor(-1.5), "3", None, torch.tensor([1, 2])])
+def test_crop_takes_whole_columns_only(name: str, size: int | None, given: Any) -> None:
+    """It cut numbers down: `crop(-1.5)` removed one column."""
+    cache = ChunkReuseCache(make_model(name), max_cache_len=size)
+    for target in (cache, *cache.layers):
+        with pytest.raises(ValueError, match=r"`crop` takes an integer, got .*Pass minus the number of columns"):
+            target.crop(given)
 
 
 class TestTokenLog:

@@ -1,5 +1,7 @@
 """Documents that are warmed: computed alone, or behind a prefix that is computed once, and found by content only."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -111,6 +113,12 @@ class TestArguments:
     def test_either_a_text_or_documents(self, llama: PreTrainedModel, arguments: dict[str, object]) -> None:
         with pytest.raises(ValueError, match=r"`warm` takes either `text_or_ids`, or `documents` and perhaps "):
             ChunkStore(llama).warm(**arguments)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("ids", [torch.tensor([5.0, 6.5]), [5, 6.5], np.array([True, False]), torch.ones(3) * 1j])
+    def test_ids_are_integers(self, llama: PreTrainedModel, ids: Any) -> None:
+        for arguments in ({"text_or_ids": ids}, {"documents": [ids]}, {"documents": [[1]], "prefix": ids}):
+            with pytest.raises(ValueError, match=r"must be a text or ids, which are integers, got torch\.\w+\. Pass"):
+                ChunkStore(llama).warm(**arguments)
 
     def test_one_text_is_no_list(self, llama: PreTrainedModel) -> None:
         with pytest.raises(ValueError, match=r"`documents` must be a sequence of texts or ids, got one text\."):

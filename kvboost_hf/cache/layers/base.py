@@ -6,6 +6,7 @@ A *state* sums up all tokens so far (linear attention): it can only be put back 
 
 import copy
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,21 @@ class LayerState:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors if t is not None)
+
+
+def whole_columns(tokens_to_remove: Any) -> int:
+    """What `crop` is passed: an int, or a number of PyTorch or NumPy that is one.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    try:
+        return index(tokens_to_remove)
+    except (TypeError, ValueError):  # of a tensor with several numbers
+        raise ValueError(
+            f"`crop` takes an integer, got {tokens_to_remove!r}. Pass minus the number of columns to remove, or the "
+            "number of columns to keep."
+        ) from None
 
 
 def extra_as_json(extra: Any) -> Any:

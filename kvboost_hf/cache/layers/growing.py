@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvboost_hf.cache.layers.base import ColumnSpec, Piece, ReuseLayer, Turn
+from kvboost_hf.cache.layers.base import ColumnSpec, Piece, ReuseLayer, Turn, whole_columns
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 
 _REWIND = 256  # columns kept behind the window, so that a cache can go back a little without asking the store
@@ -187,7 +187,7 @@ class ColumnLayer(ColumnsInTensors, DynamicLayer):  # type: ignore[no-untyped-ca
 
         transformers 5.17 passes a 0-d tensor, later ones an int.
         """
-        change = int(tokens_to_remove)
+        change = whole_columns(tokens_to_remove)
         self.truncate(max(0, self.length + change) if change <= 0 else change)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -387,12 +387,13 @@ class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         return self
 
     def crop(self, tokens_to_remove: int) -> None:
-        if not self._reaches_back_to(max(0, self.length + int(tokens_to_remove))):
+        change = whole_columns(tokens_to_remove)
+        if not self._reaches_back_to(max(0, self.length + change)):
             raise RuntimeError(
-                f"`crop({int(tokens_to_remove)})` goes back further than this sliding-window layer remembers. Call "
+                f"`crop({change})` goes back further than this sliding-window layer remembers. Call "
                 "`activate_past_recording()` on the cache before what is to be removed."
             )
-        super().crop(tokens_to_remove)
+        super().crop(change)
         self._cropped = self.length
 
     def reset(self) -> None:

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
+from kvboost_hf.cache.layers.base import LayerState, ReuseLayer, whole_columns
 from kvboost_hf.cache.layers.growing import GrowingLayer, SlidingLayer
 from kvboost_hf.cache.layers.growing_tensor import version_of
 
@@ -309,13 +309,14 @@ def load_states(layer: Any, rows: Sequence[LayerState | None]) -> None:
 
 
 def _crop_states(layer: Any, tokens_to_remove: int) -> None:
-    if tokens_to_remove and any(layer.is_recurrent_states_initialized.values()):
+    change = whole_columns(tokens_to_remove)
+    if change and any(layer.is_recurrent_states_initialized.values()):
         raise RuntimeError(
-            f"`crop({int(tokens_to_remove)})` of a layer cannot take tokens out of a recurrent state. Call `crop` of "
+            f"`crop({change})` of a layer cannot take tokens out of a recurrent state. Call `crop` of "
             "its ChunkReuseCache, which computes from the last states that it has."
         )
-    if tokens_to_remove or layer.record_past:
-        LinearAttentionCacheLayerMixin.crop(layer, int(tokens_to_remove))
+    if change or layer.record_past:
+        LinearAttentionCacheLayerMixin.crop(layer, change)
 
 
 def _stack(rows: Sequence[torch.Tensor | None], device: torch.device | None) -> torch.Tensor | None:

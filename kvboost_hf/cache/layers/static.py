@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 
 import torch
 
-from kvboost_hf.cache.layers.base import LayerState, Piece, Turn
+from kvboost_hf.cache.layers.base import LayerState, Piece, Turn, whole_columns
 from kvboost_hf.cache.layers.growing import GrowingLayer, SlidingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.cache.layers.stateful import StateLayer, states_of
@@ -255,7 +255,7 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
         return self.max_cache_len
 
     def crop(self, tokens_to_remove: int) -> None:
-        change = int(tokens_to_remove)
+        change = whole_columns(tokens_to_remove)
         if not self.can_rewind(change if change > 0 else max(0, self.length + change)):
             raise RuntimeError(
                 f"`crop({change})` goes back further than this sliding-window layer remembers. Call "
