@@ -145,6 +145,11 @@ class ServerSettings:
         """The names of the model, without those that have a `*`."""
         return (self.model_name, *(alias for alias in self.model_aliases if "*" not in alias))
 
+    @property
+    def max_requests(self) -> int:
+        """Requests that run and wait, at most."""
+        return self.max_batch_size + self.max_queue_size
+
     def is_name(self, name: str) -> bool:
         """Whether requests may give the model this name."""
         return name == self.model_name or any(fnmatchcase(name, alias) for alias in self.model_aliases)
