@@ -309,8 +309,8 @@ class Intake:
     def _require_place(self, own: int, waiting: int, places: int = 1, unused: int = 0) -> None:
         """Raise where a client with `own` waiting requests may not queue so many more beside all that wait.
 
-        `unused` places to run count beside those to wait. Where none waits, the answers of one request may be more than
-        may wait: it would be refused for ever.
+        `unused` places to run count beside those to wait. Where none waits, the answers of one request may be more
+        than may wait: it would be refused for ever.
         """
         if self.draining:
             raise DrainingError("The server is about to end and takes no more requests.")
