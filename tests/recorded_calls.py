@@ -193,6 +193,21 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
                 "</param> </function\n\n</parameter>\n<parameter=mode>\nNone\n</parameter>\n</function>\n</tool_call>",
                 [("write_file", {"path": "a", "content": "</param> </function\n", "mode": None})],
             ),
+            # Without the tags behind values.
+            Recorded(
+                "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n<parameter=days>\n3\n</function>\n"
+                "</tool_call>",
+                [PARIS],
+            ),
+            Recorded(
+                "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n<parameter=city>\nParis\n</function></tool_call>",
+                [PARIS],
+            ),
+            Recorded(
+                "<tool_call>\n<function=write_file>\n<parameter=path>\na\n<parameter=content>\n<a>\n</function>\n"
+                "<parameter=other>\n<parameter=path>\nb\n</function>\n</tool_call>",
+                [("write_file", {"path": "a", "content": "<a>\n</function>\n<parameter=other>\n<parameter=path>\nb"})],
+            ),
         ],
     ),
     "SEED": (

@@ -127,7 +127,7 @@ class Forwarding:
     """Hands requests to replicas, and their answers back."""
 
     def __init__(self, replicas: Replicas, settings: ServerSettings) -> None:
-        self._replicas, self._turns = replicas, Turns(2, settings.max_queue_size)
+        self._replicas, self._turns = replicas, Turns(2, settings.max_requests)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._draining = self._ended = False
 

@@ -308,7 +308,7 @@ def build(
         ),
         graceful_shutdown_timeout_s=settings.drain_s + _HANDED_OVER_S,
         graceful_shutdown_wait_loop_s=_LOOKED_AT_S,
-        max_ongoing_requests=settings.max_batch_size + settings.max_queue_size,
+        max_ongoing_requests=settings.max_requests,
         max_queued_requests=settings.max_queue_size,
         ray_actor_options=actor_options,
         request_router_config=RequestRouterConfig(request_router_class=PrefixRequestRouter),

@@ -63,7 +63,7 @@ class ServerSettings:
     Args:
         model_name: What `/v1/models` and answers call the model; requests must name it.
         model_aliases: Other names that requests may give the model; `*` in one stands for any characters.
-        host: Address to listen at; 127.0.0.1 serves this machine alone.
+        host: Address to listen at; 127.0.0.1 serves this machine alone, `::` all addresses of IPv4 and IPv6.
         port: Port to listen at; 0 for any free one.
         api_keys: Any of these opens all routes, as does the key in KVBOOST_HF_API_KEY of the environment of a command;
             without one they are open to everybody who reaches the address.
@@ -144,6 +144,11 @@ class ServerSettings:
     def model_names(self) -> tuple[str, ...]:
         """The names of the model, without those that have a `*`."""
         return (self.model_name, *(alias for alias in self.model_aliases if "*" not in alias))
+
+    @property
+    def max_requests(self) -> int:
+        """Requests that run and wait, at most."""
+        return self.max_batch_size + self.max_queue_size
 
     def is_name(self, name: str) -> bool:
         """Whether requests may give the model this name."""

@@ -56,7 +56,7 @@ from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema
 from kvboost_hf.server.http.connections import ConnectionLimits, Connections, LimitedProtocol, connections_that_fit
 from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.http.guard import Hosts, JsonLines, Unpacked
-from kvboost_hf.server.http.listen import FrontServer
+from kvboost_hf.server.http.listen import FrontServer, require_free
 from kvboost_hf.server.http.metrics import Meter
 from kvboost_hf.server.http.traces import otlp_provider
 from kvboost_hf.server.jobs import (

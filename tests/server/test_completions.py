@@ -34,6 +34,21 @@ def test_several_prompts_with_several_answers_come_in_order(at: Listening, engin
     assert [job.options.seed for job in jobs] == [1, 2, 1, 2]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_is_decoded_once(at: Listening, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    decoded = []
+    decode = tokenizer.decode
+
+    def counting(ids: Any, **how: Any) -> Any:
+        decoded.append(list(ids))
+        return decode(ids, **how)
+
+    monkeypatch.setattr(tokenizer, "decode", counting)
+    asked = {"prompt": [[5, 6, 7], [8, 9]], "echo": True, "n": 4, "logprobs": 1, "stream": stream}
+    assert at.http.post("/v1/completions", json=asked).status_code == 200
+    assert [ids for ids in decoded if len(ids) > 1] == [[5, 6, 7], [8, 9]]
+
+
 def _echo(prompt: list[int]) -> dict[str, Any]:
     return {"model": "reader", "prompt": prompt, "echo": True}
 

@@ -99,6 +99,9 @@ def test_least_tokens_do_not_break_a_grammar(reading: Listening) -> None:
         (r'root ::= "a\[b\]" "\\[\\u0041"', r"a[b]\[\u0041", r"a[b]\[A"),
         ('root ::= . "x" .*', "\nx\n.", "\ny"),
         ('root ::= start [.] # start .\nstart ::= "start."', "start..", "a."),
+        ("root ::= [&&a] [a-f&&b] [^&&a]", "&cb", "&ca"),
+        ("root ::= [~~a] [+--] [*--a]", "~,a", "~.a"),
+        (r"root ::= [\]&&\[-^]+ [a-]", "&^[-", "a-"),
     ],
 )
 def test_grammars_that_llama_cpp_takes(

@@ -97,7 +97,8 @@ def test_reasoning_is_a_block_with_a_signature(serve: Serve, engine: FakeEngine,
     try:
         at = serve(engine)
         engine.says = ("<think>Hm", "m.</think>", "Yes.")
-        answer, events = _ask(at, tools=[TOOL]), _events(at, tools=[TOOL])
+        thinks: Any = {"tools": [TOOL], "thinking": {"type": "adaptive"}}
+        answer, events = _ask(at, **thinks), _events(at, **thinks)
     finally:
         del tokenizer.response_template
     thinking, text = answer["content"]

@@ -319,3 +319,17 @@ def test_context_is_what_the_model_computed(embedding: Listening) -> None:
     assert (first["response"], second["response"]) == ("Anna plays the piano.", chat["message"]["content"])
     assert second["prompt_eval_count"] == chat["prompt_eval_count"]
     assert second["cached_tokens"] >= len(first["context"]) - 16
+
+
+@pytest.mark.parametrize("stop", ["the", "ays t", "no.", "A"])
+def test_context_ends_before_a_stop_text(embedding: Listening, tokenizer: Any, stop: str) -> None:
+    body = {"model": "reader", "options": {"temperature": 0, "stop": [stop]}}
+    ask = "Anna lives in Oslo. She plays the piano.\n\nWhat does Anna play?"
+    for stream in (False, True):
+        said = embedding.http.post("/api/generate", json=body | {"prompt": ask, "stream": stream})
+        lines = [json.loads(line) for line in said.text.splitlines()]
+        context, text = lines[-1]["context"], "".join(line["response"] for line in lines)
+        assert text == "Anna plays the piano.".partition(stop)[0]
+        prompt = _ids(tokenizer, [{"role": "user", "content": ask}])
+        assert context[: len(prompt)] == prompt
+        assert tokenizer.decode(context[len(prompt) :]) == text

@@ -162,9 +162,9 @@ def test_more_answers_to_one_request_than_the_queue_holds(serve: Serve, tokenize
 
     with engine._intake.changed:  # nothing is admitted meanwhile
         submit(1)
-        with pytest.raises(QueueFullError, match="1 requests are waiting, and 2 may: there is no place for 2 more"):
-            submit(2)
-        for places in (1, 0):
+        with pytest.raises(QueueFullError, match="1 requests are waiting, and 3 may: there is no place for 3 more"):
+            submit(3)
+        for places in (2, 0):
             submit(places)
     engine.close()
 
@@ -245,7 +245,9 @@ def test_other_origins_are_let_in_only_if_asked(serve: Serve, engine: FakeEngine
 
 def test_ready_says_when_the_queue_is_full(at: Listening, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert at.http.get("/ready").json() == {"status": "ready"}
-    monkeypatch.setattr(engine, "stats", lambda: {"waiting": 64})
+    monkeypatch.setattr(engine, "stats", lambda: {"waiting": 64})  # which have come at once
+    assert at.http.get("/ready").json() == {"status": "ready"}
+    monkeypatch.setattr(engine, "stats", lambda: {"waiting": 64, "prompts": 1, "running": 7})
     assert at.http.get("/ready").status_code == 503
     assert httpx.get(at.url + "/health").status_code == 200
 

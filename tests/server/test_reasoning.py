@@ -365,6 +365,7 @@ def test_reasoning_of_several_places_stays_in_its_turn(
         body = {"input": [*ASK, *history, *ASK, SAID, *ASK]}
     assert at.http.post(f"/v1/{path}", json=body).status_code == 200
     text = at.server.config.app.state.context.tokenizer.decode(engine.job.ids)
+    text = text.removesuffix("<think>\n\n</think>\n\n")  # reasoning that nobody has asked for
     assert wanted in text
     assert text.count("So.") == text.count("<think>") == 1
 
@@ -378,13 +379,27 @@ def test_the_streaming_helper_of_the_sdk(family: Family) -> None:
     assert final.output_text == "Anna."
 
 
+def test_messages_have_no_reasoning_that_nobody_has_asked_for(family: Family, engine: FakeEngine) -> None:
+    body: dict[str, Any] = {"model": "reader", "max_tokens": 9, "messages": ASK}
+    for name, end in (("qwen", "</think>\n\n"), ("r1", "<think>\n")):
+        at = family(name)
+        tokenizer = at.server.config.app.state.context.tokenizer
+        for more in ({}, {"output_config": {"effort": "high"}}):
+            told = at.http.post("/v1/messages", json=body | more).json()
+            assert told["content"] == [{"type": "text", "text": "Anna."}]
+            assert tokenizer.decode(engine.job.ids).endswith(end)
+            prompt = at.http.post("/v1/messages/count_tokens", json={"messages": ASK} | more).json()
+            assert prompt["input_tokens"] == len(engine.job.ids)
+
+
 def test_thinking_of_other_apis(family: Family, engine: FakeEngine) -> None:
     at = family("qwen")
     tokenizer = at.server.config.app.state.context.tokenizer
     body: dict[str, Any] = {"model": "reader", "max_tokens": 9, "messages": ASK}
     for kind, end in (("enabled", "assistant\n"), ("disabled", "</think>\n\n")):
         told = at.http.post("/v1/messages", json=body | {"thinking": {"type": kind, "budget_tokens": 1024}}).json()
-        assert [block["type"] for block in told["content"]] == ["thinking", "text"]
+        kinds = ["thinking", "text"] if kind == "enabled" else ["text"]
+        assert [block["type"] for block in told["content"]] == kinds
         assert tokenizer.decode(engine.job.ids).endswith(end)
     for think, end in ((True, "assistant\n"), (False, "</think>\n\n")):
         asked = {"model": "reader", "messages": ASK, "think": think, "stream": False}

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import socket
 import ssl
 import subprocess
 from dataclasses import replace
@@ -13,11 +14,11 @@ import httpx
 import pytest
 
 from tests.internals.cli import add_options, add_secrets, main, model_name, server_settings
-from tests.internals.server import Hosts, JsonLines, TlsFiles, read_keys
+from tests.internals.server import FrontServer, Hosts, JsonLines, TlsFiles, make_app, read_keys, require_free
 from tests.server.browser import CHROMIUM, DRIVER, Browser
-from tests.server.conftest import Serve
+from tests.server.conftest import SETTINGS, Serve
 from tests.server.fake_engine import FakeEngine
-from tests.server.wire import WAIT_S, running, until
+from tests.server.wire import WAIT_S, in_a_thread, running, until
 
 pytestmark = pytest.mark.daily
 
@@ -324,3 +325,17 @@ def test_no_character_of_a_client_reaches_a_terminal(
         assert line.isprintable()
         assert len(line) < 2000
     assert json.loads(lines[0])["path"].startswith("/a\x1b[2J\x9b2J\u202e")
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_all_addresses_are_those_of_both_families(engine: FakeEngine, tokenizer: Any) -> None:
+    told: list[str] = []
+    settings = replace(SETTINGS, host="::", port=0)
+    server = FrontServer(make_app(engine, tokenizer, settings), engine, settings, told.extend)
+    with in_a_thread(server) as wire:
+        for host in ("127.0.0.1", "[::1]", "localhost"):
+            assert httpx.get(f"http://{host}:{wire.port}/v1/models").status_code == 200
+        with pytest.raises(ValueError, match=f"is free, got :: and {wire.port}"):
+            require_free("::", wire.port)
+    assert told == [f"http://[::]:{wire.port}"]
+    require_free("::", wire.port)

@@ -184,6 +184,20 @@ def test_a_path_does_not_pass_the_key(serve: Serve, engine: FakeEngine) -> None:
     assert at.http.post(at.url + "/chat/completions", json=CHAT).status_code == 401
 
 
+@pytest.mark.parametrize("path", ["/messages/batches", "/v1/v1/messages/a"])
+def test_wrong_paths_of_anthropics_api_have_its_form(at: Listening, path: str) -> None:
+    answer = at.http.get(path)
+    assert (answer.status_code, answer.json()["type"]) == (404, "error")
+    assert answer.json()["request_id"] == answer.headers["request-id"]
+
+
+@pytest.mark.parametrize("path", ["/api", "/v1/api/a"])
+def test_wrong_paths_of_ollamas_api_have_its_form(at: Listening, path: str) -> None:
+    answer = at.http.get(path)
+    assert answer.status_code == 404
+    assert path.split("/")[-1] in answer.json()["error"]
+
+
 @pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/chat", "/v2/models", "/v1/engines"])
 def test_unknown_paths_have_a_hint(at: Listening, path: str) -> None:
     error = at.http.get(path).json()["error"]

@@ -429,16 +429,33 @@ def test_many_short_prompts_come_between_two_tokens_eight_at_most(engines: Any) 
 
 
 def test_the_queue_is_bounded(engines: Any) -> None:
-    engine = engines(make_model(), max_batch_size=1, max_queue_size=3)
-    told = [Told() for _ in range(5)]
-    with engine._intake.changed:
-        for listener in told[:3]:
+    engine = engines(make_model(), max_batch_size=2, max_queue_size=3)
+    told = [Told() for _ in range(6)]
+    with engine._intake.changed:  # all come before the thread looks: two would run, and three wait
+        for listener in told[:5]:
             engine.submit(job(random_ids(20, 0), 3), listener)
-        with pytest.raises(QueueFullError, match="3 requests are waiting") as refused:
-            engine.submit(job(random_ids(20, 0), 3), told[3])
+        with pytest.raises(QueueFullError, match="5 requests are waiting, and 5 may") as refused:
+            engine.submit(job(random_ids(20, 0), 3), told[5])
         assert refused.value.retry_after_s >= 1
-    assert all(listener.end.reason == "length" for listener in told[:3])
-    assert not told[3].events
+    assert all(listener.end.reason == "length" for listener in told[:5])
+    assert not told[5].events
+
+
+def test_places_to_run_that_are_taken_hold_no_request_that_waits() -> None:
+    intake = Intake(EngineLimits(max_batch_size=2, max_queue_size=3))
+
+    def submit() -> None:
+        intake.submit(Task(job(random_ids(3, 0), 3), Told(), 0.0))
+
+    submit()
+    assert len(intake.admit()) == 1
+    for _ in range(4):
+        submit()
+    with pytest.raises(QueueFullError, match="4 requests are waiting, and 4 may"):
+        submit()
+    assert len(intake.admit()) == 1
+    with pytest.raises(QueueFullError, match="3 requests are waiting, and 3 may"):
+        submit()
 
 
 def test_who_finds_no_place_is_told_how_long_the_others_take() -> None:
@@ -452,8 +469,9 @@ def test_who_finds_no_place_is_told_how_long_the_others_take() -> None:
             intake.submit(task())
         return refused.value.retry_after_s
 
-    for _ in range(6):
+    for _ in range(8):
         intake.submit(task())
+    assert len(intake.admit()) == 2
     assert told() == 1.0
     for _ in range(30):
         intake.end(task(time.perf_counter() - 10), "length")

@@ -39,7 +39,7 @@ register_url_convertor("session", _SessionConvertor())
 def session_routes(context: RouteContext) -> APIRouter:
     """Make a router with `/v1/kv/sessions`."""
     router = APIRouter(route_class=PostedRoute)
-    engine, turns = context.engine, Turns(2, context.settings.max_queue_size)
+    engine, turns = context.engine, Turns(2, context.settings.max_requests)
 
     async def run(request: Request, work: Callable[[], T]) -> T:
         return await unless_gone(request, None, turns.run(client(request), work, long=True))
@@ -181,8 +181,9 @@ def operator_routes(context: RouteContext) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        stats = context.engine.stats()
-        full = stats.get("waiting", 0) >= context.settings.max_queue_size
+        stats, settings = context.engine.stats(), context.settings
+        taken = stats.get("prompts", 0) + stats.get("running", 0)
+        full = stats.get("waiting", 0) + min(taken, settings.max_batch_size) >= settings.max_requests
         status = "draining" if stats.get("draining") else "busy" if full else "ready"
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 

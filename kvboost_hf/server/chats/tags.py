@@ -21,7 +21,8 @@ class TagsReader:
     """Reads the arguments of one call, as a `ValueReader` does.
 
     A text is told as it comes; a value of another type when it is complete. Without a schema, a value is a text. Of
-    arguments that come twice the first one counts.
+    arguments that come twice the first one counts. Where tags have lines of their own, a value that lacks its closing
+    tag ends before another argument that the schema has, and before the end of the call.
 
     Example:
         >>> from kvboost_hf.server.chats.tool_formats import QWEN_XML
@@ -36,6 +37,7 @@ class TagsReader:
         self.done = self.stuck = False
         self._tags, self._schema = tags, schema
         self._open = regex.compile(tags.open)
+        self._next = regex.compile(rf"\n(?:{tags.open}|{regex.escape(tags.call_close)}\s*{regex.escape(tags.behind)})")
         self._out: list[str] = []
         self._held = ""  # of a tag, or of a value
         self._key: str | None = None  # of the value that is read
@@ -60,6 +62,9 @@ class TagsReader:
 
     def close(self) -> bool:
         """End the JSON here; returns whether no argument was cut."""
+        if self._key is not None and (found := self._unclosed(self._held, None)) is not None:
+            if found[0].startswith(f"\n{self._tags.call_close}"):
+                self._end(self._held[: found.start()])
         exact = self._key is None and not self._held
         if self._key is not None and self._is_text:
             self._write(_escaped(self._held) + '"')
@@ -117,22 +122,44 @@ class TagsReader:
         if self._starts:
             held, self._starts = held.removeprefix("\n"), False
         end = held.find(self._tags.close)
+        unclosed = self._unclosed(held, end if end >= 0 else None)
+        if unclosed is not None and not unclosed.partial:
+            self._end(held[: unclosed.start()])
+            return held[unclosed.start() :]
         if end < 0:
             sure = len(held) - max(overlap(held, self._tags.end), overlap(held, self._tags.close))
+            sure = sure if unclosed is None else min(sure, unclosed.start())
             if self._is_text:
                 self._write(_escaped(held[:sure]))
                 held = held[sure:]
             self._held = held
             return ""
         value = held[:end]
-        value = value.removesuffix("\n") if self._tags.lines else value
+        self._end(value.removesuffix("\n") if self._tags.lines else value)
+        return held[end + len(self._tags.close) :]
+
+    def _end(self, value: str) -> None:
+        """End the value that is read; `value` is all of it, of a text what was not told yet."""
         if self._is_text:
             self._write(_escaped(value) + '"')
         else:
             self._write_key()
             self._write(self._typed(value))
         self._key, self._held, self._muted = None, "", False
-        return held[end + len(self._tags.close) :]
+
+    def _unclosed(self, held: str, end: int | None) -> Any:
+        """The tag before `end` that may come behind a value without a closing tag, as a match; None for none."""
+        at = held.find("\n<", 0, end) if self._tags.lines else -1
+        while at >= 0:
+            found = self._next.match(held, at, partial=True)
+            if found is not None and (found.partial or found["key"] is None or self._is_new(found["key"].strip())):
+                return found
+            at = held.find("\n<", at + 1, end)
+        return None
+
+    def _is_new(self, key: str) -> bool:
+        """Whether the schema has an argument that has not come yet."""
+        return key not in self._keys and self._property(key) is not None
 
     def _property(self, key: str) -> Any:
         """What the schema says of an argument; None for nothing."""

@@ -23,6 +23,7 @@ class Tags(NamedTuple):
     call_close: str  # the text behind the last value
     lines: bool  # whether a line end at each end of a value belongs to the tags
     written: str  # a tag with `{key}` and `{value}`, as the model writes it
+    behind: str = ""  # the text behind a call, by which its end is known where a value lacks its closing tag
 
     @property
     def end(self) -> str:
@@ -95,6 +96,7 @@ QWEN_XML = ToolFormat(
         "</function>",
         True,
         "<parameter={key}>\n{value}\n</parameter>\n",
+        "</tool_call>",
     ),
     call=("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
     between="\n",

@@ -138,7 +138,9 @@ class Intake:
     def submit(self, task: Task) -> None:
         """Queue a task, or raise `QueueFullError` or `DrainingError`."""
         with self.changed:
-            self._require_place(self._waiting.of(task.job.client), len(self._waiting), task.job.places)
+            # What waits for the thread to look takes the places in the batch first.
+            free = max(self._limits.max_batch_size - len(self.admitted), 0)
+            self._require_place(self._waiting.of(task.job.client), len(self._waiting), task.job.places, free)
             self._waiting.append(task)
             self.changed.notify_all()
 
@@ -304,20 +306,22 @@ class Intake:
     def _has_room(self, task: Task) -> bool:
         return self._limits.has_room(task, self.admitted)
 
-    def _require_place(self, own: int, waiting: int, places: int = 1) -> None:
+    def _require_place(self, own: int, waiting: int, places: int = 1, unused: int = 0) -> None:
         """Raise where a client with `own` waiting requests may not queue so many more beside all that wait.
 
-        Where none waits, the answers of one request may be more than may wait: it would be refused for ever.
+        `unused` places to run count beside those to wait. Where none waits, the answers of one request may be more
+        than may wait: it would be refused for ever.
         """
         if self.draining:
             raise DrainingError("The server is about to end and takes no more requests.")
         limits = self._limits
-        free = limits.max_queue_size - waiting - places
+        most = limits.max_queue_size + unused
+        free = most - waiting - places
         if not (waiting and places) or may_hold(own, places, free, limits.max_client_share):
             return
         if free < 0:
             raise QueueFullError(
-                f"{waiting} requests are waiting, and {limits.max_queue_size} may: there is no place for {places} "
+                f"{waiting} requests are waiting, and {most} may: there is no place for {places} "
                 "more. Try again later.",
                 self._retry_after_s(waiting),
             )

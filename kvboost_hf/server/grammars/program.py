@@ -27,6 +27,9 @@ WRITTEN = "# written\n"  # begins a grammar that a client has written, in GBNF o
 _GBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 _QUOTED, _CLASS = r'"(?:\\.|[^"\\])*"', r"\[(?:\\.|[^\]\\])*\]"
 _PIECES = re.compile(rf"{_QUOTED}|{_CLASS}|#[^\n]*|\.|(?<![\w-])start(?![\w-])", re.DOTALL)
+_CHAR = r"(\\x[0-9a-fA-F]{2}|\\.|[^\\])"
+_RANGE = re.compile(rf"{_CHAR}(?:-{_CHAR})?", re.DOTALL)  # or a character
+_OPERATORS = {char: f"\\x{ord(char):02x}" for char in "&-~"}
 _ESCAPES = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 
 # A token then takes some 10 ms at most, and the states of a lexer some 40 MB.
@@ -84,12 +87,24 @@ def _readable(found: re.Match[str]) -> str:
     """A piece of GBNF as llguidance's converter reads it.
 
     It takes less than llama.cpp does: no long escapes, no brackets that are escaped in a text, and no rule by the name
-    that it gives the first one. For `.` it writes what leaves line ends out.
+    that it gives the first one. For `.` it writes what leaves line ends out, and of classes what Rust reads as
+    operations on them.
     """
     piece = found[0]
     if piece[0] in '"[':
-        return _ESCAPES.sub(lambda escape: _unescaped(escape[1], escape[0], quoted=piece[0] == '"'), piece)
+        quoted = piece[0] == '"'
+        text = _ESCAPES.sub(lambda escape: _unescaped(escape[1], escape[0], quoted=quoted), piece)
+        return text if quoted else _class(text)
     return {".": "[\\x00-\U0010ffff]", "start": "start-of-gbnf"}.get(piece, piece)
+
+
+def _class(text: str) -> str:
+    """A class of characters without what Rust takes for operations on classes: `&&`, `--` and `~~`."""
+    head = "[^" if text.startswith("[^") else "["
+    inner = _RANGE.sub(
+        lambda found: "-".join(_OPERATORS.get(char, char) for char in found.groups() if char), text[len(head) : -1]
+    )
+    return f"{head}{inner}]"
 
 
 def _unescaped(name: str, escape: str, *, quoted: bool) -> str:

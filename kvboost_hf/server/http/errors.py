@@ -52,7 +52,7 @@ class ApiError(Exception):
     def told(self, scope: Scope) -> dict[str, Any]:
         """The JSON object of the response, in the form of the API that the request is for."""
         too_long = self.code == _TOO_LONG
-        if is_ollama(scope):
+        if scope.get("is_ollama"):
             return {
                 "error": f"the input length exceeds the context length: {self.message}" if too_long else self.message
             }
@@ -67,11 +67,6 @@ class ApiError(Exception):
         """The answer to a request."""
         status = _anthropic_status(self) if scope.get("is_anthropic") else self.status
         return JSONResponse(self.told(scope), status, self.headers)
-
-
-def is_ollama(scope: Scope) -> bool:
-    """Whether a request is one of Ollama's API."""
-    return str(scope["path"]).startswith("/api/")
 
 
 def refused(param: str, message: str) -> ApiError:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import dropwhile
-from typing import Any
+from typing import Any, Literal
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -182,8 +182,9 @@ class RequestGuard:
     Paths that only lack `/v1`, or have a slash too many, are those of the route that is meant.
 
     Sets `scope["api_key"]` to the key that a request was let in with, `scope["operator"]` to whether it may read
-    figures of all clients, and `scope["is_anthropic"]` to whether it is one of Anthropic's API: by its path, or by the
-    header that all of its clients send.
+    figures of all clients, `scope["is_ollama"]` to whether it is one of Ollama's API by its path, and
+    `scope["is_anthropic"]` to whether it is one of Anthropic's: by its path, or by the header that all of its clients
+    send.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, paths: Collection[str] = ()) -> None:
@@ -206,11 +207,12 @@ class RequestGuard:
         root = scope.get("root_path", "")  # where the app is mounted
         method = "GET" if bare else scope["method"]
         path = meant_path(scope["path"].removeprefix(root), self._paths)
-        anthropic = path.startswith("/v1/messages") or "anthropic-version" in headers
+        api = api_of(path)
+        anthropic = api == "anthropic" or "anthropic-version" in headers
         scope = {**scope, "method": method, "path": path}
         if path.startswith(root):  # Starlette would take it off once more
             scope["root_path"] = ""
-        scope |= {"request_id": request_id, "is_anthropic": anthropic}
+        scope |= {"request_id": request_id, "is_anthropic": anthropic, "is_ollama": api == "ollama"}
         limits = self._settings
         body = RequestBody(headers, receive, send, limits.max_body_bytes, limits.body_timeout_s, self._held)
         answered = False
@@ -309,6 +311,20 @@ def meant_path(path: str, known: Collection[str]) -> str:
     if found is None and rest[:1] == ["models"] and "/v1/models" in known:
         return "/" + "/".join(["v1", *rest])  # and the name of one
     return found or "/" + path.lstrip("/")
+
+
+def api_of(path: str) -> Literal["anthropic", "ollama"] | None:
+    """Whose API a path is of, whether it has a route or not; None for OpenAI's.
+
+    Example:
+        >>> [api_of(path) for path in ("/messages/batches", "/v1/api/nope", "/v1/files")]
+        ['anthropic', 'ollama', None]
+    """
+    parts = [part for part in path.split("/") if part]
+    rest = list(dropwhile(lambda part: part in _PREFIXES, parts))
+    if "api" in parts[: len(parts) - len(rest)]:
+        return "ollama"
+    return "anthropic" if rest[:1] == ["messages"] else None
 
 
 class PrivateNetwork:

@@ -18,14 +18,21 @@ _log = logging.getLogger("kvboost_hf.server")
 
 _LAST_WORDS_S = 5  # for answers on their way when all requests have ended
 _SILENT_S = 2  # that the system keeps a connection to itself on which nothing comes
+_EVERYWHERE = "::"  # all addresses of this machine
 _BACKLOG = 2048  # connections that are not accepted yet
 
 
 def require_free(host: str, port: int) -> None:
     """Raise `ValueError` for an address that nobody can listen at, before a model is loaded for it."""
+    _listener(host, port).close()
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A socket for an address. That for all addresses of IPv6 is for those of IPv4, too, unlike asyncio's."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        socket.create_server(address[:2], family=family).close()
+        dual = host == _EVERYWHERE and socket.has_dualstack_ipv6()
+        return socket.create_server(address[:2], family=family, dualstack_ipv6=dual)
     except OSError as error:
         raise ValueError(
             f"`--host` and `--port` must be an address of this machine that is free, got {host} and {port}: "
@@ -81,7 +88,11 @@ class FrontServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.connections_of.start()
+        own = sockets is None and self._settings.host == _EVERYWHERE
+        sockets = [_listener(_EVERYWHERE, self._settings.port)] if own else sockets
         await super().startup(sockets)
+        if own:  # Uvicorn tells of those alone that it has made
+            self._log_started_message(sockets or ())
         for server in self.servers:
             for listener in server.sockets:
                 with listener.dup() as same:

@@ -302,7 +302,7 @@ class CountRequest(Body):
     """Tools with an `input_schema`; those that Anthropic defines or runs are ignored and named."""
     tool_choice: UseChoice | None = None
     thinking: Thinking | None = None
-    """Switches reasoning on or off, where the chat template has a switch."""
+    """Reasoning is off without it, where the chat template has a switch, and no part of the answer."""
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The older place of `output_config.format`."""
@@ -331,8 +331,8 @@ class CountRequest(Body):
         }
         if self.output_config is not None:
             fields["reasoning_effort"] = self.output_config.effort
-        if self.thinking is not None:
-            fields["enable_thinking"] = self.thinking.type != "disabled"
+        thinks = self.thinking is not None and self.thinking.type != "disabled"
+        fields |= {"enable_thinking": thinks, "include_reasoning": thinks}
         if self.tool_choice is not None:
             fields["tool_choice"] = self.tool_choice.body
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use

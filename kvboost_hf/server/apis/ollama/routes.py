@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -24,7 +24,7 @@ from kvboost_hf.server.apis.answers import (
     whole,
 )
 from kvboost_hf.server.apis.chat_jobs import start_chat
-from kvboost_hf.server.apis.context import PostedRoute, RouteContext
+from kvboost_hf.server.apis.context import PostedRoute, RouteContext, client
 from kvboost_hf.server.apis.ollama.schema import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -58,7 +58,7 @@ def ollama_routes(context: RouteContext) -> APIRouter:
             return _loaded(body, _message(Delta(0)))
         asked = await context.read(request, lambda: body.chat)
         jobs, readers = await start_chat(context, asked, request)
-        return await _answered(_Reply(context, body, jobs, readers, _message), request)
+        return await _answered(_Reply(context, body, jobs, readers, _message, client(request)), request)
 
     @router.post("/api/generate")
     async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
@@ -68,7 +68,7 @@ def ollama_routes(context: RouteContext) -> APIRouter:
         asked = await context.read(request, lambda: body.chat)
         ids = await _prompt_ids(context, body, asked, request)
         jobs, readers = await start_chat(context, asked, request, ids=ids)
-        return await _answered(_Reply(context, body, jobs, readers, _text), request)
+        return await _answered(_Reply(context, body, jobs, readers, _text, client(request)), request)
 
     @router.post("/api/embed")
     async def embed_texts(body: OllamaEmbedRequest, request: Request) -> Response:
@@ -129,11 +129,12 @@ class _Reply:
     jobs: RequestJobs
     readers: CallReaders
     form: Form
+    client: bytes
 
     async def whole(self) -> dict[str, Any]:
         """The whole answer."""
         [answer] = await whole(deltas(self.jobs, self.readers), 1)
-        return self._part(answer) | self._end(answer.reason)
+        return self._part(answer) | await self._end(answer.reason)
 
     async def lines(self) -> AsyncIterator[dict[str, Any]]:
         """The objects of a stream."""
@@ -142,7 +143,7 @@ class _Reply:
             if delta.text or delta.reasoning or delta.calls or delta.logprobs:
                 yield self._part(delta)
             reason = delta.reason or reason
-        yield self._part(Delta(0)) | self._end(reason)
+        yield self._part(Delta(0)) | await self._end(reason)
 
     def _part(self, part: Delta) -> dict[str, Any]:
         told = _head(self.asked.model) | self.form(part) | {"done": False}
@@ -150,14 +151,24 @@ class _Reply:
             told["logprobs"] = [self.context.logprob_body(one) for one in part.logprobs]
         return told
 
-    def _end(self, reason: str | None) -> dict[str, Any]:
+    async def _end(self, reason: str | None) -> dict[str, Any]:
         finished = self.jobs.finished[0]
         told = {"done": True, "done_reason": "length" if reason == "length" else "stop"} | _figures(finished)
         told |= self.jobs.limit(0, reason)
         if isinstance(self.asked, OllamaGenerateRequest) and not (self.asked.raw or self.asked.suffix):
-            answer = finished.ids[:-1] if finished.ids and finished.ids[-1] in self.context.ends else finished.ids
-            told["context"] = [*self.jobs.first.ids, *answer]
+            told["context"] = [*self.jobs.first.ids, *await self._said(finished)]
         return told
+
+    async def _said(self, finished: Finished) -> Sequence[int]:
+        """The tokens of the answer without the token, or the text, that has ended it."""
+        ids, decode = finished.ids, self.context.tokenizer.decode
+        if finished.stop is None:
+            return ids[:-1] if ids and ids[-1] in self.context.ends else ids
+        text = str(decode(ids)).rpartition(finished.stop)[0]
+        kept = next(count for count in range(len(ids), -1, -1) if text.startswith(begun := str(decode(ids[:count]))))
+        rest = text.removeprefix(begun)  # of the token that the stop text begins in
+        more = await self.context.encoder.text(rest, self.client, new=0, special=False) if rest else []
+        return [*ids[:kept], *more]
 
 
 async def _answered(reply: _Reply, request: Request) -> Response:

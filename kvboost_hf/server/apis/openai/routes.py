@@ -236,38 +236,43 @@ class _TextForm:
 
     def _completion(self, answers: Sequence[Delta]) -> dict[str, Any]:
         choices = []
-        for choice, answer in enumerate(answers):
-            echo, limit = self._echo(choice), self.jobs.limit(self._job(choice), answer.reason)
-            logprobs, _ = self._logprobs(answer.logprobs, self._start(choice, echo), len(echo))
+        for choice, (answer, (echo, start)) in enumerate(zip(answers, self._echoes, strict=True)):
+            limit = self.jobs.limit(self._job(choice), answer.reason)
+            logprobs, _ = self._logprobs(answer.logprobs, start, len(echo))
             choices.append(_choice(choice, echo + answer.text, logprobs, answer.reason) | limit)
         return self._head() | {"choices": choices, "usage": usage(self.jobs.finished, self.asked.computed)}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream."""
         head = self._head() | ({"usage": None} if self.asked.with_usage else {})
-        echoes = [self._echo(choice) for choice in range(self._choices)]
-        offsets = [self._start(choice, echo) for choice, echo in enumerate(echoes)]
-        for choice, echo in enumerate(echoes if self.asked.echo else ()):
+        echoes = self._echoes
+        offsets = [start for _, start in echoes]
+        for choice, (echo, _) in enumerate(echoes if self.asked.echo else ()):
             yield head | {"choices": [_choice(choice, echo)]}
         async for delta in deltas(self.jobs, CallReaders()):
             if not (delta.text or delta.logprobs or delta.reason):
                 continue
             choice, logprobs = delta.choice, None
             if delta.logprobs:
-                logprobs, offsets[choice] = self._logprobs(delta.logprobs, offsets[choice], len(echoes[choice]))
+                logprobs, offsets[choice] = self._logprobs(delta.logprobs, offsets[choice], len(echoes[choice][0]))
             told = _choice(choice, delta.text, logprobs, delta.reason)
             yield head | {"choices": [told | self.jobs.limit(choice, delta.reason)]}
         if self.asked.with_usage:
             yield head | {"choices": [], "usage": usage(self.jobs.finished, self.asked.computed)}
 
     @property
-    def _choices(self) -> int:
-        return len(self.asked.prompts) * self.asked.answers
+    def _echoes(self) -> list[tuple[str, int]]:
+        """The echo of each answer, and where the text of the first token begins."""
+        found: list[tuple[str, int]] = []
+        for number, prompt in enumerate(self.asked.prompts):
+            ids = self.jobs.prompt(number * self.asked.computed)
+            echo = self._echo(prompt, ids)
+            found += [(echo, self._start(echo, ids))] * self.asked.answers
+        return found
 
-    def _echo(self, choice: int) -> str:
+    def _echo(self, prompt: str | list[int], ids: Sequence[int]) -> str:
         if not self.asked.echo:
             return ""
-        prompt, ids = self.asked.prompts[choice // self.asked.answers], self.jobs.prompt(self._job(choice))
         if isinstance(prompt, str) and not (self.asked.truncates or self.context.settings.auto_truncate):
             return prompt
         text = str(self.context.tokenizer.decode(ids))
@@ -277,14 +282,13 @@ class _TextForm:
         """The first job of the prompt of an answer."""
         return choice // self.asked.answers * self.asked.computed
 
-    def _start(self, choice: int, echo: str) -> int:
+    def _start(self, echo: str, prompt: Sequence[int]) -> int:
         """Where the text of the first token begins, so that the last one of the prompt ends where the echo does.
 
         It is below 0 where the prompt has tokens that the echo does not have, such as one that begins each text.
         """
         if not echo or self.asked.logprobs is None:
             return 0
-        prompt = self.jobs.prompt(self._job(choice))
         return len(echo) - sum(self.context.chars_of(token, special=True) for token in prompt)
 
     def _head(self) -> dict[str, Any]:
