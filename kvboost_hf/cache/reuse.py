@@ -48,7 +48,7 @@ from kvboost_hf.cache.planning.beginnings import BestOrder, D, best_order
 from kvboost_hf.cache.planning.edits import Ids, edited
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt import Kwargs, hides_padding_only, install
-from kvboost_hf.cache.prompt.ids import one_row
+from kvboost_hf.cache.prompt.token_log import one_row
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
 from kvboost_hf.compat import (
     GenerateCall,

@@ -14,7 +14,7 @@ from kvboost_hf.cache.live.ledger import offer_content
 from kvboost_hf.cache.planning.moved import Measure
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt.chats import ChatTemplate, is_chat, text_tokenizer, why_not_stored
-from kvboost_hf.cache.prompt.ids import one_row
+from kvboost_hf.cache.prompt.token_log import one_row
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
 from kvboost_hf.cache.store.settings import Starts, Texts, WarmSettings
