@@ -83,7 +83,7 @@ def test_every_resident_set(expected: list[torch.Tensor], n_slots: int) -> None:
         stop_streaming(model)
         assert all_equal(outputs(model), expected)
         assert all(parameter.requires_grad for parameter in model.parameters())
-        assert not any("forward" in vars(module) for module in model.modules())
+        assert not any("forward" in vars(module) for module in (model, model.model))
 
 
 def test_copies_are_counted() -> None:
