@@ -13,7 +13,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from kvboost_hf import DraftTreeConfig, TreeDecoding, check_model_compatibility, load_assistant, speculation_stats
 from tests import eagle, gemma4, mtp
-from tests.conftest import make_model, random_ids
+from tests.conftest import CHOOSES, make_model, random_ids
 from tests.internals.compat import decoder_layers
 from tests.speculation import Passes
 
@@ -37,6 +37,8 @@ KINDS: dict[str, int | None] = {
     "gemma4 shares": None,
     "gemma4 unified": None,
 }
+if not CHOOSES:  # other heads need releases of transformers that show hidden states of single layers
+    KINDS = {kind: behind for kind, behind in KINDS.items() if kind.startswith("eagle")}
 
 
 class Pair(NamedTuple):
@@ -54,6 +56,8 @@ class Pair(NamedTuple):
 
 def make_pair(kind: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Pair:
     """A model, and heads for it, of other weights for another `seed`."""
+    if kind not in KINDS:
+        pytest.skip("this release of transformers has no such heads")
     family, _, rest = kind.partition(" ")
     if family == "eagle":
         model: Any = eagle.make_target(rest or "llama").to(dtype)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import transformers.cache_utils
 import transformers.modeling_layers
+import transformers.utils.output_capturing
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import candidate_generator
 
@@ -328,7 +329,8 @@ def prepare_blocks(draft: PreTrainedModel, target: PreTrainedModel) -> PreTraine
     """Prepare a DFlash drafter for a target; returns it.
 
     Raises:
-        ValueError: the drafter was made for a target of another width, depth or vocabulary.
+        ValueError: the drafter was made for a target of another width, depth or vocabulary, or this release of
+            transformers shows it no hidden states of single layers.
     """
     _require_blocks_fit(draft, target)
     config: Any = draft.config
@@ -355,7 +357,13 @@ def require_can_read(draft: PreTrainedModel, target: PreTrainedModel) -> HiddenF
 def _require_blocks_fit(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     config: Any = draft.config
     text: Any = target.config.get_text_config(decoder=True)
-    names, form = f"The drafter, a {type(draft).__name__},", require_can_read(draft, target)
+    names = f"The drafter, a {type(draft).__name__},"
+    if not hasattr(transformers.utils.output_capturing, "selected_hidden_states"):
+        raise ValueError(
+            f"{names} reads the hidden states of some layers, which transformers {transformers.__version__} shows in "
+            "another form than is known here. Install transformers 5.24 or later."
+        )
+    form = require_can_read(draft, target)
     if config.hidden_size != text.hidden_size:
         raise ValueError(
             f"{names} reads hidden states of {config.hidden_size} numbers, and those of its target, a "

@@ -246,7 +246,8 @@ class TreeDecoding:
         chain = Tree()
         alone = not keeps_states(model) and keep is None and positions.ndim == 2  # there are no states to go back to
         alone = alone and cache is not None and cache.get_seq_length() == 0
-        if alone and text.room > 1 and config.prefill_chunk_size is None:
+        records = alone and text.room > 1 and config.prefill_chunk_size is None
+        if records:
             chain = drafting.grow(text.ids, text.room - 1, chain=True)
             _extend(model_kwargs, positions, len(chain))
             cache.activate_past_recording()
@@ -261,8 +262,9 @@ class TreeDecoding:
         taken = text.take(chain, output.logits[0, -1 - len(chain) :])
         verified, cache = self._rounds.clock(), getattr(output, CACHE)
         if len(chain):
-            cache.crop(len(taken.kept) - len(chain))
             drafting.keep(taken.kept)
+        if records:  # also of nothing: before transformers 5.24, windows then let go of what is behind them
+            cache.crop(len(taken.kept) - len(chain))
         else:
             cache.activate_past_recording()
         self._rounds.note(chain, taken, drafting.passes, (began, drafted, verified, self._rounds.clock()), first=True)
