@@ -263,7 +263,7 @@ class TreeDecoding:
         verified, cache = self._rounds.clock(), getattr(output, CACHE)
         if len(chain):
             drafting.keep(taken.kept)
-        if records:  # also of nothing: before transformers 5.24, windows then let go of what is behind them
+        if records:  # also of nothing: windows of transformers 5.17 then let go of what is behind them
             cache.crop(len(taken.kept) - len(chain))
         else:
             cache.activate_past_recording()
