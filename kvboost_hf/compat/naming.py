@@ -1,10 +1,12 @@
 """Errors of loading a model that name it."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "*.gguf", "spiece*", "tekken*")
 
 
@@ -19,11 +21,14 @@ def naming(
         errors: That mean that there is no such model, or not all of it.
 
     Raises:
-        ValueError: there is no such model, not all of it, or a package for it is not installed.
+        ValueError: there is no such model, not all of it, or a package for it is not installed. Other errors of the
+            system, such as too many open files, stay what they are.
     """
     try:
         yield
     except errors as error:
+        if getattr(error, "errno", None) not in (None, *_NOT_THERE):
+            raise
         folder = Path(model)
         no_model = folder.is_dir() and not (folder / "config.json").is_file()
         why = " ".join(str(error).split())
