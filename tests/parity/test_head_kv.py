@@ -79,7 +79,7 @@ def test_stored_before_and_by_other_heads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["eagle", "glm4_moe 2", "deepseek_v3", "blocks"])
 def test_they_outlive_the_process(kind: str, codec: str, disk: str, tmp_path: Path) -> None:
     """From the disk tier, by objects of the same weights. Others find nothing, and nobody does after clear()."""
-    seen, least = [], max(KINDS[kind] or 0, 1)
+    seen, least = [], max(KINDS.get(kind) or 0, 1)
     for seed, known in ((0, False), (0, True), (1, False), (0, True)):
         model, heads = make_pair(kind, tmp_path, seed=seed)
         with ChunkStore(model, chunk_size=32, tiers=[disk], codec=codec) as store:
