@@ -70,18 +70,18 @@ class Costs:
         return cls(max(_SQUARE * squares, 2 * parameters), 4 * heads, len(layers))
 
     def whole(self, columns: int) -> float:
-        """Of a prompt of which nothing is reused."""
+        """Operations for a prompt of which nothing is reused."""
         return columns * self.token + columns**2 / 2 * self.pair + self.layers * _LAYER
 
     def behind(self, filled: int, columns: int) -> float:
-        """Of what is left of a prompt behind `filled` columns, in pieces, with SDPA."""
+        """Operations for what is left of a prompt behind `filled` columns, in pieces, with SDPA."""
         starts = [filled, *pieces(filled, columns - 1)]
         masked = sum((stop - start) * stop for start, stop in zip(starts, [*starts[1:], columns], strict=True))
         per_entry = _MASKED_PAIR * self.pair + _MASK_IN_LAYER * self.layers + _MASK
         return (columns - filled) * self.token + masked * per_entry + len(starts) * self.layers * _LAYER
 
     def merged(self, filled: int, columns: int) -> float:
-        """Of what is left of a prompt behind `filled` columns, with `kvboost_fa2`."""
+        """Operations for what is left of a prompt behind `filled` columns, with `kvboost_fa2`."""
         pairs = (columns**2 - filled**2) / 2
         merging = (columns - filled) * _MERGED
         return (columns - filled) * self.token + (pairs + merging) * self.pair + self.layers * _LAYER

@@ -317,7 +317,7 @@ def at_end(config: Any, act: Callable[[], object], *, streamer: Any = None) -> N
 
     Args:
         config: The configuration that the call has made for itself.
-        act: It must not refer to the call's cache, which would live as long as the call.
+        act: A function that does not refer to the call's cache, which would live as long as the call.
         streamer: The streamer of the call, whose reader may begin the next one. One that takes no attributes stays as
             it is.
     """

@@ -40,7 +40,7 @@ def execute(notebook: NotebookNode, folder: Path, environment: Mapping[str, str]
     """Run all cells in a new kernel.
 
     Args:
-        notebook: It is left as it is.
+        notebook: The cells to run, which are left as they are.
         folder: In which the kernel runs.
         environment: Variables for the kernel, besides those of this process.
 

@@ -171,8 +171,8 @@ class Idle:
     """Work on what one cache holds between two calls.
 
     Attributes:
-        busy: It has begun, or waits for its turn, and nobody has stopped it: `stop` is to be called before anything
-            else.
+        busy: Whether the work has begun, or waits for its turn, and nobody has stopped it: `stop` is to be called
+            before anything else.
     """
 
     busy = False

@@ -179,8 +179,8 @@ class ChunkStore:
         """A store that takes no chunks in: its caches compute, and keep, all columns.
 
         Args:
-            with_roots: It has the roots of this store, which takes what its caches hold. Without, it has none, and
-                nothing is looked up either.
+            with_roots: Whether the store has the roots of this one, which takes what its caches hold. Without, it has
+                none, and nothing is looked up either.
         """
         chunker = Uncut() if with_roots else self.chunker
         store = ChunkStore(self._require_model(), chunker=chunker, max_bytes=2**62)

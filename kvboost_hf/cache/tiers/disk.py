@@ -188,18 +188,23 @@ class DiskTier:
         kept = False
         try:
             with self._failures.caught("write"):
-                try:
-                    kept = self._write_or_undo(entry, blob, token)
-                except self._failures.kinds as error:
-                    since, now = self._full_since, time.monotonic()
-                    if not is_no_space(error) or now - since < _FULL_S or not self._give_up_for(entry):
-                        raise
-                    self._full_since = now
-                    self._undo(entry.key, token)  # for which there was no room either
-                    kept = self._write_or_undo(entry, blob, token)
-                    self._full_since = since
+                kept = self._write_making_room(entry, blob, token)
         finally:
             in_flight.discard(token)
+        return kept
+
+    def _write_making_room(self, entry: Entry, blob: Sequence[bytes | memoryview], token: str) -> bool:
+        """Write a blob; where the disk is full, give others up for it and write it once more."""
+        try:
+            return self._write_or_undo(entry, blob, token)
+        except self._failures.kinds as error:
+            since, now = self._full_since, time.monotonic()
+            if not is_no_space(error) or now - since < _FULL_S or not self._give_up_for(entry):
+                raise
+        self._full_since = now
+        self._undo(entry.key, token)  # for which there was no room either
+        kept = self._write_or_undo(entry, blob, token)
+        self._full_since = since
         return kept
 
     def _write_or_undo(self, entry: Entry, blob: Sequence[bytes | memoryview], token: str) -> bool:

@@ -303,10 +303,9 @@ def meant_path(path: str, known: Collection[str]) -> str:
     """
     if path in known:
         return path
-    parts = [part for part in path.split("/") if part]
-    rest = list(dropwhile(lambda part: part in _PREFIXES, parts))
-    heads = [head for head in _PREFIXES if head == "v1" or head in parts[: len(parts) - len(rest)]]
-    tried = ["/" + "/".join(parts), *("/" + "/".join([head, *rest]) for head in heads)]
+    before, rest = _parted(path)
+    heads = [head for head in _PREFIXES if head == "v1" or head in before]
+    tried = ["/" + "/".join([*before, *rest]), *("/" + "/".join([head, *rest]) for head in heads)]
     found = next((each for each in tried if each in known), None)
     if found is None and rest[:1] == ["models"] and "/v1/models" in known:
         return "/" + "/".join(["v1", *rest])  # and the name of one
@@ -320,11 +319,17 @@ def api_of(path: str) -> Literal["anthropic", "ollama"] | None:
         >>> [api_of(path) for path in ("/messages/batches", "/v1/api/nope", "/v1/files")]
         ['anthropic', 'ollama', None]
     """
-    parts = [part for part in path.split("/") if part]
-    rest = list(dropwhile(lambda part: part in _PREFIXES, parts))
-    if "api" in parts[: len(parts) - len(rest)]:
+    before, rest = _parted(path)
+    if "api" in before:
         return "ollama"
     return "anthropic" if rest[:1] == ["messages"] else None
+
+
+def _parted(path: str) -> tuple[list[str], list[str]]:
+    """The parts of a path: the prefixes that it begins with, and the rest."""
+    parts = [part for part in path.split("/") if part]
+    rest = list(dropwhile(lambda part: part in _PREFIXES, parts))
+    return parts[: len(parts) - len(rest)], rest
 
 
 class PrivateNetwork:
