@@ -120,7 +120,13 @@ def test_one_warning_names_what_to_install(
 
 def test_on_windows_the_package_is_another_one() -> None:
     found = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.platform = 'win32'\n" + _ONLY_THIS + "print(module._INSTALL)"],
+        [
+            sys.executable,
+            "-c",
+            "import logging, shutil, subprocess, sys; sys.platform = 'win32'\n"
+            + _ONLY_THIS
+            + "print(module._INSTALL)",
+        ],
         capture_output=True,
         text=True,
         check=True,
