@@ -1,5 +1,6 @@
 """Answers without a length run together: memory is kept for as much as they have, and grows with them."""
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -138,6 +139,7 @@ def test_a_store_that_is_closed_meanwhile(engines: Make) -> None:
     told = submit(engine, 2, 300)
     while not engine.stats()["set_aside"]:
         assert len(told[0].events) < 300
+        time.sleep(0.001)
     store.close()
     for seed, listener in enumerate(told):
         assert listener.text == plain(model, random_ids(20 + seed, seed), 300)
@@ -151,6 +153,7 @@ def test_one_that_waits_again_can_be_cancelled(engines: Make) -> None:
         ticket = engine.submit(job(random_ids(20, 1), 400), second)
     while not engine.stats()["set_aside"]:
         assert len(first.events) < 400
+        time.sleep(0.001)
     ticket.cancel()
     assert second.end.reason == "cancelled"
     assert 150 < second.end.completion_tokens < 250
@@ -193,6 +196,7 @@ def test_a_session_that_is_dropped_keeps_nothing_of_what_goes_on(engines: Make) 
         engine.submit(job(random_ids(20, 1), 400, session="two", salt=b"2"), second)
     while not engine.stats()["set_aside"]:
         assert len(first.events) < 400
+        time.sleep(0.001)
     assert engine.drop_session(b"", "two", b"2")
     assert engine.change_session(b"", "two", SessionChange(priority=1)) is None
     assert second.end.reason == "length"

@@ -1,6 +1,7 @@
 """The repair that rides along with the steps of a batch: rows become exact while they are decoded."""
 
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_an_answer_that_ends_before_leaves_the_rest_tainted(
             options = SamplingOptions(max_tokens=200, min_tokens=200)
             tickets = [engine.submit(Job(ids=ids, options=options), one) for ids, one in zip(asked, told, strict=True)]
             while engine.stats()["steps"] < 4:
-                pass
+                time.sleep(0.001)
             for ticket in tickets:
                 ticket.cancel()
             assert all(one.end.reason == "cancelled" for one in told)
