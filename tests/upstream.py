@@ -159,6 +159,7 @@ PRIVATE = (
         "whether something watches operations; how many tensors use memory",
     ),
     _names("torch", "_C _dynamo", "modules of torch"),
+    _names("torch.compiler", "_is_exporting_flag", "whether torch.export records"),
     _names("torch.utils", "_python_dispatch _pytree _triton", "modules of torch"),
     _names("torch.utils._python_dispatch", "_disable_current_modes", "hides modes that watch operations"),
     _names("torch", "_scaled_dot_product_flash_attention_for_cpu", "attention with its log-sum-exp"),

@@ -264,8 +264,8 @@ def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
         kinds = [type(layer).__name__ for layer in DynamicCache(config=config.get_text_config(decoder=True)).layers]
     except (AttributeError, KeyError, TypeError, ValueError):  # transformers makes no cache for it
         kinds = []
-    if len(kinds) == len(layers):
-        layers = [layer for layer, kind in zip(layers, kinds, strict=True) if kind not in _WITHOUT_KV]
+    if 0 < len(kinds) <= len(layers):  # before 5.24 without the last layers where they have the K/V of others
+        layers = [layer for layer, kind in zip(layers, kinds, strict=False) if kind not in _WITHOUT_KV]
     return sum(map(_kv_elements, layers)) * dtype.itemsize
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache
+from transformers.utils.import_utils import is_kernels_available
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from tests import golden_store
@@ -125,6 +126,8 @@ def test_models_have_the_fingerprints_that_they_had(name: str, attention: str) -
     known = golden.fingerprints().get(transformers.__version__)
     if known is None:
         pytest.skip(f"configurations of transformers {transformers.__version__} may have other fields")
+    if is_kernels_available():
+        pytest.skip("with the package `kernels`, rotary functions are modules that the hub's kernels may replace")
     assert golden.fingerprint(name, attention) == known[f"{name} {attention}"], (
         "kvboost_hf/cache/identity finds something in a model that it did not find before. If that has to be, say in "
         "CHANGELOG.md that stores are computed again: python -m tests.golden_store.write --fingerprints"

@@ -4,8 +4,16 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+from packaging.version import Version
+
+pytestmark = pytest.mark.skipif(
+    Version(version("transformers")) < Version("5.24") or sys.version_info >= (3, 13),
+    reason="the table is that of the tested release, with a Python that counts the changes of dicts",
+)
 _ROOT = Path(__file__).parents[2]
 _CHAT, _FILES = re.compile(r"a chat request enters (\d+) files"), re.compile(r"^(\d+) files: ", re.M)
 _ROW = re.compile(r"^\| (\w+) \| (\d+) \| (\d+) \| (\d+) \|$", re.M)

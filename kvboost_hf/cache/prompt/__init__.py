@@ -184,7 +184,9 @@ def _needs_no_hook(model: nn.Module, kwargs: Kwargs) -> bool:
     cache = cache_in(kwargs)
     if _is_hooked(cache):
         return False
-    if torch.compiler.is_exporting() or (isinstance(cache, Cache) and type(cache) is not DynamicCache):
+    # The function that says so is True for all that is compiled before torch 2.13.
+    exports = torch.compiler._is_exporting_flag
+    if exports or (isinstance(cache, Cache) and type(cache) is not DynamicCache):
         return True
     assert isinstance(model, PreTrainedModel)
     return ModelState.of(model).attached is None and FORWARD_WATCH not in model.__dict__
