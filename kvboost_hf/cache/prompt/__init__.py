@@ -184,7 +184,7 @@ def _needs_no_hook(model: nn.Module, kwargs: Kwargs) -> bool:
     cache = cache_in(kwargs)
     if _is_hooked(cache):
         return False
-    # The function that says so is True for all that is compiled before torch 2.13.
+    # The function that says so is True for all that is compiled with torch 2.11.
     exports = torch.compiler._is_exporting_flag
     if exports or (isinstance(cache, Cache) and type(cache) is not DynamicCache):
         return True
