@@ -1,9 +1,12 @@
 """Tells that nobody has changed a model, by the numbers with which CPython counts the changes of dicts.
 
-In Python 3.11 and 3.12 each dict has a number that is another one after each change, and that no dict had before.
+In Python 3.11 to 3.13 each dict has a number that is another one after each change, and that no dict had before.
 Attributes, parameters, buffers, children and hooks of modules are in dicts, and so are settings of configurations,
 methods of classes and functions of Python's modules. To compare a few thousand numbers takes microseconds; to read
 what is in the dicts takes milliseconds. Where changes are not counted, each look at a model reads it.
+
+Python 3.13 has the attributes of an object beside it, where changes are not counted, until its dict gets a key that is
+no text: `_count_changes` adds one and takes it away.
 """
 
 import ctypes
@@ -64,7 +67,8 @@ _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dty
 _NEVER_READ = (GenerationConfig, KeptOnModel, type, types.ModuleType, types.BuiltinFunctionType)
 _VERSION_AT = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)  # in a dict, behind the number of its items
 _VERSION = np.dtype(np.uint64)
-_COUNTED_UNTIL = (3, 12)  # Python 3.13 does not count changes of attributes that it keeps beside their object
+_VALUES_AT = _VERSION_AT + 2 * ctypes.sizeof(ctypes.c_void_p)  # in a dict whose values lie elsewhere, where
+_COUNTED_UNTIL = (3, 13)
 Dict = dict[Any, Any]
 _Items = tuple[list[Dict], list[Any]]  # dicts, and a key in each
 
@@ -115,6 +119,8 @@ class Still:
         self._types, own = list(map(type, in_place)), list(map(_DICT, in_place))
         self._shown = _all_shown(self._lists)
         counted = {id(each): each for each in map(_dict_of, dicts)}
+        for each in counted.values():
+            _count_changes(each)
         hooks = {id(attributes[name]) for attributes in map(_DICT, modules) for name in HOOKS}
         self._no_hooks = {at: each for at, each in enumerate(counted.values()) if id(each) in hooks and not each}
         numbers = _numbers_of(counted.values())
@@ -217,6 +223,13 @@ def _dict_of(attributes: Any) -> Dict:
     return found
 
 
+def _count_changes(attributes: Dict) -> None:
+    """Have Python count all changes of the attributes of an object from now on; they stay as they are."""
+    if sys.version_info >= (3, 13) and ctypes.c_void_p.from_address(id(attributes) + _VALUES_AT).value is not None:
+        attributes[0] = None
+        del attributes[0]
+
+
 def _numbers_of(dicts: Iterable[Dict]) -> Callable[[], bytes]:
     """What reads the numbers of all these dicts, and keeps them alive."""
     kept = {id(each): each for each in dicts}
@@ -268,6 +281,7 @@ def _changes_of_attributes() -> Iterator[Any]:
     for owner in (Owner(), OwnerModule()):
         owner.number = 0
         attributes = vars(owner)
+        _count_changes(attributes)
         for number in range(1, 64):  # also as Python sets them once it has done so often
             owner.number = number
             yield attributes
