@@ -238,6 +238,17 @@ class TestAnotherModel:
             ChunkReuseCache(make_model("llama"), ChunkStore(llama))
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+def test_a_store_in_place_of_a_cache(llama: PreTrainedModel, name: str) -> None:
+    store: Any = ChunkStore(llama)
+    for call in (llama, partial(llama.generate, max_new_tokens=2)):
+        with pytest.raises(AttributeError, match=r"got a ChunkStore\. Pass ChunkReuseCache\(model, store\)"):
+            call(IDS, **{name: store})
+    with pytest.raises(AttributeError, match="'ChunkStore' object has no attribute 'warmth'"):
+        store.warmth  # noqa: B018
+
+
 class TestWarm:
     def test_text_needs_a_tokenizer(self, llama: PreTrainedModel) -> None:
         with pytest.raises(ValueError, match="needs `tokenizer`"):
