@@ -383,17 +383,19 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         elif not self._of_call and (
             self._live.static is None or not (torch.compiler.is_compiling() or key_states.shape[-2] == 1)
         ):
-            model = self._binding.model()
-            name = type(model).__name__ if model is not None else "a model that no longer exists"
             raise CacheModelMismatchError(
-                f"This ChunkReuseCache was made for one {name} object, and K/V reached it from elsewhere. Make a "
-                "cache for each model, ChunkReuseCache(other_model), and pass it to the model, not to a part of it."
+                f"This ChunkReuseCache was made for {self._made_for('one')}, and K/V reached it from elsewhere. Make "
+                "a cache for each model, ChunkReuseCache(other_model), and pass it to the model, not to a part of it."
             )
         found: tuple[torch.Tensor, torch.Tensor]
         # `Cache.update` does no more where layers are neither made at their first use nor offloaded.
         layers = self.layers if self._of_call else self._live.visible
         found = layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         return found
+
+    def _made_for(self, which: str) -> str:
+        model = self._binding.model()
+        return f"{which} {type(model).__name__} object" if model is not None else "a model that no longer exists"
 
     def reset(self) -> None:
         """Let go of what the cache holds. The store keeps its chunks."""
@@ -417,8 +419,8 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
                 self._go_on()
                 return kwargs
             raise CacheModelMismatchError(
-                f"This ChunkReuseCache was made for another {type(self._binding.model()).__name__} object than the "
-                f"{type(model).__name__} that it was passed to. Make one for it: ChunkReuseCache(model)."
+                f"This ChunkReuseCache was made for {self._made_for('another')}, not for the {type(model).__name__} "
+                "that it was passed to. Make one for it: ChunkReuseCache(model)."
             )
         self._go_on()
         ids = kwargs.get("input_ids")

@@ -228,6 +228,9 @@ class TestAnotherModel:
         assert len(cache.store) == 0
         found = llama.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=2)
         assert torch.equal(found, llama.generate(**as_inputs(IDS), max_new_tokens=2))
+        cache = ChunkReuseCache(make_model("llama"))
+        with pytest.raises(CacheModelMismatchError, match=r"for a model that no longer exists, .*ChunkReuseCache\("):
+            other.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=2)
 
     def test_the_model_inside(self, llama: PreTrainedModel) -> None:
         with pytest.raises(CacheModelMismatchError, match="not to a part of it"):
