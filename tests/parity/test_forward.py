@@ -284,8 +284,9 @@ def test_ids_outside_the_vocabulary(llama: PreTrainedModel, warm: ChunkStore) ->
     assert not any((chunk.tokens >= 200).any() for chunk in warm.inspect().chunks.values())
 
 
-def test_empty_ids_fail_as_they_do_without_us(llama: PreTrainedModel) -> None:
-    empty = torch.empty(1, 0, dtype=torch.long)
+@pytest.mark.parametrize("shape", [(1, 0), (0, 90)])
+def test_empty_ids_fail_as_they_do_without_us(llama: PreTrainedModel, shape: tuple[int, int]) -> None:
+    empty = torch.empty(shape, dtype=torch.long)
     outcomes = []
     for kwargs in ({}, {"past_key_values": ChunkReuseCache(llama)}):
         try:

@@ -296,7 +296,7 @@ def read_inputs(
         return reason
     if not isinstance(ids, torch.Tensor):
         return "no input_ids were passed"
-    if ids.ndim != 2 or ids.shape[1] == 0:
+    if ids.ndim != 2 or not ids.numel():
         return f"input_ids have the shape {list(ids.shape)}"
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         return "the attention mask is not 2-D"
