@@ -206,9 +206,18 @@ def _plain(parts: CacheParts, request: Request, reason: str) -> Forward:
         live.tally = Tally(bypass=reason)
         _count_all(live.tally, request.kwargs)
     live.plain_used = True
-    if has_own_cache(request.model):
+    if has_own_cache(request.model) or _wants_none(request.kwargs):
         request.kwargs = {**request.kwargs, cache_argument(request.model): None}
     return Unrecorded(parts, 0, 0)
+
+
+def _wants_none(kwargs: Kwargs) -> bool:
+    """Whether a generate() call without a cache passes the one it was given all the same.
+
+    It passes the whole sequence at each step. Of other callers, who continue what they have passed it with, the layers
+    take K/V, as those of transformers do.
+    """
+    return kwargs.get("use_cache") is False and getattr(running_config(), "use_cache", None) is False
 
 
 def _bypass(parts: CacheParts, request: Request, reason: str) -> Forward:
@@ -218,9 +227,7 @@ def _bypass(parts: CacheParts, request: Request, reason: str) -> Forward:
     tally = parts.live.tally
     tally.bypass, tally.live, tally.moved, tally.rows = reason, 0, 0, [0] * len(tally.rows)
     _count_all(tally, request.kwargs)
-    if request.kwargs.get("use_cache") is False and getattr(running_config(), "use_cache", None) is False:
-        # Such a generate() call passes its cache all the same, and the whole sequence at each step. Of other callers,
-        # who continue what they have passed it with, the layers take K/V, as those of transformers do.
+    if _wants_none(request.kwargs):
         request.kwargs = {**request.kwargs, cache_argument(request.model): None}
     return Unrecorded(parts, 0, _new_shape(request.kwargs)[1])
 
