@@ -264,11 +264,14 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         static = self._live.static
         if static is None or self._live.plain_reason is not None:
             return False
-        if torch.compiler.is_compiling():  # also in a prompt's forward, of a model whose own call was compiled
-            begins = self._call is not None or self._begins_anew or self._forward is not None
-            # torch 2.11 cannot trace super()'s property.
-            return not begins and all(layer.is_compileable for layer in self.layers)
+        if torch.compiler.is_compiling():
+            return all(layer.is_compileable for layer in self.layers)  # torch 2.11 cannot trace super()'s property
         return static.in_use and self._live.static_layers[0].whole and not in_prefill()
+
+    @property
+    def begins_text(self) -> bool:
+        """Whether the next forward begins a text, or the one under way is not a step in a graph."""
+        return self._call is not None or self._begins_anew or self._forward is not None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held; 0 between the start of a generate() call and its first forward."""

@@ -243,7 +243,7 @@ class TestAnotherModel:
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
-def test_a_store_in_place_of_a_cache(llama: PreTrainedModel, name: str) -> None:
+def test_a_store_in_place_of_a_cache(llama: Any, name: str) -> None:
     store: Any = ChunkStore(llama)
     for call in (llama, partial(llama.generate, max_new_tokens=2)):
         with pytest.raises(AttributeError, match=r"got a ChunkStore\. Pass ChunkReuseCache\(model, store\)"):
