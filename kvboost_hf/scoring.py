@@ -25,6 +25,7 @@ from kvboost_hf.compat import (
     input_device,
     padding_reason,
     require_cache,
+    require_known_ids,
     require_model,
     rope_regime,
     run_model,
@@ -180,15 +181,11 @@ def score_ids(
         >>> len(found.token_logprobs)
         2
     """
-    config = require_model(model).config.get_text_config(decoder=True)
+    inner = require_model(model)
     known = [_checked(number, pair) for number, pair in enumerate(pairs)]
-    limit, size = (getattr(config, name, None) for name in ("max_position_embeddings", "vocab_size"))
+    limit = getattr(inner.config.get_text_config(decoder=True), "max_position_embeddings", None)
     for number, (ids, start) in enumerate(known):
-        if size is not None and (ids.min() < 0 or ids.max() >= size):
-            raise ValueError(
-                f"Ids of pair {number} must be from 0 to {size - 1}, for which {type(model).__name__} has embeddings, "
-                f"got {ids.min()} to {ids.max()}. Tokenize with the tokenizer of the model."
-            )
+        require_known_ids(inner, ids, f"Ids of pair {number}")
         if limit is not None and len(ids) - 1 > limit:
             raise ValueError(
                 f"Pair {number} has {start} tokens of prefix and {len(ids) - start} of continuation, and "

@@ -33,7 +33,17 @@ from kvboost_hf.cache.prompt import (
 )
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.compat import CACHE, at_end, cache_in, calling, known_reason, require_model, unwrapped
+from kvboost_hf.compat import (
+    CACHE,
+    GenerateCall,
+    at_end,
+    cache_in,
+    calling,
+    is_in_stock_loop,
+    known_reason,
+    require_model,
+    unwrapped,
+)
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 Salt = str | bytes | None
@@ -46,6 +56,7 @@ class _OfThread(threading.local):
     """State that the calls of one thread leave for its next one."""
 
     last: ChunkReuseCache | None = None
+    config: "weakref.ref[Any] | None" = None  # that the generate() call of the last cache has made for itself
     fixed: "_LeftBuffers | None" = None  # of a fixed size: they serve the next call, too
     in_graphs: "_LeftBuffers | None" = None  # of the calls that decode in graphs of which nobody has named the size
     eager_reason: str | None = None  # why the call that begins decodes without a graph
@@ -168,8 +179,7 @@ class _Attachment:
 
     def _of_call(self, cache: ChunkReuseCache) -> ChunkReuseCache:
         """Note the cache of a call that begins, and have its last tokens stored when that has ended."""
-        self._note(cache)
-        call = calling()
+        call = self._note(cache)
         cache.serve_call(call)
         if (config := call.config) is None:
             cache.stores_prompts_whole = True
@@ -247,8 +257,19 @@ class _Attachment:
         """The cache of this thread's last call; without one, of the last call of any thread."""
         return self._of_thread.last if self._of_thread.last is not None else self._latest
 
-    def _note(self, cache: ChunkReuseCache) -> None:
-        self._of_thread.last = self._latest = cache
+    def _note(self, cache: ChunkReuseCache) -> GenerateCall:
+        """Take a cache for that of the last call, and return the `generate()` call under way.
+
+        Loops of transformers begin with the prompt: a call's forwards of other texts, such as those of
+        `guidance_scale`, do not stand for it.
+        """
+        call, of_thread = calling(), self._of_thread
+        config = call.config
+        is_noted = config is not None and of_thread.config is not None and of_thread.config() is config
+        if not is_noted or not is_in_stock_loop(config, threading.get_ident()):
+            of_thread.last = self._latest = cache
+            of_thread.config = weakref.ref(config) if config is not None else None
+        return call
 
     def _store_tails_of(self, ended: "weakref.ref[ChunkReuseCache]", thread: int) -> None:
         """Store what a call of a thread has left, unless the end shows in another thread, which must not wait.

@@ -268,6 +268,11 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
             return all(layer.is_compileable for layer in self.layers)  # torch 2.11 cannot trace super()'s property
         return static.in_use and self._live.static_layers[0].whole and not in_prefill()
 
+    @property
+    def begins_text(self) -> bool:
+        """Whether the next forward begins a text, or the one under way is not a step in a graph."""
+        return self._call is not None or self._begins_anew or self._forward is not None
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held; 0 between the start of a generate() call and its first forward."""
         if self._call is not None:
@@ -381,17 +386,19 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         elif not self._of_call and (
             self._live.static is None or not (torch.compiler.is_compiling() or key_states.shape[-2] == 1)
         ):
-            model = self._binding.model()
-            name = type(model).__name__ if model is not None else "a model that no longer exists"
             raise CacheModelMismatchError(
-                f"This ChunkReuseCache was made for one {name} object, and K/V reached it from elsewhere. Make a "
-                "cache for each model, ChunkReuseCache(other_model), and pass it to the model, not to a part of it."
+                f"This ChunkReuseCache was made for {self._made_for('one')}, and K/V reached it from elsewhere. Make "
+                "a cache for each model, ChunkReuseCache(other_model), and pass it to the model, not to a part of it."
             )
         found: tuple[torch.Tensor, torch.Tensor]
         # `Cache.update` does no more where layers are neither made at their first use nor offloaded.
         layers = self.layers if self._of_call else self._live.visible
         found = layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         return found
+
+    def _made_for(self, which: str) -> str:
+        model = self._binding.model()
+        return f"{which} {type(model).__name__} object" if model is not None else "a model that no longer exists"
 
     def reset(self) -> None:
         """Let go of what the cache holds. The store keeps its chunks."""
@@ -415,8 +422,8 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
                 self._go_on()
                 return kwargs
             raise CacheModelMismatchError(
-                f"This ChunkReuseCache was made for another {type(self._binding.model()).__name__} object than the "
-                f"{type(model).__name__} that it was passed to. Make one for it: ChunkReuseCache(model)."
+                f"This ChunkReuseCache was made for {self._made_for('another')}, not for the {type(model).__name__} "
+                "that it was passed to. Make one for it: ChunkReuseCache(model)."
             )
         self._go_on()
         ids = kwargs.get("input_ids")

@@ -4,7 +4,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -232,6 +234,26 @@ def input_device(model: PreTrainedModel) -> torch.device:
         return weight.device
     hook: Any = getattr(embeddings, "_hf_hook", None)
     return torch.device(getattr(hook, "execution_device", None) or "cpu")
+
+
+def require_known_ids(model: PreTrainedModel, ids: NDArray[np.int64], what: str) -> None:
+    """Refuse `ids`, named `what`, for which the model has no embeddings: looking them up would end a GPU's process.
+
+    Ids that the configuration names, such as those in place of images, may be any numbers, as may all of them where
+    somebody's own module or hook reads them.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    # A part of the weight may be here only (tp_plan); the module's own number may be that of an earlier weight.
+    known = max(getattr(embeddings, "num_embeddings", 0), len(embeddings.weight))
+    if not ids.size or (ids.min() >= 0 and ids.max() < known):
+        return
+    named = {value for name, value in model.config.to_dict().items() if "token" in name and isinstance(value, int)}
+    unknown = sorted(set(ids[(ids < 0) | (ids >= known)].tolist()) - named)
+    if unknown and isinstance(embeddings, nn.Embedding) and not embeddings._forward_pre_hooks:
+        raise ValueError(
+            f"{what} must be from 0 to {known - 1}, for which {type(model).__name__} has embeddings, got "
+            f"{unknown[-1]}. Tokenize with the tokenizer of the model."
+        )
 
 
 def available_device(device: torch.device | str) -> torch.device:

@@ -58,6 +58,8 @@ _KNOWN_WRONG = {
 def known_reason(model: PreTrainedModel) -> str | None:
     """Why reuse is ruled out, as far as is known without running the model now, or None."""
     static = remember(model, known_reason, lambda: _static_reason(model))
+    if static is None and type(model.get_input_embeddings()).__name__ == "_MapInputEmbedding":
+        return "transformers maps ids of another tokenizer to its own (do_sample with `assistant_tokenizer`)"
     reason: str | None = static or recall(model, _key(probe_reason, model))
     return reason
 

@@ -22,6 +22,7 @@ from kvboost_hf import (
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from tests.conftest import as_inputs, make_model, random_ids
 from tests.internals.compat import decoder_layers
+from tests.speculation import retokenize
 from tests.streaming import make_layers, stream_except
 
 MODELS = ["llama", "qwen2", "gpt2", "deepseek_v3"]
@@ -248,3 +249,16 @@ def test_a_vocabulary_that_is_padded_otherwise(size: int) -> None:
     assert layers[0][0] is layers[1][0]  # no weight but those of the tables is copied
     table: Any = assistant.get_input_embeddings().weight
     assert torch.equal(table[-1], table[min(size, 200) - 1])
+
+
+def test_an_attached_draft_of_another_tokenizer() -> None:
+    """transformers has it read ids in two ways, the first forward of a text in one and the others in another."""
+    target, tokenizer = load_embedded()
+    draft = load_embedded()[0]
+    inputs = {**tokenizer("Maria lives in Rome. Where does Maria live?", return_tensors="pt"), "max_new_tokens": 8}
+    other = retokenize(draft, tokenizer)
+    given = {"assistant_model": attach(draft), "tokenizer": tokenizer, "assistant_tokenizer": other}
+    for _ in range(2):
+        found = target.generate(**inputs, **given, do_sample=True, temperature=1e-4)
+        assert torch.equal(found, target.generate(**inputs))
+        assert "maps ids of another tokenizer" in str(last_cache(draft).report.bypass_reason)

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, detach, last_cache
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, detach, last_cache
 from kvboost_hf.assets import load_embedded
 from tests.architectures import make_architecture
 from tests.conftest import BOS, EOS, PAD, VOCAB, as_inputs, counted, left_pad, make_model, random_ids
@@ -58,16 +58,26 @@ def test_later_calls_reuse(attached: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize(
     "mode",
-    [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 50}, {"num_return_sequences": 2}],
+    [
+        {"num_beams": 3},
+        {"prompt_lookup_num_tokens": 3},
+        {"prefill_chunk_size": 50},
+        {"num_return_sequences": 2},
+        {"guidance_scale": 1.5},  # whose forwards of another text have no report
+        {"guidance_scale": 1.5, "policy": ReusePolicy(keep_logprobs=True)},
+    ],
 )
 def test_modes(attached: PreTrainedModel, mode: dict[str, Any]) -> None:
-    plain = make_model("llama")
+    plain, mode = make_model("llama"), dict(mode)
+    if policy := mode.pop("policy", None):
+        attach(attached, ChunkStore(attached, chunk_size=32), policy)
     sample = {"do_sample": "num_return_sequences" in mode}
     for ids in (BASE, BASE, BASE[:, :120]):
         torch.manual_seed(0)
         expected = plain.generate(**as_inputs(ids), max_new_tokens=6, **mode, **sample)
         torch.manual_seed(0)
         assert torch.equal(attached.generate(**as_inputs(ids), max_new_tokens=6, **mode, **sample), expected)
+    assert report(attached).prompt_tokens % 120 == 0  # of each row
     assert report(attached).reused_tokens >= 100
 
 

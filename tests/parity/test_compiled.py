@@ -54,12 +54,14 @@ def llama() -> PreTrainedModel:
     return model
 
 
+@pytest.mark.daily
+@pytest.mark.parametrize("max_cache_len", ["auto", 128])
 @pytest.mark.parametrize("way", WAYS)
-def test_reuse(llama: PreTrainedModel, way: str) -> None:
+def test_reuse(llama: PreTrainedModel, way: str, max_cache_len: Any) -> None:
     check_model_compatibility(llama)  # before it is compiled, since each shape is compiled for itself
     plain = llama.generate(**as_inputs(BASE), max_new_tokens=2)
     store = ChunkStore(llama, chunk_size=32)
-    cache = ChunkReuseCache(llama, store)
+    cache = ChunkReuseCache(llama, store, max_cache_len=max_cache_len)
     compiled = WAYS[way](llama)
     for reused in (0, 99):
         found = compiled.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=2)

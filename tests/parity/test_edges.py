@@ -246,12 +246,17 @@ class TestWhichCall:
         expected = llama(torch.cat([BASE[:, :50], NEXT], dim=1)).logits[:, 50:]
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
-    def test_use_cache_false(self, llama: PreTrainedModel, store: ChunkStore) -> None:
-        cache = ChunkReuseCache(llama, store)
+    @pytest.mark.parametrize("reason", ["use_cache is False", "is given the cache"])
+    def test_use_cache_false(self, llama: PreTrainedModel, store: ChunkStore, reason: str) -> None:
+        cache, expected = ChunkReuseCache(llama, store), llama.generate(**as_inputs(BASE), max_new_tokens=6)
+        layer = llama.model.layers[0]
+        hook = layer.register_forward_hook(lambda *given: None, with_kwargs=True) if "given" in reason else None
         for _ in range(2):
             found = llama.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=6, use_cache=False)
-            assert torch.equal(found, llama.generate(**as_inputs(BASE), max_new_tokens=6))
-        assert cache.report.bypass_reason == "use_cache is False"
+            assert torch.equal(found, expected)
+        assert reason in str(cache.report.bypass_reason)
+        if hook is not None:
+            hook.remove()
         prompt(llama, cache)
 
 

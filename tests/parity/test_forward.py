@@ -209,6 +209,9 @@ def test_inputs_embeds_are_bypassed(llama: PreTrainedModel, warm: ChunkStore) ->
     found = llama(inputs_embeds=embeds, past_key_values=cache, logits_to_keep=1).logits
     close(found, llama(BASE).logits[:, -1:])
     assert cache.report.bypass_reason == "no input_ids were passed"
+    assert (cache.report.prompt_tokens, cache.report.forwarded_tokens) == (200, 200)
+    llama(inputs_embeds=embeds[:, :9], past_key_values=cache, logits_to_keep=1)  # which go on
+    assert (cache.report.prompt_tokens, cache.report.forwarded_tokens) == (209, 209)
 
 
 def test_inputs_embeds_behind_another_prompt(llama: PreTrainedModel, warm: ChunkStore) -> None:
@@ -271,15 +274,19 @@ def test_an_interrupted_forward_leaves_no_trace(llama: PreTrainedModel, error: t
 def test_ids_outside_the_vocabulary(llama: PreTrainedModel, warm: ChunkStore) -> None:
     cache = ChunkReuseCache(llama, warm)
     bad = torch.cat([BASE[:, :100], torch.tensor([[5000]])], dim=1)
-    with pytest.raises(IndexError):
+    told = r"from 0 to 199, for which LlamaForCausalLM has embeddings, got 5000\. Tokenize with"
+    with pytest.raises(ValueError, match=told):
         llama.generate(**as_inputs(bad), past_key_values=cache, max_new_tokens=3)
+    with pytest.raises(ValueError, match=told):
+        warm.warm(bad)
     found = llama.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=3)
     assert torch.equal(found, llama.generate(**as_inputs(BASE), max_new_tokens=3))
     assert not any((chunk.tokens >= 200).any() for chunk in warm.inspect().chunks.values())
 
 
-def test_empty_ids_fail_as_they_do_without_us(llama: PreTrainedModel) -> None:
-    empty = torch.empty(1, 0, dtype=torch.long)
+@pytest.mark.parametrize("shape", [(1, 0), (0, 90)])
+def test_empty_ids_fail_as_they_do_without_us(llama: PreTrainedModel, shape: tuple[int, int]) -> None:
+    empty = torch.empty(shape, dtype=torch.long)
     outcomes = []
     for kwargs in ({}, {"past_key_values": ChunkReuseCache(llama)}):
         try:

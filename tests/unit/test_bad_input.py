@@ -228,6 +228,9 @@ class TestAnotherModel:
         assert len(cache.store) == 0
         found = llama.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=2)
         assert torch.equal(found, llama.generate(**as_inputs(IDS), max_new_tokens=2))
+        cache = ChunkReuseCache(make_model("llama"))
+        with pytest.raises(CacheModelMismatchError, match=r"for a model that no longer exists, .*ChunkReuseCache\("):
+            other.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=2)
 
     def test_the_model_inside(self, llama: PreTrainedModel) -> None:
         with pytest.raises(CacheModelMismatchError, match="not to a part of it"):
@@ -236,6 +239,17 @@ class TestAnotherModel:
     def test_a_store_of_another_model(self, llama: PreTrainedModel) -> None:
         with pytest.raises(ValueError, match="made for another model object"):
             ChunkReuseCache(make_model("llama"), ChunkStore(llama))
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+def test_a_store_in_place_of_a_cache(llama: Any, name: str) -> None:
+    store: Any = ChunkStore(llama)
+    for call in (llama, partial(llama.generate, max_new_tokens=2)):
+        with pytest.raises(AttributeError, match=r"got a ChunkStore\. Pass ChunkReuseCache\(model, store\)"):
+            call(IDS, **{name: store})
+    with pytest.raises(AttributeError, match="'ChunkStore' object has no attribute 'warmth'"):
+        store.warmth  # noqa: B018
 
 
 class TestWarm:

@@ -206,9 +206,18 @@ def _plain(parts: CacheParts, request: Request, reason: str) -> Forward:
         live.tally = Tally(bypass=reason)
         _count_all(live.tally, request.kwargs)
     live.plain_used = True
-    if has_own_cache(request.model):
+    if has_own_cache(request.model) or _wants_none(request.kwargs):
         request.kwargs = {**request.kwargs, cache_argument(request.model): None}
     return Unrecorded(parts, 0, 0)
+
+
+def _wants_none(kwargs: Kwargs) -> bool:
+    """Whether a generate() call without a cache passes the one it was given all the same.
+
+    It passes the whole sequence at each step. Of other callers, who continue what they have passed it with, the layers
+    take K/V, as those of transformers do.
+    """
+    return kwargs.get("use_cache") is False and getattr(running_config(), "use_cache", None) is False
 
 
 def _bypass(parts: CacheParts, request: Request, reason: str) -> Forward:
@@ -218,25 +227,23 @@ def _bypass(parts: CacheParts, request: Request, reason: str) -> Forward:
     tally = parts.live.tally
     tally.bypass, tally.live, tally.moved, tally.rows = reason, 0, 0, [0] * len(tally.rows)
     _count_all(tally, request.kwargs)
-    if request.kwargs.get("use_cache") is False and getattr(running_config(), "use_cache", None) is False:
-        # Such a generate() call passes its cache all the same, and the whole sequence at each step. Of other callers,
-        # who continue what they have passed it with, the layers take K/V, as those of transformers do.
+    if _wants_none(request.kwargs):
         request.kwargs = {**request.kwargs, cache_argument(request.model): None}
-    return Unrecorded(parts, 0, _new_columns(request.kwargs))
+    return Unrecorded(parts, 0, _new_shape(request.kwargs)[1])
 
 
 def _lose_track(parts: CacheParts, request: Request, held: int, reason: str) -> Forward:
     """Run what follows as it stands; nothing more is known of what the layers hold."""
     parts.live.ledger = None
-    tally, ids = parts.live.tally, request.kwargs.get("input_ids")
-    more = isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] > 1
+    tally, (rows, columns) = parts.live.tally, _new_shape(request.kwargs)
+    more = columns > 1
     if more or not tally.live + tally.stored:  # else it is of no concern to the prompt
         tally.bypass = tally.bypass or reason
-    if isinstance(ids, torch.Tensor) and more:
-        tally.prompt += ids.numel()
-        tally.forwarded += ids.numel()
+    if more:
+        tally.prompt += rows * columns
+        tally.forwarded += rows * columns
     known = request.inputs if isinstance(request.inputs, ForwardInputs) else None
-    return Unrecorded(parts, held, held + _new_columns(request.kwargs), known)
+    return Unrecorded(parts, held, held + columns, known)
 
 
 def _prompt(parts: CacheParts, request: Request) -> Forward:
@@ -268,7 +275,7 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
         tally.dropped = CHANGED
     live.changed = False
     ledger = live.start_ledger(pads, found.root, found.regime)
-    candidates = inputs.logits - 1 if request.armed and inputs.verifies else 0
+    candidates = inputs.logits - 1 if inputs.verifies and (request.armed or request.in_generate) else 0
     tally.prompt = int((columns - candidates - pads).sum())
     tally.rows = np.maximum(held - pads, 0).tolist()
     tally.live = sum(tally.rows)
@@ -287,7 +294,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     ledger = live.in_step(look=live.stateful or not request.is_step)
     known = inputs if isinstance(inputs, ForwardInputs) else None
     if live.untracked and (request.is_step or request.carries or (known is not None and known.verifies)):
-        return Unrecorded(parts, held, held + _new_columns(request.kwargs), known)
+        return Unrecorded(parts, held, held + _new_shape(request.kwargs)[1], known)
     reason = admit_more(parts, request, ledger, held)
     is_piece = (
         known is not None
@@ -412,12 +419,12 @@ def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:
 
 
 def _count_all(tally: Tally, kwargs: Kwargs) -> None:
-    ids = kwargs.get("input_ids")
-    if isinstance(ids, torch.Tensor) and ids.ndim == 2:
-        tally.prompt = tally.forwarded = ids.numel()
+    rows, columns = _new_shape(kwargs)
+    tally.prompt = tally.forwarded = rows * columns
 
 
-def _new_columns(kwargs: Kwargs) -> int:
+def _new_shape(kwargs: Kwargs) -> tuple[int, int]:
+    """Rows and columns of the ids, or embeddings, of a forward."""
     given = kwargs.get("input_ids")
     given = kwargs.get("inputs_embeds") if given is None else given
-    return int(given.shape[1]) if isinstance(given, torch.Tensor) and given.ndim > 1 else 0
+    return (given.shape[0], given.shape[1]) if isinstance(given, torch.Tensor) and given.ndim > 1 else (0, 0)

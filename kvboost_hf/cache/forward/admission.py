@@ -66,6 +66,7 @@ from kvboost_hf.compat import (
     probe_reason,
     recall,
     remember,
+    require_known_ids,
     rope_regime,
     run_model,
     tolerance,
@@ -334,6 +335,8 @@ def _read_prompt(
     positions = inputs.position_ids
     found = positions.cpu().numpy() if positions is not None and positions.ndim > 2 else None
     if found is None and OF_MEDIA.isdisjoint(kwargs):
+        if not (ids.min() >= 0 and ids.max() < model.get_input_embeddings().weight.shape[0]):  # type: ignore[index]
+            require_known_ids(model, ids, "Token ids")
         return Prompt.of_text(ids)
     encoded = kwargs.get(ENCODED)
     source = (encoded_from(encoded) if encoded is not None else None) or kwargs

@@ -32,7 +32,7 @@ from kvboost_hf.cache.planning.plan import Chunk, ReusePlan, RowPlan, Segment
 from kvboost_hf.cache.planning.report import LIVE, Tally
 from kvboost_hf.cache.prompt import ForwardInputs
 from kvboost_hf.cache.prompt.token_log import Prompt
-from kvboost_hf.compat import PrivateCache, input_device, run_model
+from kvboost_hf.compat import PrivateCache, input_device, require_known_ids, run_model
 
 
 def plan_edit(text: Edited, sink_tokens: int, chunk_of: Callable[[int, int, int], Chunk]) -> BlendPlan | None:
@@ -128,9 +128,7 @@ def plan_live(parts: CacheParts, ledger: Ledger, text: Edited) -> Moved | None:
     assert model is not None
     if not text.ids.shape[1]:
         raise ValueError("An edit must leave at least one token, and this one drops all of them. Call reset().")
-    known = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
-    if (most := int(text.ids.max())) >= known:
-        raise ValueError(f"New text of `replace` must be token ids below {known}, got {most}.")
+    require_known_ids(model, text.ids, "New text of `replace`")
 
     def chunk_of(row: int, start: int, stop: int) -> StoredChunk:
         blocks: list[Block] = []

@@ -59,7 +59,7 @@ _ADAPTER_STATE = frozenset(("_active_adapter", "_disable_adapters"))  # read thr
 _RECOMPUTED = ("_orig", "_v")  # pruning and old weight norms compute `weight` from `weight_orig` at each forward
 _SAME_IN_TRAINING = frozenset((nn.Identity, nn.Linear, nn.Embedding, nn.ModuleDict, nn.ParameterDict))
 _NO_FLAGS = frozenset(("training", "_hf_peft_config_loaded"))  # they come and go, and say nothing of what is kept
-_OF_LAYERS = frozenset(("torch", "peft"))  # packages of layers that say nothing of what is kept, or are adapters
+_OF_LAYERS = ("torch.nn.", "torch._", "peft.")  # of layers that say nothing of what is kept, or are adapters
 _READ_WHOLE_BYTES = 2**20  # of what is kept in containers, and of what hooks can reach
 _READ_ELSEWHERE = OF_TORCH | UNREAD | {"_hf_hook", "_old_forward", "forward"}
 
@@ -193,7 +193,8 @@ class Walk:
         elif tensor is not None:
             self.is_ordinary = False
             self.found.are_all_placed &= not tensor.is_meta
-            if type(tensor) not in _PLAIN:
+            if type(tensor) not in _PLAIN:  # quantized, perhaps with inputs that are scaled all together
+                self.found.flags.append(type(tensor).__qualname__)
                 for part in plain_tensors(tensor):
                     if id(part) in self._at_rest:
                         self._add_at_rest(part)
@@ -220,7 +221,7 @@ class Walk:
         scalars = {name: v for name, v in attributes.items() if type(v) in SCALARS and name not in NOTES}
         found.switches += scalars.values()
         kind = type(self.modules[number])
-        if kind.__module__.partition(".")[0] not in _OF_LAYERS:
+        if not kind.__module__.startswith(_OF_LAYERS):
             found.flags.append(kind.__qualname__)
             # Not floats, such as the strength of a steering vector: K/V are not arranged by them.
             found.flags += [v for name, v in scalars.items() if type(v) is not float and name not in _NO_FLAGS]

@@ -129,7 +129,7 @@ def _rows(given: Ids, batch: int) -> Tokens:
     found = np.asarray(given.cpu() if hasattr(given, "cpu") else given)
     found = found.reshape(1, -1) if found.ndim == 1 else found
     whole = found.size == 0 or np.issubdtype(found.dtype, np.integer)
-    if found.ndim != 2 or found.shape[0] not in (1, batch) or not whole or (found < 0).any():
+    if found.ndim != 2 or found.shape[0] not in (1, batch) or not whole:
         raise ValueError(
             f"New text of `replace` must be token ids [tokens] or [{batch}, tokens], got an array of shape "
             f"{list(found.shape)} and type {found.dtype}. Pass tokenizer(text, add_special_tokens=False).input_ids."

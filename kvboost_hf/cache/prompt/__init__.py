@@ -66,6 +66,10 @@ class HookedCache(Protocol):
     def is_compileable(self) -> bool:
         """As transformers asks of a `Cache`: whether the next forward may be compiled."""
 
+    @property
+    def begins_text(self) -> bool:
+        """Whether the next forward begins a text, or the one under way is not a step in a graph."""
+
     def begin_anew(self) -> None:
         """Take the ids of the next forward for the start of a prompt."""
 
@@ -176,7 +180,7 @@ def _is_hooked(cache: Any) -> TypeGuard[HookedCache]:
 def _is_compileable(kwargs: Kwargs) -> bool:
     """Whether a forward comes with a cache of a fixed size, whose hooks are tensor operations while compiling."""
     cache = cache_in(kwargs)
-    return _is_hooked(cache) and cache.is_compileable
+    return _is_hooked(cache) and not cache.begins_text and cache.is_compileable
 
 
 def _needs_no_hook(model: nn.Module, kwargs: Kwargs) -> bool:
@@ -298,7 +302,7 @@ def read_inputs(
         return reason
     if not isinstance(ids, torch.Tensor):
         return "no input_ids were passed"
-    if ids.ndim != 2 or ids.shape[1] == 0:
+    if ids.ndim != 2 or not ids.numel():
         return f"input_ids have the shape {list(ids.shape)}"
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         return "the attention mask is not 2-D"

@@ -4,11 +4,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from kvboost_hf import forks
 from kvboost_hf.cache.codecs import LiveQuant, live_config, make_codec
@@ -442,6 +443,13 @@ class ChunkStore:
     @max_bytes.setter
     def max_bytes(self, max_bytes: int | str) -> None:
         self._records.memory.max_bytes = require_size("max_bytes", max_bytes, least=0)
+
+    if not TYPE_CHECKING:  # or types would know any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in dir(Cache):
+                raise AttributeError("`cache` must be a cache, got a ChunkStore. Pass ChunkReuseCache(model, store).")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __len__(self) -> int:
         return len(self._records.memory.chunks)
