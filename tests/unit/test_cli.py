@@ -199,6 +199,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
             "demo: there is no flag --modle; did you mean --model? All flags: kvboost-hf demo -",
         ),
         (["demo", "--xyz=1"], "kvboost-hf demo: there is no flag --xyz. All flags: "),
+        (["demo", "--json", "/nope/x"], "name a file in a folder that there is. All flags: "),
         (
             ["doctor", "gpt2"],
             "'gpt2' must have a flag before it. A model is named so: kvboost-hf doctor --model gpt2.",
