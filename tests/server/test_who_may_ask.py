@@ -357,7 +357,7 @@ def test_all_addresses_of_a_host_are_listened_at(
     with in_a_thread(server) as wire:
         for address in also:
             assert httpx.get(f"http://{address}:{wire.port}/v1/models").status_code == 200
-        for one in server.servers:  # or each answer but the first of a connection would wait 40 ms for Nagle
+        for one in server.servers:  # or Nagle's algorithm holds answers back
             assert one.sockets[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         with pytest.raises(ValueError, match=f"is free, got {host} and {wire.port}"):
             require_free(host, wire.port)
