@@ -39,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors do not stand behind a page of usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}. All flags: {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {message.rstrip('.')}. All flags: {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

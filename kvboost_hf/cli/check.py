@@ -53,14 +53,25 @@ def run_fits(options: argparse.Namespace) -> int:
     if (other := _other_weights(config, options.bits)) is not None:
         sys.stdout.write(f"\nThis is a plan for other weights than {options.model} has: {other}.\n")
         return 0
-    budget = ["--vram-budget", options.vram_budget]
-    folder = [] if options.disk_folder is None else ["--disk-folder", options.disk_folder]
-    step = typed("serve", options, "--awq-streaming", *budget, *folder), "serve it within this budget"
+    step = typed("serve", options, "--awq-streaming", *_flags(options, served=True)), "serve it within this budget"
     if plan.device_bytes > (StreamingConfig(vram_budget=options.vram_budget).vram_bytes or 0):
         folder = ["--on", options.on, "--disk-folder", "FOLDER"]
-        step = typed("fits", options, *budget, *folder), "a plan within this budget: layers in files"
+        step = typed("fits", options, *_flags(options), *folder), "a plan within this budget: layers in files"
     sys.stdout.write(next_steps(options, step))
     return 0
+
+
+def _flags(options: argparse.Namespace, *, served: bool = False) -> list[object]:
+    """The flags of a plan that are not the defaults, as `fits` has them, or as a server does."""
+    usual = StreamingConfig()
+    told = {name: value for name, value in given(StreamingConfig, options, PLANNED).items() if value is not None}
+    told = {name: value for name, value in told.items() if value != getattr(usual, name)}
+    if served and {"max_tokens", "prefill_chunk_size"} & set(told):
+        told.pop("max_tokens", None)
+        told["max_live_tokens"] = options.max_tokens
+    if served and options.on == "cpu":
+        told["device"] = "cpu"
+    return [text for name, value in told.items() for text in (f"--{name.replace('_', '-')}", value)]
 
 
 def _other_weights(config: Any, bits: int | None) -> str | None:

@@ -23,7 +23,7 @@ _Warmed = list[tuple[str, ReuseReport]]  # each with a name to show
 
 
 def run_warm(options: argparse.Namespace) -> int:
-    """Compute, store and show; returns 1 if no tier has it, or one has failed."""
+    """Compute, store and show; returns 1 if no tier has all of it, or one has failed."""
     with needs_extra("demo", "warm"):
         from rich.console import Console
 
@@ -55,7 +55,7 @@ def run_warm(options: argparse.Namespace) -> int:
             reports = _warm_starts(store, options, chats or [{"text_or_ids": text} for text in texts], given, shown)
         shown.show("writing to tiers")
         store.flush()
-        written = store.stats()["tiers"]
+        lost, written = len(store.unkept()), store.stats()["tiers"]
         store.close()
     for warmed, report in reports:
         say(console, f"{warmed}: {report}")
@@ -64,7 +64,7 @@ def run_warm(options: argparse.Namespace) -> int:
     tiers = {tier: stats for tier, stats in written.items() if tier not in ("ram", "device")}
     for tier, stats in tiers.items():
         console.print(f"{name} in {tier}: {stats['chunks']} chunks, {stats['bytes']:,} bytes", highlight=False)
-    failed = not tiers or any(stats["errors"] for stats in tiers.values())
+    failed = not tiers or lost > 0 or any(stats["errors"] for stats in tiers.values())
     for tier, stats in tiers.items():
         if stats["errors"]:
             say(
@@ -72,6 +72,8 @@ def run_warm(options: argparse.Namespace) -> int:
                 f"{tier} has refused {stats['errors']} writes or reads, and lacks that K/V; the log above says why. "
                 "Where a disk is full, make room or name another folder; then run this command again.",
             )
+    if lost and tiers and not any(stats["errors"] for stats in tiers.values()):
+        say(console, f"{lost} chunks of it are not there: they have no room beside others. Make room, or warm less.")
     steps = [("kvboost-hf inspect --tiers ADDRESS", "what a tier holds")]
     if not failed:
         steps.insert(0, (shlex.join(["kvboost-hf", "serve", *flags]), "finds it: these flags must be alike"))

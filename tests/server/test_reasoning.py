@@ -380,13 +380,22 @@ def test_the_streaming_helper_of_the_sdk(family: Family) -> None:
 
 
 def test_messages_have_no_reasoning_that_nobody_has_asked_for(family: Family, engine: FakeEngine) -> None:
+    """A loop of calls does without what was hidden; its tokens count."""
     body: dict[str, Any] = {"model": "reader", "max_tokens": 9, "messages": ASK}
+    used = {"type": "tool_use", "id": "a1", "name": "look", "input": {}}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a1", "content": "Anna"}]}
+    loop = [*ASK, {"role": "assistant", "content": [used]}, result]
     for name, end in (("qwen", "</think>\n\n"), ("r1", "<think>\n")):
         at = family(name)
         tokenizer = at.server.config.app.state.context.tokenizer
-        for more in ({}, {"output_config": {"effort": "high"}}):
+        for more in ({}, {"output_config": {"effort": "high"}}, {"messages": loop}):
             told = at.http.post("/v1/messages", json=body | more).json()
             assert told["content"] == [{"type": "text", "text": "Anna."}]
+            usage = told["usage"]
+            assert (usage["output_tokens"], usage["output_tokens_details"]) == (6, {"thinking_tokens": 4})
+            events = at.http.post("/v1/messages", json=body | more | {"stream": True}).text
+            assert "So" not in events
+            assert '"output_tokens_details": {"thinking_tokens": 4}' in events
             assert tokenizer.decode(engine.job.ids).endswith(end)
             prompt = at.http.post("/v1/messages/count_tokens", json={"messages": ASK} | more).json()
             assert prompt["input_tokens"] == len(engine.job.ids)

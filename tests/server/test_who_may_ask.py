@@ -6,6 +6,7 @@ import logging
 import socket
 import ssl
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.server.browser import CHROMIUM, DRIVER, Browser
 from tests.server.conftest import SETTINGS, Serve
 from tests.server.fake_engine import FakeEngine
 from tests.server.wire import WAIT_S, in_a_thread, running, until
+from tests.servers import free_port
 
 pytestmark = pytest.mark.daily
 
@@ -327,15 +329,41 @@ def test_no_character_of_a_client_reaches_a_terminal(
     assert json.loads(lines[0])["path"].startswith("/a\x1b[2J\x9b2J\u202e")
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_all_addresses_are_those_of_both_families(engine: FakeEngine, tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("host", "also"),
+    [
+        pytest.param(
+            "::",
+            ("127.0.0.1", "[::1]", "localhost"),
+            marks=pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6"),
+        ),
+        ("two.test", ("127.0.0.1", "127.0.0.2")),
+    ],
+)
+def test_all_addresses_of_a_host_are_listened_at(
+    host: str, also: Sequence[str], engine: FakeEngine, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`::` has those of both families. An address that the machine lacks is left out beside others, and not alone."""
+    found = socket.getaddrinfo
+
+    def look_up(name: Any, port: Any, *how: Any, **named: Any) -> Any:
+        names = {"two.test": ["192.0.2.1", *also], "gone.test": ["192.0.2.1"]}.get(name, [name])
+        return [each for name in names for each in found(name, port, *how, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
     told: list[str] = []
-    settings = replace(SETTINGS, host="::", port=0)
+    settings = replace(SETTINGS, host=host, port=free_port())
     server = FrontServer(make_app(engine, tokenizer, settings), engine, settings, told.extend)
     with in_a_thread(server) as wire:
-        for host in ("127.0.0.1", "[::1]", "localhost"):
-            assert httpx.get(f"http://{host}:{wire.port}/v1/models").status_code == 200
-        with pytest.raises(ValueError, match=f"is free, got :: and {wire.port}"):
-            require_free("::", wire.port)
-    assert told == [f"http://[::]:{wire.port}"]
-    require_free("::", wire.port)
+        for address in also:
+            assert httpx.get(f"http://{address}:{wire.port}/v1/models").status_code == 200
+        for one in server.servers:  # or Nagle's algorithm holds answers back
+            assert one.sockets[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        with pytest.raises(ValueError, match=f"is free, got {host} and {wire.port}"):
+            require_free(host, wire.port)
+    assert told == [f"http://{name}:{wire.port}" for name in (["[::]"] if host == "::" else also)]
+    require_free(host, wire.port)
+    with socket.create_server((also[-1].strip("[]"), 0)) as taken, pytest.raises(ValueError, match="is free, got"):
+        require_free(host, taken.getsockname()[1])
+    with pytest.raises(ValueError, match=r"is free, got gone\.test"):
+        require_free("gone.test", wire.port)

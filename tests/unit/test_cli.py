@@ -199,6 +199,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
             "demo: there is no flag --modle; did you mean --model? All flags: kvboost-hf demo -",
         ),
         (["demo", "--xyz=1"], "kvboost-hf demo: there is no flag --xyz. All flags: "),
+        (["demo", "--json", "/nope/x"], "name a file in a folder that there is. All flags: "),
         (
             ["doctor", "gpt2"],
             "'gpt2' must have a flag before it. A model is named so: kvboost-hf doctor --model gpt2.",
@@ -250,8 +251,10 @@ def test_fits_recommends_what_can_be_served(tmp_path: Path, capsys: pytest.Captu
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
     plan = ["fits", "--model", str(tmp_path), "--vram-budget", "1GB"]
     for quantized, flags, says in (
-        (None, [], "serve it within this budget"),
+        (None, [], "serve .* --awq-streaming --vram-budget 1GB +# serve it within this budget"),
         (None, ["--bits", "16"], "serve it within this budget"),
+        (None, ["--max-tokens", "64", "--on", "cpu"], "serve .* --max-live-tokens 64 --device cpu +# serve it"),
+        (None, ["--prefill-chunk-size", "64"], "serve .* --prefill-chunk-size 64 --max-live-tokens 4096 +# serve it"),
         (None, ["--bits", "4"], "other weights than .* has: its own are not quantized. Name a checkpoint of it in 4"),
         (gptq, [], "serve it within this budget"),
         (gptq, ["--bits", "4"], "serve it within this budget"),
@@ -276,7 +279,7 @@ def test_fits_says_what_a_budget_of_a_cpu_needs(tmp_path: Path, capsys: pytest.C
     assert main([*asked, "4MB"]) == 0
     said = capsys.readouterr().out
     assert "serve it" not in said
-    assert "--vram-budget 4MB --on cpu --disk-folder FOLDER   # a plan within this budget: layers in files" in said
+    assert "--vram-budget 4MB --max-tokens 128 --on cpu --disk-folder FOLDER   # a plan within this budget:" in said
     for flags in (["1GB"], ["4MB", "--disk-folder", str(tmp_path)]):
         assert main([*asked, *flags]) == 0
         assert "serve it within this budget" in capsys.readouterr().out

@@ -119,16 +119,19 @@ def test_bad_addresses(tiers: list[str], files: list[str], capsys: pytest.Captur
         assert capsys.readouterr().err.splitlines()[-1].startswith("kvboost-hf: ")
 
 
-@pytest.mark.parametrize("scheme", ["disk:", "file://"])
+@pytest.mark.parametrize("scheme", ["disk:", "file://", "handover:"])
 def test_the_size_of_an_address_is_a_limit(
     scheme: str, tmp_path: Path, files: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the folder is named from the current one; `inspect` gives nothing up for it."""
+    """Also where the folder is named from the current one; `inspect` gives nothing up for it; `warm` says what is."""
     monkeypatch.chdir(tmp_path)
-    assert main(["warm", *files, "--tiers", f"{scheme}kv:1M", "--chunk-size", "16"]) == 0
+    assert main(["warm", *files, "--tiers", f"{scheme}kv:1M", "--chunk-size", "16"]) == 1
+    assert "have no room" in capsys.readouterr().out
     found = listed(f"{scheme}kv:1K", tmp_path, capsys)
     assert 500_000 < sum(int(str(line["nbytes"])) for line in found) <= 1_000_000
     assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "b.txt", "kv", "found.json"}
+    assert main(["warm", *files, "--tiers", f"{scheme}more:50M", "--chunk-size", "16"]) == 0
+    assert " 0 chunks" not in capsys.readouterr().out
 
 
 def test_inspect_makes_nothing_in_a_folder_that_is_no_tier(

@@ -7,6 +7,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from uuid import uuid4
 import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from tests.internals.cache import (
     FilesystemTier,
@@ -825,12 +828,25 @@ def test_files_of_others_are_left_alone(files, tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["notes.txt"] * 4
 
 
-def test_what_was_given_up_leaves_no_folders(tmp_path, monkeypatch):
+def _ls_as_ftp(local: LocalFileSystem, path: str, detail: bool = True, **how: Any) -> list[Any]:
+    return local.ls(path, detail=True) if detail else [os.path.basename(each) for each in local.ls(path)]
+
+
+@pytest.mark.parametrize("scheme", ["file", "elsewhere"])
+def test_what_was_given_up_leaves_no_folders(scheme, tmp_path, monkeypatch):
     """Each chunk had one, which took room for good. Another process may need one as it is removed."""
-    tier, other = (FilesystemTier(tmp_path.as_uri(), max_bytes=9000) for _ in range(2))
+    local = LocalFileSystem()
+    names = ("_open", "info", "makedirs", "mv", "rm_file", "rmdir")
+    methods = {name: staticmethod(getattr(local, name)) for name in names}
+    methods["ls"] = staticmethod(partial(_ls_as_ftp, local))
+    remote = type("Remote", (AbstractFileSystem,), {"protocol": ("sftp", "elsewhere"), **methods})
+    fsspec.register_implementation("elsewhere", remote, clobber=True)
+    tier, other = (FilesystemTier(f"{scheme}://{tmp_path}", max_bytes=9000) for _ in range(2))
     write(tier, *(make_entry(number) for number in range(20)))
     assert len(list((tmp_path / "heads").iterdir())) == 3
-    replace, entry, late = os.replace, make_entry(50), set[str]()
+    entry, late = make_entry(50), set[str]()
+    place, name = (os, "replace") if scheme == "file" else (other._fs, "mv")
+    replace = getattr(place, name)
 
     def replace_late(source: str, target: str) -> None:
         with suppress(OSError):
@@ -840,10 +856,12 @@ def test_what_was_given_up_leaves_no_folders(tmp_path, monkeypatch):
         replace(source, target)
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvboost_hf.cache.tiers.filesystem.os.replace", replace_late)
+        patched.setattr(place, name, replace_late)
         assert other.write(entry, make_blob(entry))
+    (tmp_path / f"unfinished-{0:016x}-{entry.key.hex()[:32]}").touch()
+    FilesystemTier(f"{scheme}://{tmp_path}")
     assert tier.clear(entry.model)
-    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["heads", "index"]
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")} == {"chunks", "heads", "index"}
     assert other.stats()["errors"] == 0
 
 

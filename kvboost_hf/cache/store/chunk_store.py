@@ -151,6 +151,7 @@ class ChunkStore:
         self.beside = self._roots.beside
         self.fetch, self.lose = records.fetch, records.lose
         self.held, self.entries, self.places = records.held, records.entries, records.places
+        self.unkept = records.unkept
         self.roots_beside = records.roots_beside
         self.made_with = records.made_with
         history = records.history

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, Protocol, TypeVar
 
 from kvboost_hf import forks
@@ -240,6 +241,13 @@ class TieredRecords:
         for each in [each for root in self.lower.roots for each in self.lower.records(root)]:
             found.setdefault(each.key, each)
         return list(found.values())
+
+    def unkept(self) -> list[Stored]:
+        """Write what only host memory holds to the lower tiers; returns what these have not, or not any more."""
+        self.hand_over(inf, self.hear)
+        due = [each for each in self.held() if self.lower.may_write(each)]
+        kept = self.lower.tiers.find([each.key for each in due])
+        return [each for each in due if each.key not in kept]
 
     # Using
 

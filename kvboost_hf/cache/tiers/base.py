@@ -210,7 +210,7 @@ class Failures:
                 "%s: failed to %s: %s. %s; failures so far: %d.",
                 self._place,
                 doing,
-                error,
+                str(error).rstrip("."),
                 self._effect,
                 self.count,
                 exc_info=error if Exception in self.kinds else None,

@@ -35,6 +35,7 @@ _UNFINISHED = re.compile(r"unfinished-(?:([0-9a-f]{16})-)?[0-9a-f]{32}")  # with
 _EXPIRES_NS = 3600 * 10**9  # what is older, by whatever clock, is of a process that was killed
 # Where a file can be seen while it is written, and renaming it is one step. Object stores show what is complete.
 _RENAMED = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs"})
+_KEEPS_FULL = _RENAMED - {"hdfs"}  # `rmdir` leaves a folder with something in it; elsewhere it takes that, too
 
 
 class _Listed(NamedTuple):
@@ -76,7 +77,9 @@ class FilesystemTier(RemoteTier):
         super().__init__("filesystem", url, max_bytes, cooldown_s, Exception)
         self._fs, self._base = _file_system(url, storage_options or {})
         protocols = self._fs.protocol
-        self._renames = not _RENAMED.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
+        protocols = [protocols] if isinstance(protocols, str) else protocols
+        self._renames = not _RENAMED.isdisjoint(protocols)
+        self._drops_empty = not _KEEPS_FULL.isdisjoint(protocols)
         self._held: OrderedDict[bytes, _Listed] | None = None  # least recently used first; None until it is needed
         self._lock = forks.lock()  # of `_held`
         self._changing = forks.lock()  # while a chunk is written or given up: it is more than one file
@@ -118,24 +121,24 @@ class FilesystemTier(RemoteTier):
 
     def _alike(self, head: bytes) -> list[tuple[str, bytes]]:
         """Paths and keys of what is listed under a head, newest first."""
-        try:
-            paths = sorted(self._fs.ls(f"{self._base}/heads/{head.hex()}", detail=False), reverse=True)
-        except FileNotFoundError:
-            return []
         found = []
-        for path in paths:
+        for path in sorted(self._listing(f"heads/{head.hex()}"), reverse=True):
             with suppress(ValueError):  # a file of somebody else's
                 found.append((path, bytes.fromhex(path.rpartition("-")[2])))
         return found
 
+    def _listing(self, folder: str) -> list[str]:
+        """The paths of what is in a folder; of some file systems, such as that of ftp, `ls` has the names alone."""
+        folder = f"{self._base}/{folder}".rstrip("/")
+        with suppress(FileNotFoundError):
+            listed = self._fs.ls(folder, detail=False)
+            return [f"{folder}/{path.rstrip('/').rpartition('/')[2]}" for path in listed]
+        return []
+
     def _keys(self, root: bytes | None) -> list[bytes]:
         if root is None or len(root) == KEY_BYTES:
             return [listed.key for listed in self._index("index" if root is None else f"index/{root.hex()}")]
-        try:
-            folders = self._fs.ls(f"{self._base}/index", detail=False)
-        except FileNotFoundError:
-            return []
-        names = [path.rstrip("/").rpartition("/")[2] for path in folders]
+        names = [path.rpartition("/")[2] for path in self._listing("index")]
         alike = [f"index/{name}" for name in names if name.startswith(root.hex())]
         return [listed.key for folder in alike for listed in self._index(folder)]
 
@@ -303,9 +306,13 @@ class FilesystemTier(RemoteTier):
             if isinstance(self._fs, LocalFileSystem):
                 _put_privately(unfinished, path, content)
             else:
-                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self._fs.makedirs(os.path.dirname(path), exist_ok=True)
                 self._fs.pipe_file(unfinished, content)
-                self._fs.mv(unfinished, path)
+                try:
+                    self._fs.mv(unfinished, path)
+                except Exception:  # the folder was empty, and another process has just removed it
+                    self._fs.makedirs(os.path.dirname(path), exist_ok=True)
+                    self._fs.mv(unfinished, path)
         except Exception:
             with suppress(Exception):
                 self._fs.rm_file(unfinished)
@@ -319,11 +326,10 @@ class FilesystemTier(RemoteTier):
     def _remove_unfinished(self) -> None:
         """Remove what killed processes were writing: it would take room, and nobody would count it."""
         now, left = time.time_ns(), []
-        with suppress(FileNotFoundError):
-            for path in self._fs.ls(self._base, detail=False):
-                found = _UNFINISHED.fullmatch(path.rpartition("/")[2])
-                if found is not None and abs(now - int(found[1] or "0", 16)) > _EXPIRES_NS:
-                    left.append(path)
+        for path in self._listing(""):
+            found = _UNFINISHED.fullmatch(path.rpartition("/")[2])
+            if found is not None and abs(now - int(found[1] or "0", 16)) > _EXPIRES_NS:
+                left.append(path)
         self._clean(left)
 
     def _drop_links(self, *folders: str) -> None:
@@ -335,12 +341,15 @@ class FilesystemTier(RemoteTier):
 
     def _remove(self, paths: Iterable[str]) -> None:
         for path in paths:
-            with suppress(FileNotFoundError):
+            try:
                 self._fs.rm_file(path)
+            except Exception:  # not always a `FileNotFoundError`
+                if self._fs.exists(path):
+                    raise
             folder = os.path.dirname(path)
-            if isinstance(self._fs, LocalFileSystem) and folder != self._base:
-                with suppress(OSError):  # it is not empty
-                    os.rmdir(folder)
+            if self._drops_empty and os.path.dirname(folder) != self._base:  # of one head, or of one root
+                with suppress(Exception):  # it is not empty
+                    self._fs.rmdir(folder)
 
 
 class _ForeignError(OSError):

@@ -49,6 +49,7 @@ class ToolFormat:
     marker: str  # a text that nothing but calls begins with
     marked: bool = True  # whether no other text looks like a call
     starts: str = "<[{`"  # characters that a mark may begin with
+    heads: tuple[str, ...] = ()  # what messages of an answer begin with: left out where it is cut there
     always: bool = False  # whether answers without calls have marks of the format, too
     nothing: str | None = None  # a tool that is not offered, and whose call does nothing
     before: str = ""  # text before the first call, as a model must write it
@@ -225,6 +226,7 @@ HARMONY = ToolFormat(
     call=("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
     between=None,
     marker="<|channel|>commentary to=",
+    heads=("<|start|>", "<|channel|>"),
     always=True,
 )
 COHERE = ToolFormat(

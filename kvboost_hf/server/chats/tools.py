@@ -142,9 +142,10 @@ class ToolCallStream:
         )
         try:
             parsed = self._read(self._parser.finalize()[1])
-        except (ValueError, KeyError):
+        except (ValueError, KeyError):  # of a mark by a pattern, which only its end shows to be one
+            left_out = left_out or (cut and self._known is not None and self._known.marked)
             return Parsed() if left_out else Parsed(self._untold)
-        if left_out:
+        if left_out or (cut and self._known is not None and parsed.content.lstrip().startswith(self._known.heads)):
             return parsed._replace(content="")
         return parsed._replace(content=parsed.content + ("" if self._called else self._spaces))
 

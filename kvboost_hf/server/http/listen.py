@@ -1,6 +1,7 @@
 """Runs the app under Uvicorn: listens, limits connections, and shuts down in order."""
 
 import asyncio
+import errno
 import logging
 import socket
 from collections.abc import Callable, Sequence
@@ -19,25 +20,42 @@ _log = logging.getLogger("kvboost_hf.server")
 _LAST_WORDS_S = 5  # for answers on their way when all requests have ended
 _SILENT_S = 2  # that the system keeps a connection to itself on which nothing comes
 _EVERYWHERE = "::"  # all addresses of this machine
+_NOT_HERE = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
 _BACKLOG = 2048  # connections that are not accepted yet
 
 
 def require_free(host: str, port: int) -> None:
     """Raise `ValueError` for an address that nobody can listen at, before a model is loaded for it."""
-    _listener(host, port).close()
+    for listener in _listeners(host, port):
+        listener.close()
 
 
-def _listener(host: str, port: int) -> socket.socket:
-    """A socket for an address. That for all addresses of IPv6 is for those of IPv4, too, unlike asyncio's."""
+def _listeners(host: str, port: int) -> list[socket.socket]:
+    """Sockets for all addresses of a name. That for all of IPv6 is for those of IPv4, too, unlike asyncio's.
+
+    Addresses that this machine does not have, as `::1` without IPv6, are left out while there are others.
+    """
+    found: list[socket.socket] = []
+    dual = host == _EVERYWHERE and socket.has_dualstack_ipv6()
+    refused = None
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        dual = host == _EVERYWHERE and socket.has_dualstack_ipv6()
-        return socket.create_server(address[:2], family=family, dualstack_ipv6=dual)
+        for family, _, _, _, address in dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
+            try:
+                found.append(socket.create_server(address, family=family, dualstack_ipv6=dual))
+            except OSError as error:
+                if error.errno not in _NOT_HERE:
+                    raise
+                refused = error
+        if not found and refused is not None:
+            raise refused
     except OSError as error:
+        for listener in found:
+            listener.close()
         raise ValueError(
             f"`--host` and `--port` must be an address of this machine that is free, got {host} and {port}: "
             f"{error.strerror}. Pass another one."
         ) from error
+    return found
 
 
 class FrontServer(uvicorn.Server):
@@ -87,16 +105,17 @@ class FrontServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        made = _listeners(self._settings.host, self._settings.port) if sockets is None else ()
         self.connections_of.start()
-        own = sockets is None and self._settings.host == _EVERYWHERE
-        sockets = [_listener(_EVERYWHERE, self._settings.port)] if own else sockets
-        await super().startup(sockets)
-        if own:  # Uvicorn tells of those alone that it has made
-            self._log_started_message(sockets or ())
+        await super().startup(sockets or list(made))
+        if made:  # Uvicorn tells of those alone that it has made itself
+            self._log_started_message(made)
         for server in self.servers:
             for listener in server.sockets:
                 with listener.dup() as same:
                     same.listen(_BACKLOG)
+                    # Connections inherit it. asyncio sets it where a socket names its protocol, as few do.
+                    same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     if hasattr(socket, "TCP_DEFER_ACCEPT"):
                         # Who has sent nothing takes no place yet: many who come at once do not displace each other.
                         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)

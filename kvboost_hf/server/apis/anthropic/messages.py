@@ -188,7 +188,7 @@ class _Reply:
     @property
     def _usage(self) -> dict[str, Any]:
         """Tokens as this API counts them: each of the prompt's is read, created or neither."""
-        prompt, finished = self.jobs.first.ids, self.jobs.finished.get(0)
+        prompt, finished, thought = self.jobs.first.ids, self.jobs.finished.get(0), self.readers.thought
         read = finished.cached_tokens if finished is not None else 0
         ends = {mark.ttl: mark.tokens(prompt) for mark in self.marks}
         hour = max(ends.get("1h", 0) - read, 0)
@@ -199,4 +199,4 @@ class _Reply:
             "cache_read_input_tokens": read,
             "cache_creation": {"ephemeral_5m_input_tokens": created - hour, "ephemeral_1h_input_tokens": hour},
             "output_tokens": finished.completion_tokens if finished is not None else 0,
-        }
+        } | ({"output_tokens_details": {"thinking_tokens": thought.total()}} if self.readers.streams else {})
