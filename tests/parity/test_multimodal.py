@@ -284,7 +284,7 @@ def test_conversations_take_turns_in_one_cache(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl", "gemma3", "internvl", "voxtral"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "voxtral"])
 def test_bare_forwards(name: str) -> None:
     """The model works out positions itself, from ids and images that reuse takes away."""
     model = ready(name)
