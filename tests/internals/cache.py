@@ -63,7 +63,7 @@ from kvboost_hf.cache.layers.stateful import (
     view_states,
 )
 from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
-from kvboost_hf.cache.live import binding, decoding_form
+from kvboost_hf.cache.live import _KeptStates, binding, decoding_form
 from kvboost_hf.cache.live.compiled import StaticDecoding, StepLog, Windows, seen_columns
 from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager
 from kvboost_hf.cache.live.ledger import copier, offer_content
