@@ -44,7 +44,7 @@ from kvboost_hf.cache.identity.weights import (
     plain_tensors,
 )
 from kvboost_hf.cache.kv import StoredStates, layer_kv
-from kvboost_hf.cache.kv.checkpoints import _short_chunks
+from kvboost_hf.cache.kv.checkpoints import Checkpoints, _short_chunks
 from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV, LayerKVReader
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateCodes, StateFormat
 from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ColumnFormat, ModelForm, read_kv, read_states
