@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,7 +57,7 @@ class Unit:
         """Replace the tensors, named as `tensors()` names them."""
         for name, holder in self.holders.items():
             before = holder.get()
-            if is_made(before):
+            if before is not None and is_made(before):
                 holder.put(rebuilt(before, name, tensors))
             elif name in tensors:
                 holder.put(tensors[name])
@@ -100,7 +100,7 @@ def persistent_holders(module: nn.Module) -> Iterator[tuple[str, Holder]]:
             yield f"{prefix}.{name}" if prefix else name, Holder(child, name)
 
 
-def is_made(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+def is_made(tensor: torch.Tensor | None) -> bool:
     """Whether a tensor is made of others, which can be replaced, and has no memory of its own."""
     return bool(is_traceable_wrapper_subclass(tensor))
 

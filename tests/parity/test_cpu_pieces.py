@@ -119,11 +119,11 @@ def test_queries_that_are_told_their_columns(tree: bool, window: int) -> None:
     bits = torch.tensor([[1, 3, 5]]).expand(len(ROWS), -1)
     mask = make_tree(bits, columns) if tree else make_reach(torch.ones(len(ROWS), 109) > 0, window, "cpu", columns)
     how: dict[str, Any] = {"scaling": 0.25, "sliding_window": window}
-    expected = attention(Layer(), query, *whole, mask, **how)[0]
+    expected = attention(Layer(), query, whole[0], whole[1], mask, **how)[0]
     copied: list[int] = []
     for kept in (kv, kv.table):  # K/V of another kind
         handles = [KVHandle(kept, lambda like=like: copied.append(1) or like, like, 109) for like in whole]  # type: ignore
-        torch.testing.assert_close(attention(Layer(), query, *handles, mask, **how)[0], expected)
+        torch.testing.assert_close(attention(Layer(), query, handles[0], handles[1], mask, **how)[0], expected)
     assert len(copied) == (4 if window else 2)
 
 
