@@ -154,6 +154,17 @@ def _qwen3_5() -> PreTrainedModel:
     return tf.Qwen3_5ForConditionalGeneration(tf.Qwen3_5Config(text_config=text, vision_config=vision, **_QWEN_IDS))
 
 
+def hunyuan_vl() -> PreTrainedModel:
+    """Rotary positions in four dimensions, which it computes without embeddings."""
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "out_hidden_size": 64, "text_hidden_size": 64, "patch_size": 4, "max_image_size": 64, "min_image_size": 16,
+    }  # fmt: skip
+    rope = {"rope_type": "default", "mrope_section": [2, 2, 2, 2], "rope_theta": 10000.0}
+    config = tf.HunYuanVLConfig(text_config={**_TEXT, "rope_parameters": rope}, vision_config=vision)
+    return tf.HunYuanVLForConditionalGeneration(config).eval()
+
+
 def _lfm2_vl() -> PreTrainedModel:
     """Convolutions and full attention."""
     text = {

@@ -192,8 +192,9 @@ def _read_in_place(call: AttentionCall, kv: MixedKV) -> torch.Tensor | None:
 def _read_behind_pieces(call: AttentionCall, kv: MixedKV) -> torch.Tensor | None:
     """Compute attention of queries at any columns behind the pieces, all of which they see; see `_read_in_place`."""
     seen = call.visibility
-    if not isinstance(kv, PiecedKV) or seen.window or seen.tree is not None or seen.columns is None:
+    if not isinstance(kv, PiecedKV) or seen.window:  # as those of a tree have that are told their columns
         return None
+    assert seen.columns is not None
     before, keep = kv.table.columns, seen.keep
     behind = Visibility(keep=keep[:, before:] if keep is not None else kv.keep, columns=seen.columns - before)
     rest = AttentionCall(call.query, call.scale, behind, call.softcap, partial=True)

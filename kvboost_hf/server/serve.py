@@ -90,9 +90,7 @@ def serve(
         app = front(engine, settings, tracer_provider)
         if starts := list(_starts(app.state.context, warm, warm_chats)):
             _warm_all(engine, starts, salts, startup)
-        drafts: str | None = (draft_trees or DraftTreeConfig()).policy if draft is not None else None
-        drafts = "text that repeats" if isinstance(draft, LookupAssistant) else drafts
-        drafts = type(draft).__name__ if Heads.known(draft) is not None else drafts
+        drafts = _kind_of_drafts(draft, draft_trees)
         chosen = Chosen.of(engine, settings, kept, attention_reason=reason, in_tiers=in_tiers, drafts=drafts)
         FrontServer(app, engine, settings, partial(startup.ended, chosen)).run()
     finally:
@@ -154,6 +152,15 @@ def _engine(
         clients=[b"", *(key.encode() for key in (*settings.api_keys, *settings.operator_keys))],
         **limits,
     )
+
+
+def _kind_of_drafts(draft: Any, trees: DraftTreeConfig | None) -> str | None:
+    """What operators are told of a draft: its heads, or the policy by which a model drafts."""
+    if isinstance(draft, LookupAssistant):
+        return "text that repeats"
+    if Heads.known(draft) is not None:
+        return type(draft).__name__
+    return None if draft is None else (trees or DraftTreeConfig()).policy
 
 
 def _end(number: int, frame: object) -> None:

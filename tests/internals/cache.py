@@ -44,7 +44,7 @@ from kvboost_hf.cache.identity.weights import (
     plain_tensors,
 )
 from kvboost_hf.cache.kv import StoredStates, layer_kv
-from kvboost_hf.cache.kv.checkpoints import _short_chunks
+from kvboost_hf.cache.kv.checkpoints import Checkpoints, _short_chunks
 from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV, LayerKVReader
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateCodes, StateFormat
 from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ColumnFormat, ModelForm, read_kv, read_states
@@ -63,7 +63,7 @@ from kvboost_hf.cache.layers.stateful import (
     view_states,
 )
 from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
-from kvboost_hf.cache.live import binding, decoding_form
+from kvboost_hf.cache.live import _KeptStates, binding, decoding_form
 from kvboost_hf.cache.live.compiled import StaticDecoding, StepLog, Windows, seen_columns
 from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager
 from kvboost_hf.cache.live.ledger import copier, offer_content

@@ -230,17 +230,21 @@ def test_progressive_repair_beside_what_else_happens_to_a_cache(way: str) -> Non
     assert cache.report.moved_tokens == 0
 
 
+@pytest.mark.daily
+@pytest.mark.parametrize("progressive", [True, 64])
 @torch.no_grad()
-def test_an_interrupted_repair_leaves_nothing_wrong() -> None:
+def test_an_interrupted_repair_leaves_nothing_wrong(progressive: Any) -> None:
     model = make_model("llama")
     asked = prompt([2, 0, 3, 1])
     store = store_with_documents(model)
-    cache = ChunkReuseCache(model, store, blend("none", progressive=True))
+    cache = ChunkReuseCache(model, store, blend("none", progressive=progressive))
     model(asked, past_key_values=cache, logits_to_keep=1)
-    with pytest.raises(RuntimeError, match="out of luck"), OutOfLuck():
+    with pytest.raises(RuntimeError, match="out of luck") as raised, OutOfLuck(torch.Tensor.scatter_):
         model(random_ids(1), past_key_values=cache)
-    assert cache.get_seq_length() == 297
     assert cache.repair() > 0
+    assert cache.get_seq_length() == 297
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+    assert raised.tb  # which may hold the forward whose hooks are gone
     longer = torch.cat([asked, random_ids(9, seed=4)], dim=1)
     assert_same(generate(model, as_inputs(longer), cache), generate(model, as_inputs(longer)))
     assert cache.report.moved_tokens == 0
@@ -638,31 +642,36 @@ def test_other_salts_and_other_weights_are_never_moved() -> None:
 
 
 class OutOfLuck(TorchFunctionMode):
-    """Fails in the MLP of a second layer."""
+    """Fails at the second call of a function: in the MLP of the second layer."""
 
-    seen = 0
+    def __init__(self, function: Any = torch.nn.functional.silu) -> None:
+        super().__init__()
+        self._function, self.seen = function, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.silu:
+        if func is self._function:
             self.seen += 1
             if self.seen == 2:
                 raise RuntimeError("out of luck")
         return func(*args, **(kwargs or {}))
 
 
-def test_an_error_in_the_middle_leaves_the_cache_usable() -> None:
+@pytest.mark.daily
+@pytest.mark.parametrize("function", [torch.nn.functional.silu, torch.Tensor.scatter_], ids=["MLP", "writing K/V"])
+def test_an_error_in_the_middle_leaves_the_cache_usable(function: Any) -> None:
     model = make_model("llama")
     inputs = as_inputs(prompt([2, 0, 3, 1]))
     store = store_with_documents(model)
     generate(model, inputs, ChunkReuseCache(model, store, blend("selective")))
     cache = ChunkReuseCache(model, store, blend("selective"))
-    with pytest.raises(RuntimeError, match="out of luck"), OutOfLuck():
+    with pytest.raises(RuntimeError, match="out of luck") as raised, OutOfLuck(function):
         generate(model, inputs, cache)
     expected = generate(model, inputs, ChunkReuseCache(model, store_with_documents(model), blend("selective")))
     found = generate(model, inputs, cache)
     assert cache.report.moved_tokens == 256
     assert_same(found, expected)
     assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+    assert raised.tb  # which may hold the forward whose hooks are gone
 
 
 def test_a_failed_forward_leaves_nothing_on_the_model() -> None:

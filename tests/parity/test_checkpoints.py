@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
 from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, random_ids
-from tests.internals.cache import Kind, _short_chunks
+from tests.internals.cache import Checkpoints, Kind, _short_chunks
 from tests.internals.disk import DiskTier
 
 FAMILIES = ["qwen3_next", "falcon_h1", "mamba2", "lfm2", "kimi_linear", "nemotron_h", "olmo_hybrid", "bamba"]
@@ -245,6 +245,25 @@ def test_segments_are_padded_to_short_chunks_on_a_cpu(size: int | None, device: 
     with _short_chunks(mixer, torch.device(device)):
         assert mixer.chunk_size == within
     assert mixer.chunk_size == size
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize(
+    ("room", "cuts"),
+    [
+        (0, [10, 70]),  # where states must be kept
+        (299, [10, 70]),
+        (300, [10, 40, 70]),
+        (400, [10, 30, 50, 70]),
+        (600, [10, 20, 30, 50, 60, 70]),
+        (700, [10, 20, 30, 40, 50, 60, 70]),
+        (10**6, [10, 20, 30, 40, 50, 60, 70]),
+    ],
+)
+def test_states_are_left_out_evenly(room: int, cuts: list[int]) -> None:
+    checkpoints = Checkpoints({}, [], 0, 100, [10, 70], [20, 30, 40, 50, 60], room)
+    checkpoints._choose(100)
+    assert checkpoints._cuts == cuts
 
 
 def test_few_states_of_a_long_prompt_are_written_to_tiers(tmp_path: Path) -> None:

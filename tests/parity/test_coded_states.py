@@ -106,6 +106,7 @@ def test_they_outlive_the_process_and_damage_is_found(name: str, disk: str, tmp_
     tokens, off = answer(model, ChunkReuseCache(model, store))
     assert 8 + len(TAIL[0]) <= tokens <= 16 + len(TAIL[0])  # 8 show the form of what is read
     assert 0 < off < 0.05
+    assert store.check_integrity().wrong == 0  # among them states that were computed behind codes
     store.close()
     for other in (None, "int4"):  # in other bits they are not found
         model, store = restart(other)

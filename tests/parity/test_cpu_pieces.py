@@ -1,12 +1,13 @@
 """Pieces on a CPU, read once for all rows that have them, against attention over copies in float64."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from tests.internals.attention import AttentionCall, Visibility, attention, holders, kernel_calls, reference, use_tier
-from tests.internals.top import KVHandle, PiecedKV, PieceTable
+from tests.internals.top import KVHandle, PiecedKV, PieceTable, make_reach, make_tree
 
 TOKENS = (30, 7, 70, 1)  # of pieces
 ROWS = [[0, 2], [0, 1, 3], [], [0, 2], [2]]  # the pieces of each row
@@ -101,6 +102,29 @@ def test_several_tokens_for_each_row(softcap: float) -> None:
     assert (kernel_calls() - before)["cpu.attend_pieces"] == 1
     with use_tier("reference"):
         torch.testing.assert_close(found, attend(query, kv, softcap, None), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize(("tree", "window"), [(False, 0), (False, 20), (True, 20)])
+def test_queries_that_are_told_their_columns(tree: bool, window: int) -> None:
+    """They read pieces where they are if all of them see all of these, and are never answered wrongly."""
+    query, kv = make(2, 16, 3, torch.float32)
+    rows = torch.tensor([[[0, 0, -1], [2, 30, -1]]] * len(ROWS))  # 100 columns without padding
+    kv = PiecedKV(PieceTable(kv.table.keys, kv.table.values, rows, 100), kv.keys, kv.values)
+    whole = [
+        torch.cat([torch.cat([parts[0], parts[2]], dim=1).expand(len(ROWS), -1, -1, -1), own], dim=2)
+        for parts, own in ((kv.table.keys, kv.keys), (kv.table.values, kv.values))
+    ]
+    columns = torch.tensor([[102, 105, 108]]).expand(len(ROWS), -1)
+    bits = torch.tensor([[1, 3, 5]]).expand(len(ROWS), -1)
+    mask = make_tree(bits, columns) if tree else make_reach(torch.ones(len(ROWS), 109) > 0, window, "cpu", columns)
+    how: dict[str, Any] = {"scaling": 0.25, "sliding_window": window}
+    expected = attention(Layer(), query, whole[0], whole[1], mask, **how)[0]
+    copied: list[int] = []
+    for kept in (kv, kv.table):  # K/V of another kind
+        handles = [KVHandle(kept, lambda like=like: copied.append(1) or like, like, 109) for like in whole]  # type: ignore
+        torch.testing.assert_close(attention(Layer(), query, handles[0], handles[1], mask, **how)[0], expected)
+    assert len(copied) == (4 if window else 2)
 
 
 def test_rows_that_have_a_piece_are_found_together() -> None:

@@ -161,6 +161,8 @@ def test_rows_that_end_early_cost_no_pass() -> None:
     with Work(target) as work:
         assert torch.equal(target.generate(**told, custom_generate=trees), wanted)
     assert work.calls == by_itself.calls  # no draft was right
+    told["pad_token_id"] = PAD + 1
+    assert target.generate(**told, custom_generate=trees)[0, -1] == PAD + 1
 
 
 def test_wrong_masks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

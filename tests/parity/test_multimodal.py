@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, last_cache
 from tests.architectures.models import NOT_BUILT
 from tests.conftest import counted
 from tests.internals.cache import media
-from tests.multimodal import FAMILIES, make_model, prompt, text
+from tests.multimodal import FAMILIES, hunyuan_vl, make_model, prompt, text
 
 NEW = 4
 BYPASSED = ("paligemma", "qwen2_audio", "mllama")
@@ -284,7 +285,7 @@ def test_conversations_take_turns_in_one_cache(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl", "gemma3", "internvl", "voxtral"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "voxtral"])
 def test_bare_forwards(name: str) -> None:
     """The model works out positions itself, from ids and images that reuse takes away."""
     model = ready(name)
@@ -311,6 +312,21 @@ def test_bare_forwards(name: str) -> None:
         expected = model(input_ids=torch.tensor([[7, 8]]), past_key_values=stock).logits
         torch.testing.assert_close(after, expected, atol=2e-4, rtol=2e-4)
     assert reused > 70
+
+
+@torch.no_grad()
+@pytest.mark.skipif(
+    not hasattr(transformers, "HunYuanVLConfig"), reason="this release of transformers has no such model"
+)
+def test_a_bare_forward_of_a_model_that_computes_positions_from_ids_alone() -> None:
+    model, ids = hunyuan_vl(), torch.tensor([HEAD + MIDDLE + TAIL])
+    store = ChunkStore(model, chunk_size=16)
+    for reused in (0, 64):
+        cache = ChunkReuseCache(model, store)
+        found = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
+        expected = model(input_ids=ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+        assert cache.report.reused_tokens == reused
 
 
 @torch.no_grad()

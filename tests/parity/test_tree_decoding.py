@@ -11,6 +11,7 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
+    MaxLengthCriteria,
     PreTrainedModel,
     StoppingCriteria,
     StopStringCriteria,
@@ -170,6 +171,8 @@ def test_other_criteria_stop_at_the_token() -> None:
     for token in target.generate(**inputs, max_new_tokens=20)[0, 20:].tolist():
         told = {**inputs, "max_new_tokens": 20, "stopping_criteria": [_After(token)]}
         assert torch.equal(target.generate(**told, custom_generate=trees), target.generate(**told))
+    told["stopping_criteria"] = [MaxLengthCriteria(29), MaxLengthCriteria(35)]
+    assert target.generate(**told, custom_generate=trees).shape[1] == target.generate(**told).shape[1] == 29
 
 
 def test_stop_strings_and_a_streamer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,12 +314,12 @@ def test_with_streamed_layers_and_codes() -> None:
 
 @pytest.mark.parametrize("processed", [False, True])
 def test_a_draft_that_is_always_right_is_taken_whole(processed: bool) -> None:
-    """What a tree is worth, to a token: each round takes all levels, and one token of the target's."""
+    """What a tree is worth, to a token: each round takes all levels, and one token of the target's, the first too."""
     (target, tokenizer), levels = load_embedded(), 3
     trees = TreeDecoding(load_embedded()[0], DraftTreeConfig(policy="tree", depth=levels, width=4, branching=4))
     told = {"repetition_penalty": 3.0} if processed else {}
     for ids in held_out_prompts(tokenizer, 4, seed=4):
-        target.generate(**as_inputs(ids), custom_generate=trees, max_new_tokens=17, eos_token_id=None, **told)
+        target.generate(**as_inputs(ids), custom_generate=trees, max_new_tokens=16, eos_token_id=None, **told)
     stats = speculation_stats(trees)
     assert (stats.histogram, stats.committed_per_round) == ({levels: 16}, levels + 1)
 

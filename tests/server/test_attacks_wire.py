@@ -7,6 +7,7 @@ import logging
 import queue
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -195,6 +196,11 @@ def test_when_a_client_has_kept_the_server_waiting() -> None:
     assert LimitedProtocol.overdue(it, 100.0, 0.0) == late
 
 
+def test_nobody_waits_for_a_handshake_with_who_was_dropped() -> None:
+    wire, context = SimpleNamespace(is_closing=lambda: True), ssl.create_default_context()
+    asyncio.run(LimitedProtocol._encrypt(SimpleNamespace(), wire, context))  # type: ignore[arg-type]
+
+
 def test_a_header_must_come_in_time(engine: FakeEngine, tokenizer: Any) -> None:
     with running(engine, tokenizer, header_timeout_s=0.5) as at:
         silent, half = at.open(), at.open(HALF)
@@ -335,6 +341,7 @@ def test_nonsense_has_a_line_in_the_log_and_no_more(
             b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
         ):
             with at.open(sent) as one:
+                assert answer(one).status in (400, 401)  # 401 where the header was right
                 one.shutdown(socket.SHUT_WR)
                 assert dropped(one)
         upgrade = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n"

@@ -179,6 +179,7 @@ def test_limits_and_the_end() -> None:
     engine = ModelEngine(model, numbers(), store=ChunkStore(model, chunk_size=16), max_queue_size=1, max_model_len=50)
     with pytest.raises(TooLongError, match="A text of 51 tokens"):
         engine.embed([[5] * 51])
+    assert len(engine.embed([[5] * 50]).result(60)) == 1
     held, go = threading.Event(), threading.Event()
 
     def hold(*_: object) -> None:

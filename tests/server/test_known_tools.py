@@ -92,6 +92,8 @@ def test_memory_is_bounded() -> None:
     assert len(known._lists) == 256
     assert known.ordered([{"type": "function", "name": "39"}], (b"49", b""))[1]
     assert not known.ordered([{"type": "function", "name": "3"}], (b"49", b""))[1]
-    large = [{"name": "a" * 2**20, "type": "function"}]
-    known.ordered(large, (b"1", b""))
-    assert not known.ordered([json.loads(json.dumps(_turned(large[0])))], (b"1", b""))[1]
+    for size, is_known in ((2**19, True), (2**19 + 1, False)):
+        large = {"name": "a" * (size - len('[{"name": "", "type": "function"}]')), "type": "function"}
+        assert len(json.dumps([large])) == size
+        known.ordered([large], (b"1", b""))
+        assert known.ordered([_turned(large)], (b"1", b""))[1] is is_known

@@ -28,6 +28,7 @@ from tests.internals.server import (
     Meter,
     ModelEngine,
     SamplingOptions,
+    _kind_of_drafts,
     jobs,
     prompt_salt,
     task,
@@ -105,7 +106,9 @@ def test_warm_is_as_cold(pair: Pair, make: Make) -> None:
 def test_tokens_of_these_heads_are_accepted(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     model = make_target("glm4_moe")
     use_layers(model, monkeypatch)
-    engine = make(model, draft=load_assistant(model))
+    heads = load_assistant(model)
+    assert _kind_of_drafts(heads, None) == type(heads).__name__
+    engine = make(model, draft=heads)
     counts = [run(engine, job(random_ids(40, seed=seed)[0].tolist()))[1] for seed in range(4)]
     assert 0 < sum(each["accepted"] for each in counts) < sum(each["drafted"] for each in counts)
     assert b'figure="speculation.shared_tokens"' in Meter(engine).page()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvboost_hf import DraftTreeConfig, lookup_assistant
 from kvboost_hf.assets import load_embedded
 from tests.internals.engine import EngineSettings
 from tests.internals.server import (
@@ -19,6 +20,7 @@ from tests.internals.server import (
     ServerSettings,
     Startup,
     TextLines,
+    _kind_of_drafts,
     _warm,
     start_engine,
     write_log,
@@ -121,6 +123,14 @@ def test_each_line_of_the_page_follows_from_what_was_chosen() -> None:
     for changes, says, is_said in cases:
         page = Chosen(**{**vars(usual), **changes}).page("http://a:1")
         assert (says in page) == is_said, (changes, says, page)
+
+
+def test_which_drafts_there_are() -> None:
+    model, _ = load_embedded()
+    assert _kind_of_drafts(None, None) is None
+    assert _kind_of_drafts(lookup_assistant(model), None) == "text that repeats"
+    assert _kind_of_drafts(model, None) == "auto"
+    assert _kind_of_drafts(model, DraftTreeConfig(policy="chain")) == "chain"
 
 
 def test_k_v_of_another_salt_is_held_and_not_found(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from starlette.exceptions import HTTPException
 
 from tests.internals.server import Grammars, Unpacked, regex
 from tests.server.conftest import Listening, Serve
@@ -130,6 +131,8 @@ def test_a_bomb_is_too_large(serve: Serve, engine: FakeEngine, times: int) -> No
     assert len(asyncio.run(Unpacked("gzip").read(parts, 100_000, last=True))) == 100_001
     parts = gzip.compress(b" " * 30_000) * 9
     assert len(asyncio.run(Unpacked("gzip").read(parts, 100_000, last=True))) == 100_001
+    with pytest.raises(HTTPException, match="ends too early"):  # all that may be unpacked is there
+        asyncio.run(Unpacked("gzip").read(gzip.compress(b" " * 100_000)[:-4], 100_000, last=True))
     fits = gzip.compress((RAW + " " * (99_000 - len(RAW))).encode())
     assert at.http.post(PATH, content=fits, headers=JSON | {"content-encoding": "gzip"}).status_code == 200
 

@@ -300,6 +300,30 @@ def test_without_memory_for_a_row_the_others_go_on(
     assert 0 < fails < 39
 
 
+@pytest.mark.daily
+@pytest.mark.parametrize("rows", [2, 3])  # two fill the buffers
+@pytest.mark.parametrize("tokens", [25, 300])
+@torch.no_grad()
+def test_a_row_that_cannot_be_added_leaves_no_room_behind(rows: int, tokens: int) -> None:
+    model = make_model()
+    batch = BatchKV(model)
+    for seed in range(rows):
+        _in_row(batch, model, random_ids(30 - seed, seed))
+
+    def held() -> list[Any]:
+        return [(layer.rows, layer.stop, len(layer.buffers[0])) for layer in batch._layers if layer is not None]
+
+    before, kept = held(), [pair[0].clone() for pair in batch.read(0, 20) if pair is not None]
+    cache = DynamicCache(config=model.config)
+    model(random_ids(tokens, 9), past_key_values=cache)
+    pairs = [(layer.keys, layer.values) for layer in cache.layers]
+    pairs[-1] = (pairs[-1][0][..., 1:], pairs[-1][1])  # the others are added by then
+    with pytest.raises(RuntimeError, match="must match"):
+        batch.join(pairs, [0] * tokens)
+    assert held() == before
+    assert all(map(torch.equal, kept, [pair[0] for pair in batch.read(0, 20) if pair is not None]))
+
+
 @torch.no_grad()
 def test_without_memory_to_find_what_is_shared_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()

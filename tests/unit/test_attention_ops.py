@@ -12,6 +12,7 @@ from tests.attention import UNIT, Problem
 from tests.internals.attention import (
     AttentionCall,
     Visibility,
+    attention,
     dense,
     kernel_calls,
     no_log,
@@ -232,6 +233,18 @@ def test_a_callers_autocast_leaves_codes_in_full_precision(tier: Any) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found, _ = ops.attend_codes(call, *planes, lengths)  # type: ignore[arg-type, call-arg]
     assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kept", [(0, 1), (0, 2), (1, 2)])
+@torch.no_grad()
+def test_a_callers_autocast_may_leave_one_of_three_in_another_dtype(kept: tuple[int, int]) -> None:
+    given = [torch.randn(1, 2, 5, 16) for _ in range(3)]
+    given = [each if place in kept else each.bfloat16() for place, each in enumerate(given)]
+    found, expected = (
+        attention(torch.nn.Module(), query, key, value, None)[0]
+        for query, key, value in (given, [each.to(given[2].dtype) for each in given])
+    )
     assert torch.equal(found, expected)
 
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvboost_hf import ChunkReuseCache
 from tests.conftest import make_model
-from tests.internals.cache import GrowingLayer, MaskShape, TokenLog
+from tests.internals.cache import GrowingLayer, MaskShape, TokenLog, _KeptStates
 
 pytestmark = pytest.mark.daily
 
@@ -250,3 +250,27 @@ def _by(kind: int, which: int, shape: tuple[int, ...], at: tuple[int, int]) -> n
     found = np.zeros(shape, dtype=np.int64)
     found[at] = which == (1 if kind == 4 else 0)
     return found
+
+
+@pytest.mark.parametrize("shape", [(2,), (1,), (3, 2), (4, 1)])
+def test_tokens_since_states_were_kept(shape: tuple[int, ...]) -> None:
+    """Copies of ids and positions, up to a column; no positions if those of some are not known."""
+    ids, positions = torch.arange(18).view(2, 9), torch.arange(9).expand(*shape, 9).clone()
+    since, unknown = _KeptStates(5), _KeptStates(5)
+    assert since.behind(9) is None
+    for start, stop in ((0, 4), (4, 9)):
+        given = ids[:, start:stop].clone(), positions[..., start:stop].clone()
+        since.append(*given)
+        unknown.append(given[0], given[1] if start else None)
+        for each in given:
+            each.zero_()
+    assert since.behind(5) is None
+    for stop in (6, 9, 14):
+        found, other = since.behind(stop), unknown.behind(stop)
+        assert found is not None
+        assert other is not None
+        assert found.positions is not None
+        assert found.column == 5
+        assert torch.equal(found.ids, ids[:, : stop - 5])
+        assert torch.equal(found.positions, positions[..., : stop - 5])
+        assert other.positions is None

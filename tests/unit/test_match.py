@@ -233,7 +233,7 @@ class TestVariants:
     @pytest.mark.parametrize("cut", [64, 40])
     def test_the_one_that_continues_the_run_comes_first(self, cut: int) -> None:
         first = FakeChunk(text(32, 1), 500, key=b"first")
-        alone = FakeChunk(self.document, 0)
+        alone = FakeChunk(self.document, 900)  # it has more text before it
         behind = FakeChunk(self.document, 532, parent=b"first")
         tokens = np.concatenate([text(32, 1), self.document[:cut], 100 + text(20)])
         segments = moved(tokens, index_of(first, alone, behind))

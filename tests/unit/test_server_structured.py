@@ -444,6 +444,16 @@ def test_what_must_come_may_be_long(tokenizer: PreTrainedTokenizerFast) -> None:
     assert constraint.finished
 
 
+def test_what_references_refer_to_is_limited_in_all() -> None:
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(498):
+        deep = {"not": deep}  # 499 levels, which count in their place, too, below two others
+    defs = {"deep": deep, "flat": {"type": "string"}}
+    require_ends({"$ref": "#/$defs/deep", "$defs": defs})
+    with pytest.raises(ValueError, match="must be 1000 levels deep in all, got 1001"):
+        require_ends({"$ref": "#/$defs/deep", "$defs": {**defs, "other": {"$ref": "#/$defs/flat"}}})
+
+
 @pytest.mark.parametrize("place", ["text/b", "text/0", "list/x", "list/1", "list/-1", "no/where"])
 def test_a_reference_to_nothing_says_nothing_of_others(place: str) -> None:
     """Whoever compiles the schema refuses it; here a loop is looked for."""

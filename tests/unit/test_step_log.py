@@ -40,13 +40,13 @@ def mask_of(form: str, column: int, window: int) -> torch.Tensor:
     return found
 
 
-def play(windows: Windows, masks: list[Any]) -> bool:
+def play(windows: Windows, masks: list[Any], pads: Any = PADS) -> bool:
     """Whether steps with these masks, from column HELD on, are taken over."""
-    steps, log = StepLog(TOTAL, windows), TokenLog(PADS)
+    steps, log = StepLog(TOTAL, windows), TokenLog(pads)
     steps.reset(2, torch.device("cpu"))
     log.extend(np.zeros((2, HELD), dtype=np.int64))
     for column, mask in enumerate(masks, start=HELD):
-        ids, positions = torch.full((2, 1), column), torch.from_numpy(column - PADS)[:, None]
+        ids, positions = torch.full((2, 1), column), torch.from_numpy(column - pads)[:, None]
         steps.record(torch.tensor(column), {"input_ids": ids, "position_ids": positions, "attention_mask": mask})
     found = steps.append_to(log, HELD + len(masks))
     assert log.length == HELD + found * len(masks)
@@ -70,6 +70,12 @@ def test_masks_of_steps(form: str) -> None:
     assert not play(SLIDING, masks(form, SLIDING, sliding_attention=WINDOW + 1))
     assert not play(MIXED, masks(form, MIXED, sliding_attention=WINDOW + 1))
     assert not play(MIXED, masks(form, MIXED, sliding_attention=0))
+
+
+@pytest.mark.parametrize("windows", [FULL, SLIDING])
+def test_without_a_mask_padding_is_seen(windows: Windows) -> None:
+    assert play(windows, [None] * 3, np.zeros(2, dtype=np.int64))
+    assert play(windows, [None] * 3, PADS) is (windows is SLIDING)  # it is behind the window by then
 
 
 def test_masks_that_do_not_tell() -> None:

@@ -750,6 +750,16 @@ def test_states_within_a_text_make_room_for_others_before_its_end(pinned: bool, 
     assert not memory.states
 
 
+def test_among_many_pinned_states_others_still_make_room() -> None:
+    memory = HostMemory(10**6, threading.RLock(), state_share=0.0002)  # two states besides those that are pinned
+    text = _Text(memory, np.arange(200))
+    for stop in range(1, 101):
+        assert text.keep(stop)
+        memory.pin(b"%d" % stop)
+    assert all(map(text.keep, range(101, 130)))
+    assert len(memory.states) == 102
+
+
 def test_what_was_found_for_a_row_holds_for_its_later_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a while; not for another text, root, or kind of model."""
     ids = np.arange(50)

@@ -404,7 +404,7 @@ def _weights(
     sinks: torch.Tensor | None,
     partial: bool,
 ) -> torch.Tensor:
-    """The weights of the operator of `kvboost_fa2`, [batch, heads, queries, keys] in float32.
+    """The weights of the operator of `kvboost_fa2`, [batch, heads, queries, keys, and sinks] in float32.
 
     Its arguments are those of `kvboost_hf::attend`. A mask says which keys are seen; that of a single query is `keep`.
     """
@@ -417,5 +417,5 @@ def _weights(
             scores = scores.masked_fill(~there, float("-inf"))
     if sinks is not None:
         column = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
-        return torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
+        scores = torch.cat([scores, column], dim=-1)
     return scores.softmax(dim=-1)

@@ -306,7 +306,7 @@ class StepLog:
         elif seen is not None:
             first, count = seen.to(torch.uint8).argmax(-1), seen.sum(-1)
         else:
-            first, count = -torch.ones_like(ids), -torch.ones_like(ids)  # nothing is known
+            first = count = torch.zeros_like(ids)  # nothing is known: a step sees itself
         where = text_positions(positions, columns - first)
         notes = torch.stack([note.expand_as(ids) for note in (ids, *where, first, count)])
         self._notes.index_copy_(2, columns.to(self._notes.device), notes.to(self._notes))

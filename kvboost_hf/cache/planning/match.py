@@ -114,12 +114,13 @@ def find_moved(tokens: Tokens, start: int, stop: int, index: MovedIndex) -> tupl
 
 def _chosen(tokens: Tokens, text: bytes, cover: list[tuple[int, int]], index: MovedIndex) -> Iterator[Segment]:
     """The chunks that serve the intervals of a cover."""
-    border = shift = 0
-    behind: bytes | None = None  # the key of what ends at `border`
+    shift = 0
+    behind: bytes | None = None  # the key of what was chosen last, if it serves to its end
     for at, end in cover:
         wanted, own = tokens[at:end], text[at * CODE_BYTES : end * CODE_BYTES]
-        chunk = index.behind(behind, own) if behind is not None and at == border else None
-        # Whoever stores K/V may give it any parent: the history is the same only if its length is.
+        chunk = index.behind(behind, own) if behind is not None else None
+        # Whoever stores K/V may give it any parent: the history is the same only if its length is, which
+        # it is not behind a gap.
         if chunk is None or at - chunk.start != shift or _agreed(chunk, wanted) < len(wanted):
             chunk = index.whole(own)
             if chunk is None or chunk.length < len(wanted):
@@ -129,7 +130,7 @@ def _chosen(tokens: Tokens, text: bytes, cover: list[tuple[int, int]], index: Mo
         segment = Segment(chunk, 0, at, end, moved=True)
         yield segment
         behind = chunk.key if segment.to_end else None
-        border, shift = end, segment.shift
+        shift = segment.shift
 
 
 class _Gaps:

@@ -273,14 +273,9 @@ def computed_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> torch.
     ids = kwargs["input_ids"]
     if compute is None:
         return None
-    accepted = inspect.signature(compute).parameters
-    given = {name: value for name, value in kwargs.items() if name in accepted}
-    given["inputs_embeds"] = ids[..., None]  # read for its shape and device
-    if "audio_seqlens" in accepted and kwargs.get("feature_attention_mask") is not None:
-        given["audio_seqlens"] = kwargs["feature_attention_mask"].sum(-1)
-    for name, parameter in accepted.items():
-        if parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-            given.setdefault(name, None)
+    known = {**kwargs, "inputs_embeds": ids[..., None]}  # read for its shape and device
+    accepted = inspect.signature(compute).parameters.values()
+    given = {each.name: known.get(each.name) for each in accepted if each.name in known or each.default is each.empty}
     positions: torch.Tensor | None = compute(**given)
     return positions
 

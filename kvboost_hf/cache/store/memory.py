@@ -206,9 +206,8 @@ class HostMemory:
         pinned = sum([self.states[key].nbytes for key in self._holders if key in self.states])
         while self._state_bytes - pinned + nbytes > most:
             sample = self._state_keys.sample(self._random, _SAMPLED)
-            victim = min([key for key in sample if key not in self._holders], key=self._loss, default=None)
-            if victim is None:
-                return False
+            unpinned = [key for key in sample if key not in self._holders]
+            victim = min(unpinned or self.states.keys() - self._holders.keys(), key=self._loss)
             self.order.remove(victim)
             self._evict(victim)
         return True
