@@ -225,11 +225,19 @@ def reads_shared_kv(config: Any) -> bool:
     return getattr(config, "model_type", None) in ("gemma4_assistant", "gemma4_unified_assistant")
 
 
+def embedding_table(model: PreTrainedModel) -> torch.Tensor:
+    """The table of the input embeddings, [ids, width]; somebody's own module may stand around it, or have none."""
+    embeddings = model.get_input_embeddings()
+    for module in embeddings.modules():
+        if isinstance(weight := getattr(module, "weight", None), torch.Tensor):
+            return weight
+    return torch.empty(model.config.get_text_config(decoder=True).vocab_size, 0, device=model.device)
+
+
 def input_device(model: PreTrainedModel) -> torch.device:
     """The device of token ids: that of the embeddings, or the one accelerate loads them to."""
-    embeddings = model.get_input_embeddings()
-    weight = embeddings.weight
-    assert isinstance(weight, torch.Tensor)
+    embeddings: Any = model.get_input_embeddings()
+    weight = embeddings.weight if isinstance(embeddings, nn.Embedding) else embedding_table(model)
     if not weight.is_meta:
         return weight.device
     hook: Any = getattr(embeddings, "_hf_hook", None)
@@ -244,7 +252,7 @@ def require_known_ids(model: PreTrainedModel, ids: NDArray[np.int64], what: str)
     """
     embeddings: Any = model.get_input_embeddings()
     # A part of the weight may be here only (tp_plan); the module's own number may be that of an earlier weight.
-    known = max(getattr(embeddings, "num_embeddings", 0), len(embeddings.weight))
+    known = max(getattr(embeddings, "num_embeddings", 0), len(embedding_table(model)))
     if not ids.size or (ids.min() >= 0 and ids.max() < known):
         return
     named = {value for name, value in model.config.to_dict().items() if "token" in name and isinstance(value, int)}

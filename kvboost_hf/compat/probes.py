@@ -30,6 +30,7 @@ from kvboost_hf.compat.models import (
     STATEFUL_LAYERS,
     attention_function,
     cache_layers,
+    embedding_table,
     has_own_cache,
     input_device,
     no_cache_reason,
@@ -405,7 +406,7 @@ def _keys(cache: PrivateCache) -> list[torch.Tensor | None]:
 
 def probe_ids(model: PreTrainedModel) -> torch.Tensor:
     """The tokens of a probe, [1, 8], where the model takes them."""
-    vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
+    vocab_size = len(embedding_table(model))
     return (torch.arange(_PROBE_TOKENS, device=input_device(model))[None] * 7919 + 13) % vocab_size
 
 

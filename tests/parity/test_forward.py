@@ -202,6 +202,30 @@ def test_what_kv_cannot_be_told_by_is_bypassed(
     assert len(warm) == chunks
 
 
+class Around(torch.nn.Module):
+    """Somebody's own embeddings, around those of a model or its table alone."""
+
+    def __init__(self, inner: torch.nn.Module, plain: bool) -> None:
+        super().__init__()
+        self.inner = inner if plain else torch.nn.ParameterList(inner.parameters())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(ids) if isinstance(self.inner, torch.nn.Embedding) else self.inner[0][ids]
+        return found
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_embeddings_are_a_module_of_somebody_else(plain: bool) -> None:
+    model = make_model()
+    model.set_input_embeddings(Around(model.get_input_embeddings(), plain))
+    store, ids = ChunkStore(model, chunk_size=16), random_ids(40)
+    expected = model.generate(ids, max_new_tokens=3)
+    for reused in (0, 32):
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(model.generate(ids, cache=cache, max_new_tokens=3), expected)
+        assert cache.report.reused_tokens == reused
+
+
 @torch.no_grad()
 def test_inputs_embeds_are_bypassed(llama: PreTrainedModel, warm: ChunkStore) -> None:
     embeds = llama.get_input_embeddings()(BASE)

@@ -54,6 +54,7 @@ from kvboost_hf.compat import (
     attn_implementation,
     decoder_layers,
     difference,
+    embedding_table,
     encoded_from,
     has_unmasked_windows,
     head_widths,
@@ -335,7 +336,7 @@ def _read_prompt(
     positions = inputs.position_ids
     found = positions.cpu().numpy() if positions is not None and positions.ndim > 2 else None
     if found is None and OF_MEDIA.isdisjoint(kwargs):
-        if not (ids.min() >= 0 and ids.max() < model.get_input_embeddings().weight.shape[0]):  # type: ignore[index]
+        if not (ids.min() >= 0 and ids.max() < getattr(model.get_input_embeddings(), "num_embeddings", 0)):
             require_known_ids(model, ids, "Token ids")
         return Prompt.of_text(ids)
     encoded = kwargs.get(ENCODED)
@@ -389,7 +390,7 @@ def _reason(model: PreTrainedModel, measure: Measure) -> str | None:
 @torch.no_grad()
 def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> str | None:
     """Move K/V that was computed a few positions further on: the logits must be those of a plain forward."""
-    vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
+    vocab_size = len(embedding_table(model))
     device = input_device(model)
     ids = (torch.arange(_TOKENS, device=device)[None] * 7919 + 13) % vocab_size
     positions = torch.arange(_TOKENS, device=device)[None]
