@@ -21,7 +21,18 @@ def make() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, head_dim=8
     )
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config).eval()
+    _attention(model)._kernel_funcs = {"rotary": Rotary()}  # type: ignore[assignment]
+    return model
+
+
+class Rotary(nn.Module):
+    """A function that is no child of its module, as where the package `kernels` may replace it."""
+
+    scale = 1.0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids * self.scale
 
 
 @pytest.fixture
@@ -32,6 +43,17 @@ def model() -> LlamaForCausalLM:
 def _attention(model: Any) -> nn.Module:
     found: nn.Module = model.model.layers[1].self_attn
     return found
+
+
+def _function(model: Any) -> Any:
+    return _attention(model)._kernel_funcs["rotary"]  # type: ignore[index]
+
+
+def _replace_function(model: Any) -> None:
+    class Other(Rotary):
+        pass
+
+    _attention(model)._kernel_funcs["rotary"] = Other()  # type: ignore[index, operator]
 
 
 def _rename(model: Any) -> None:
@@ -100,6 +122,10 @@ _EDITS: dict[str, Callable[[Any], Any]] = {
     "training": lambda model: model.model.layers[1].train(),
     "a hook": lambda model: _attention(model).register_forward_hook(lambda *given: None),
     "a forward": lambda model: setattr(_attention(model), "forward", lambda *given: None),
+    "a function": _replace_function,
+    "a function less": lambda model: _attention(model)._kernel_funcs.clear(),  # type: ignore[operator]
+    "a forward of a function": lambda model: setattr(_function(model), "forward", torch.neg),
+    "a number of a function": lambda model: setattr(_function(model), "scale", 2.0),
     "another configuration": _own_config,
     "a value of the configuration": _write_to_own_config,
     "a value in a list": _append_to_list,
@@ -136,7 +162,7 @@ def test_an_edit_is_found(model: LlamaForCausalLM, edit: str) -> None:
 
 
 _where_counted = pytest.mark.skipif(
-    sys.implementation.name != "cpython" or sys.version_info[:2] > (3, 12), reason="changes of dicts are not counted"
+    sys.implementation.name != "cpython" or sys.version_info[:2] > (3, 13), reason="changes of dicts are not counted"
 )
 
 

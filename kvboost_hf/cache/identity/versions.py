@@ -17,6 +17,7 @@ import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from operator import attrgetter, getitem, is_
 from typing import Any
 
@@ -114,7 +115,9 @@ class Still:
         self._watches = [weakref.ref(module, forget) for module in modules]
         self._kinds, self._bases = list(kinds), list(map(_bases_and_code, kinds))
         filled = _items(attributes[name] for attributes in own for name in INSIDE[:2])
-        children = _items(attributes["_modules"] for attributes in own)
+        children = _items(
+            chain.from_iterable((attributes["_modules"], *_kernels_in(attributes)) for attributes in own)
+        )
         in_place = [model, *map(getitem, *children)]
         self._types, own = list(map(type, in_place)), list(map(_DICT, in_place))
         self._shown = _all_shown(self._lists)
@@ -141,6 +144,9 @@ class Still:
             self._lists.append(value)
             return all(type(each) in _PLAIN for each in value)
         if type(value) is dict:
+            if value and modules.issuperset(map(id, value.values())):
+                dicts.append(value)
+                return True
             self._lists.append(value)
             return all(type(each) in _PLAIN for pair in value.items() for each in pair)
         if type(value) is functools.partial:
@@ -214,7 +220,21 @@ def _modules_of(model: nn.Module) -> list[nn.Module]:
         if id(module) not in found:
             found[id(module)] = module
             todo += [child for child in module.__dict__["_modules"].values() if child is not None]
+            todo += chain.from_iterable(kernels.values() for kernels in _kernels_in(module.__dict__))
     return list(found.values())
+
+
+def _kernels_in(attributes: Dict) -> list[Dict]:
+    """Dicts of modules without weights that are no children: functions that the package `kernels` may replace."""
+    return [
+        value
+        for name, value in attributes.items()
+        if type(value) is dict and value and name not in INSIDE and all(map(_is_function, value.values()))
+    ]
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, nn.Module) and not any(map(value.__dict__.get, INSIDE[:3]))
 
 
 def _dict_of(attributes: Any) -> Dict:
