@@ -53,7 +53,7 @@ def _replace_function(model: Any) -> None:
     class Other(Rotary):
         pass
 
-    _attention(model)._kernel_funcs["rotary"] = Other()  # type: ignore[index, operator]
+    vars(_attention(model))["_kernel_funcs"]["rotary"] = Other()
 
 
 def _rename(model: Any) -> None:
@@ -123,7 +123,7 @@ _EDITS: dict[str, Callable[[Any], Any]] = {
     "a hook": lambda model: _attention(model).register_forward_hook(lambda *given: None),
     "a forward": lambda model: setattr(_attention(model), "forward", lambda *given: None),
     "a function": _replace_function,
-    "a function less": lambda model: _attention(model)._kernel_funcs.clear(),  # type: ignore[operator]
+    "a function less": lambda model: _attention(model)._kernel_funcs.clear(),
     "a forward of a function": lambda model: setattr(_function(model), "forward", torch.neg),
     "a number of a function": lambda model: setattr(_function(model), "scale", 2.0),
     "another configuration": _own_config,
