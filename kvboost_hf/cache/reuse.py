@@ -443,7 +443,7 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
             self._forward = self._step = step
             self._form.costs.tokens += 1
             live.in_forward = True
-            return kwargs
+            return {**kwargs, "attention_mask": None} if step.drops_mask else kwargs
         static = live.static
         if static is not None and not self._form.serves(running_config):
             self._form.leave(self._settle)

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvboost_hf import ChunkReuseCache
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
 from tests.internals.cache import edits_inputs, running
+from tests.internals.compat import CACHE
 
 _HIDDEN = 5  # column
 _NEW = 5
@@ -101,7 +102,7 @@ def _masking(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor
     mask, ids, at, found = torch.ones_like(input_ids), input_ids, 0, list[torch.Tensor]()
     for n in range(_NEW):
         positions = torch.arange(at, at + ids.shape[1])[None]
-        given = {"attention_mask": mask, "position_ids": positions, "cache": kwargs["cache"]}
+        given = {"attention_mask": mask, "position_ids": positions, CACHE: kwargs[CACHE]}
         found.append(model(input_ids=ids, use_cache=True, **given).logits[:, -1])
         at += ids.shape[1]
         ids = torch.full((len(ids), 1), 11 + n)

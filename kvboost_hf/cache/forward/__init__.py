@@ -318,7 +318,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
         return _piece(parts, request, ledger, held)
     if (live.stateful or live.static is not None) and leave_prompts(parts, model):
         return Unrecorded(parts, held, held + new, inputs)
-    shown = inputs.attention_mask
+    shown, told = inputs.attention_mask, request.kwargs
     mask = MaskShape.of(shown) if shown is not None else None
     if shown is None or hides_known_padding(parts, request, shown, ledger.log.pads):
         live.hand_out(parts.binding.fact(model, attn_implementation) == ATTENTION)
@@ -335,7 +335,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     settled: Settled | None = None
     if request.is_step and not request.carries and ledger.blended is None:
         if not length_matters(parts, model) and live.static is None:
-            settled = Settled.of(request, live.hands_out)
+            settled = Settled.of(request, told, live.hands_out)
     return Step(parts, held, inputs, mask, repair, settled)
 
 

@@ -276,6 +276,7 @@ class Step(Forward):
         super().__init__(parts, held)
         self._input_ids, self._position_ids, self._verifies = inputs.input_ids, inputs.position_ids, inputs.verifies
         self._mask, self._repair, self._settled = mask, repair, settled
+        self.drops_mask = settled is not None and settled.drops_mask
 
     def goes_on(self, model: PreTrainedModel, kwargs: Kwargs, in_own_loop: bool) -> bool:
         """Make this forward, which has been settled, that of the next token; False if that has to be decided anew.
@@ -306,7 +307,7 @@ class Step(Forward):
         ledger = live.in_step(look=live.stateful)
         if ledger is None or ledger.unconfirmed or ledger.blended is not None or len(ledger.log.pads) != len(ids):
             return False
-        if settled.is_masked and settled.hands_out:
+        if settled.drops_mask or (settled.is_masked and settled.hands_out):
             mask = kwargs["attention_mask"]
             if mask.device.type == "cpu" and not hides_padding_only(mask, ledger.log.pads):
                 return False
@@ -345,11 +346,18 @@ class Settled:
     # That of the frame of this call; None for a loop of somebody else, who keeps the model as it is.
     code: CodeType | None
     hands_out: bool  # the layers may give the attention K/V as it is held
+    drops_mask: bool  # the mask hides nothing, and is left out
 
     @classmethod
-    def of(cls, request: Request, hands_out: bool) -> "Settled | None":
-        """Those of a request for one token; None where a look at the next one may find something else in them."""
-        kwargs, positions = request.kwargs, request.kwargs.get("position_ids")
+    def of(cls, request: Request, kwargs: Kwargs, hands_out: bool) -> "Settled | None":
+        """Those of a request for one token; None where a look at the next one may find something else in them.
+
+        Args:
+            request: With the arguments that the model is run with.
+            kwargs: With which it came.
+            hands_out: See above.
+        """
+        positions = kwargs.get("position_ids")
         constants = {name: value for name, value in kwargs.items() if type(value) in _CONSTANT}
         caches = frozenset(name for name, value in kwargs.items() if isinstance(value, Cache))
         if (
@@ -361,7 +369,8 @@ class Settled:
         ):
             return None
         masked, where = "attention_mask" in kwargs and "attention_mask" not in constants, (request.depth, request.code)
-        return cls(constants, caches, len(kwargs), masked, positions.shape, *where, hands_out)
+        drops_mask = masked and request.kwargs["attention_mask"] is None
+        return cls(constants, caches, len(kwargs), masked, positions.shape, *where, hands_out, drops_mask)
 
     def goes_on(self, kwargs: Kwargs) -> bool:
         """Whether these arguments are such ones, and the generate() call is the same."""
