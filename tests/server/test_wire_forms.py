@@ -166,10 +166,27 @@ def test_paths_that_mean_a_route(at: Listening, path: str) -> None:
         "//v1/models/reader",
         "/models/reader",
         "/health/",
+        "http://localhost/v1/models?all=1",
+        "HTTPS://localhost:8000/v1/models",
+        "http://localhost?all=1",
+        "http://localhost",
     ],
 )
 def test_paths_that_are_read(at: Listening, path: str) -> None:
-    assert at.http.get(at.url + path, follow_redirects=False).status_code == 200
+    assert read(at, path, "localhost") == 200
+
+
+def read(at: Listening, target: str, host: str) -> int:
+    """The status of a request with this target and this header `Host`."""
+    sent = {"headers": {"Host": host}, "extensions": {"target": target.encode()}}
+    return at.http.get(at.url, follow_redirects=False, **sent).status_code
+
+
+def test_the_host_of_a_whole_url_counts(at: Listening) -> None:
+    """And not the header's, as RFC 9112 asks for."""
+    assert read(at, "http://localhost/v1/models", "evil.example") == 200
+    for host in ("evil.example", "user@localhost", ""):
+        assert read(at, f"http://{host}/v1/models", "localhost") == 421, host
 
 
 def test_other_apis_behind_a_wrong_base(at: Listening) -> None:
