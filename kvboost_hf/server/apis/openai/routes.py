@@ -93,8 +93,8 @@ class _ChatForm:
             message: dict[str, Any] = _reasoned(delta) | ({"content": delta.text} if delta.text else {})
             if delta.choice in silent and (message or delta.calls or delta.logprobs or delta.reason):
                 silent.remove(delta.choice)
-                begun = {"role": "assistant", "content": None if not delta.text and (delta.calls or delta.reasoning) else ""}
-                yield head | {"choices": [_delta(delta.choice, begun)]}
+                content = None if not delta.text and (delta.calls or delta.reasoning) else ""
+                yield head | {"choices": [_delta(delta.choice, {"role": "assistant", "content": content})]}
             pieces = [
                 {"index": call.number} | (_call(call) if call.begins else {"function": {"arguments": call.arguments}})
                 for call in delta.calls
