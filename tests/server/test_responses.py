@@ -23,6 +23,10 @@ def test_an_answer(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
     told = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What does Anna play?"}]
     assert list(engine.job.ids) == tokenizer.apply_chat_template(told, add_generation_prompt=True, return_dict=False)
     assert engine.job.options.max_tokens == 8
+    counted = at.openai.responses.input_tokens.count(
+        model="reader", input="What does Anna play?", instructions="Be short."
+    )
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", len(engine.job.ids))
     assert answer.usage is not None
     assert answer.usage.input_tokens_details.cached_tokens == len(engine.job.ids) // 2
     assert answer.usage.output_tokens == 4
