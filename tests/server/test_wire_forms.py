@@ -226,6 +226,15 @@ def test_unknown_paths_have_a_hint(at: Listening, path: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "path", ["/v1/responses/resp_1", "/v1/conversations/conv_1", "/v1/chat/completions/chatcmpl-1"]
+)
+@pytest.mark.parametrize("method", ["GET", "DELETE", "POST"])
+def test_what_is_stored_elsewhere_is_named(at: Listening, method: str, path: str) -> None:
+    answer = at.http.request(method, path)
+    assert (answer.status_code, "are not stored" in answer.json()["error"]["message"]) == (404, True), answer.text
+
+
+@pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
         ("GET", PATH, "POST"),

@@ -217,7 +217,7 @@ class _Reply:
             "previous_response_id": None,
             "store": False,
             "temperature": self._chosen("temperature"),
-            "text": asked["text"] or {"format": {"type": "text"}},
+            "text": {"format": (asked["text"] or {}).get("format") or {"type": "text"}},
             "tool_choice": asked["tool_choice"] or "auto",
             "tools": asked["tools"] or [],
             "top_p": self._chosen("top_p"),
