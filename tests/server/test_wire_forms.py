@@ -178,7 +178,7 @@ def test_paths_that_are_read(at: Listening, path: str) -> None:
 
 def read(at: Listening, target: str, host: str) -> int:
     """The status of a request with this target and this header `Host`."""
-    sent = {"headers": {"Host": host}, "extensions": {"target": target.encode()}}
+    sent: dict[str, Any] = {"headers": {"Host": host}, "extensions": {"target": target.encode()}}
     return at.http.get(at.url, follow_redirects=False, **sent).status_code
 
 

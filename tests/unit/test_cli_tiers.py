@@ -75,9 +75,9 @@ def test_inspect_shows_it(
     assert len(json.loads(out.out)) == len(lines)
     assert f"{len(lines)} stored" in out.err
     assert main(["inspect", "--tiers", disk, "--limit", "1"]) == 0
-    out = capsys.readouterr().out
-    assert f"1 of {len(lines)} shown" in out
-    assert f"--model NAME --tiers {disk} " in out
+    shown = capsys.readouterr().out
+    assert f"1 of {len(lines)} shown" in shown
+    assert f"--model NAME --tiers {disk} " in shown
     monkeypatch.setenv("COLUMNS", "40")
     assert main(["inspect", "--tiers", disk]) == 0
     assert "┃ hits ┃" in capsys.readouterr().out
