@@ -25,6 +25,7 @@ _ROUTES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponseRequest,
+    "/v1/responses/input_tokens": ResponseRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
     "/v1/embeddings": EmbeddingRequest,

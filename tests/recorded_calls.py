@@ -366,6 +366,23 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
             Recorded("<|channel|>commentary to=functions.get_time code<|message|>{}<|call|>", [TIME]),
             Recorded("<|channel|>commentary to=functions.get_time <|constrain|>text <|message|>{}<|call|>", [TIME]),
             Recorded("<|channel|>final<|message|>Yes.", [], "Yes."),
+            Recorded(" to=functions.get_time<|channel|>commentary json<|message|>{}<|call|>", [TIME]),
+            Recorded(
+                "<|channel|>analysis code<|message|>So.<|end|><|start|>assistant to=functions.get_time<|channel|>"
+                "commentary <|constrain|>application/json<|message|>{}<|call|>",
+                [TIME],
+                reasoning="So.",
+            ),
+            Recorded(
+                "<|channel|>analysis to=python code<|message|>1 + 1<|call|><|start|>assistant to=browser.open<|channel|>"
+                "commentary<|constrain|>json<|message|>{}<|call|><|start|>assistant<|channel|>analysis to=all<|message|>"
+                " So.<|end|><|start|>assistant<|channel|>commentary<|constrain|>json<|message|>Yes.<|end|><|start|>"
+                "assistant to=user<|channel|>final <|constrain|>text<|message|> It is to=us.<|return|>",
+                [],
+                "Yes. It is to=us.",
+                "1 + 1{} So.",
+            ),
+            Recorded("<|message|>Yes <b>.<|end|><|start|>assistant<|message|> No.<|end|>", [], "Yes <b>. No."),
         ],
     ),
     "COHERE": (

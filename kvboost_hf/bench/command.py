@@ -53,6 +53,8 @@ class _Plan:
         )
         named = options.arms is not None or options.peers is not None
         arms = dict.fromkeys(CHOSEN_BENCH_ARMS if options.arms is None else options.arms or ARMS)
+        if options.draft is not None and not any(ARMS[name].drafts == "model" for name in arms):
+            raise ValueError("`--draft` is for arms that draft with a model: pass `--arms plain draft`, say.")
         peers = dict.fromkeys(options.peers or (PEERS if options.peers == [] else () if named else CHOSEN_PEERS))
         known = workloads_of(source, options.max_new_tokens)
         for name in options.workloads or ():

@@ -44,8 +44,10 @@ def apply_config(typed: argparse.Namespace, whole: argparse.ArgumentParser) -> N
         if action is None:
             if any(name in flags for flags in known):
                 continue
-            nearest = get_close_matches(name, own, 1, cutoff=0)
-            raise ValueError(f"{path}: `{key}` is no flag of this command. The nearest is `{nearest[0]}`.")
+            nearest = get_close_matches(name, own, 1)
+            hint = f"The nearest is `{nearest[0]}`." if nearest else "`--help` lists all."
+            hint = f"Write flags without `[{key}]`." if isinstance(value, dict) else hint
+            raise ValueError(f"{path}: `{key}` is no flag of this command. {hint}")
         if action.dest in found:
             raise ValueError(f"{path}: `{key}` is given twice, by two names of one flag. Leave out one of them.")
         try:

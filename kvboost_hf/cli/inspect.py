@@ -6,6 +6,7 @@ Without a tokenizer `inspect` needs no torch, which takes a second or more to im
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.cache.planning.chunks import text_ids
 from kvboost_hf.cache.tiers import open_tier, open_tiers, parse_tier, require_lasting
-from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
+from kvboost_hf.cache.tiers.base import Entry, Kind, Tier, without_secrets
 from kvboost_hf.cli.arguments import needs_extra, next_steps
 from kvboost_hf.outputs import STANDARD_OUTPUT, Progress, say, write, written
 
@@ -43,7 +44,7 @@ def run_inspect(options: argparse.Namespace) -> int:
             lines = contents(lower, tokenizer.decode if tokenizer is not None else None)
         shown = sorted(lines, key=lambda line: -(line.hits or 0))[: options.limit]
         for table in as_tables([line for line in lines if line in shown]):
-            console.print(table)
+            console.print(table, crop=False)  # a terminal that is too narrow wraps it
         console.print(f"{len(shown)} of {len(lines)} shown" if len(shown) < len(lines) else f"{len(lines)} stored")
         for tier in lower:
             stats = tier.stats()
@@ -57,8 +58,9 @@ def run_inspect(options: argparse.Namespace) -> int:
         write(options.json, json.dumps(as_json(lines), indent=2, ensure_ascii=False))
         for line in written(options.json):
             say(console, line)
-    warm = ("kvboost-hf warm FILE --model NAME --tiers ADDRESS", "adds the K/V of a text")
-    serve = ("kvboost-hf serve --model NAME --tiers ADDRESS", "uses it, and says how much of it is found")
+    tiers = shlex.join(map(without_secrets, options.tiers))
+    warm = (f"kvboost-hf warm FILE --model NAME --tiers {tiers}", "adds the K/V of a text")
+    serve = (f"kvboost-hf serve --model NAME --tiers {tiers}", "uses it, and says how much of it is found")
     say(console, next_steps(options, warm, serve), end="")
     return 1 if failed else 0
 

@@ -74,7 +74,9 @@ def run_warm(options: argparse.Namespace) -> int:
             )
     if lost and tiers and not any(stats["errors"] for stats in tiers.values()):
         say(console, f"{lost} chunks of it are not there: they have no room beside others. Make room, or warm less.")
-    steps = [("kvboost-hf inspect --tiers ADDRESS", "what a tier holds")]
+    lasting = [without_secrets(tier) for tier in options.tiers if not tier.startswith(("ram", "device"))]
+    lasting += [f"disk:{options.disk_cache_dir}"] if options.disk_cache_dir is not None else []
+    steps = [(shlex.join(["kvboost-hf", "inspect", "--tiers", *lasting]), "what a tier holds")]
     if not failed:
         steps.insert(0, (shlex.join(["kvboost-hf", "serve", *flags]), "finds it: these flags must be alike"))
     say(console, next_steps(options, *steps), end="")

@@ -149,7 +149,7 @@ def plan_residency(sizes: ModelSizes, config: StreamingConfig, *, free_bytes: in
                 "what does not fit is read from files."
             )
         choices, limit = [range(len(sizes.layer_bytes))], None
-    elif shared and config.host_budget is not None:
+    if shared and config.host_budget is not None:
         notes.append("`host_budget` is not used, since host and device share their memory.")
     plans = [_plan(sizes, config, resident, shared=shared) for resident in choices]
     by_budget = limit is not None and (free_bytes is None or limit <= free_bytes)

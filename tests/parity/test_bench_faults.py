@@ -274,9 +274,12 @@ def test_a_figure_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "must not both be '-'" in capsys.readouterr().err
 
 
-def test_installing_for_nobody(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--install-peers"]) == 2
-    assert "pass `--peers`" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "says"), [(["--install-peers"], "pass `--peers`"), (["--draft", "none"], "`--draft` is for arms")]
+)
+def test_flags_for_nobody(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *flags]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_a_page_that_could_not_be_drawn(

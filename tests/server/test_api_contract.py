@@ -17,7 +17,8 @@ from tests.server.wire import Wire, post_json, until
 pytestmark = pytest.mark.daily
 
 # Those that are posted to and answer with something else.
-OTHERS = {"/v1/messages/count_tokens", "/v1/embeddings", "/v1/warm", "/api/embed", "/api/embeddings", "/api/show"}
+COUNTS = {"/v1/messages/count_tokens", "/v1/responses/input_tokens"}
+OTHERS = COUNTS | {"/v1/embeddings", "/v1/warm", "/api/embed", "/api/embeddings", "/api/show"}
 MORE: dict[str, dict[str, Any]] = {"/v1/chat/completions": {"n": 2}, "/v1/completions": {"n": 2}}
 SAYS = "Anna plays the piano."
 KINDS = [None, "", "text/plain", "application/x-www-form-urlencoded", "text/json", "application/JSON; charset=UTF-8"]

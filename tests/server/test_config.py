@@ -69,7 +69,8 @@ def test_the_command_line_wins(file: Path) -> None:
     ("text", "says"),
     [
         ("max-batchsize = 3", "`max-batchsize` is no flag of this command. The nearest is `max-batch-size`."),
-        ("[server]\nport = 3", "`server` is no flag"),
+        ("[server]\nport = 3", "Write flags without `[server]`."),
+        ("nope = 3", "`nope` is no flag of this command. `--help` lists all."),
         ("no-oom-planning = true", "The nearest is `oom-planning`."),
         ("config = 'other'", "`config` is no flag"),
         ("port = '9000'", "`port`: must be a whole number, got '9000'."),

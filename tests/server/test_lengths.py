@@ -209,11 +209,13 @@ def test_an_overflow_as_anthropic_says_it(serve: Serve, engine: FakeEngine) -> N
 
 
 @pytest.mark.parametrize("times", [1, 500])
-def test_tokens_of_what_is_too_long_are_counted(serve: Serve, engine: FakeEngine, times: int) -> None:
+@pytest.mark.parametrize(("route", "count"), [("/v1/messages", "count_tokens"), ("/v1/responses", "input_tokens")])
+def test_tokens_of_what_is_too_long_are_counted(
+    serve: Serve, engine: FakeEngine, route: str, count: str, times: int
+) -> None:
     """Or estimated: a client asks for the number to learn whether it is."""
     at = small(serve, engine)
-    body = _prompt("/v1/messages", LONG * times)
-    counted = at.http.post("/v1/messages/count_tokens", json=body)
+    counted = at.http.post(f"{route}/{count}", json=_prompt(route, LONG * times))
     assert counted.status_code == 200, counted.text
     assert counted.json()["input_tokens"] > 100 * times
 

@@ -193,6 +193,25 @@ def test_channels_of_a_response_template(family: Family, engine: FakeEngine) -> 
 
 
 @pytest.mark.parametrize(
+    ("name", "said", "content", "thought"),
+    [
+        ("gpt-oss", "<|channel|>anal", "", None),
+        ("gpt-oss", "<|channel|>analysis<|message|>So <b.<|e", "", "So <b."),
+        ("gpt-oss", "<|start|>assistant<|channel|>final<|message|>Yes </", "Yes </", None),
+        ("r1", "So </b> it is.</thi", "", "So </b> it is."),
+        ("qwen", "<thi", "", None),
+        ("qwen", "<th", "", None),
+    ],
+)
+def test_answers_that_are_cut_within_a_mark(
+    family: Family, engine: FakeEngine, name: str, said: str, content: str, thought: str | None
+) -> None:
+    engine.says, engine.reason = [*said], "length"
+    message = _chat(family(name))["choices"][0]["message"]
+    assert (message["content"], message.get("reasoning_content")) == (content, thought)
+
+
+@pytest.mark.parametrize(
     ("change", "param", "says"),
     [
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages'"),

@@ -47,6 +47,12 @@ def _error(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"logit_bias": {"a": 1}}, "logit_bias.a", "integer"),
         ({"tool_choice": "required"}, None, "tools"),
         ({"tools": [_TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, None, "'no'"),
+        ({"tools": [_TOOL], "tool_choice": {"type": "function", "name": "look"}}, "tool_choice.function", "required"),
+        (
+            {"tools": [_TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+            "tool_choice.allowed_tools",
+            "required",
+        ),
         (
             {"tools": [_TOOL], "tool_choice": {"type": "web_search"}},
             "tool_choice",

@@ -4,6 +4,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.shared import ResponseFormatText
 
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
@@ -16,13 +17,24 @@ CALL = '<tool_call>{"name": "look", "arguments": {"at": "lamp"}}</tool_call>'
 
 def test_an_answer(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
     answer = at.openai.responses.create(
-        model="reader", input="What does Anna play?", instructions="Be short.", max_output_tokens=8, temperature=0
+        model="reader",
+        input="What does Anna play?",
+        instructions="Be short.",
+        max_output_tokens=8,
+        temperature=0,
+        text={"verbosity": "low"},
     )
+    assert answer.text is not None
+    assert answer.text.format == ResponseFormatText(type="text")
     assert answer.output_text == "Anna plays the piano."
     assert answer.status == "completed"
     told = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What does Anna play?"}]
     assert list(engine.job.ids) == tokenizer.apply_chat_template(told, add_generation_prompt=True, return_dict=False)
     assert engine.job.options.max_tokens == 8
+    counted = at.openai.responses.input_tokens.count(
+        model="reader", input="What does Anna play?", instructions="Be short."
+    )
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", len(engine.job.ids))
     assert answer.usage is not None
     assert answer.usage.input_tokens_details.cached_tokens == len(engine.job.ids) // 2
     assert answer.usage.output_tokens == 4

@@ -52,7 +52,7 @@ def test_calls_in_a_stream_have_indices_and_no_text_shows(at: Listening, engine:
     arguments: dict[int, str] = {}
     reason = None
     for chunk in _ask(at, tools=TOOLS, stream=True):
-        assert not chunk.choices[0].delta.content
+        assert chunk.choices[0].delta.content is None  # as in a whole answer
         for call in chunk.choices[0].delta.tool_calls or ():
             arguments[call.index] = arguments.get(call.index, "") + call.function.arguments
             calls.setdefault(call.index, call)

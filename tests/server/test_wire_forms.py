@@ -166,10 +166,27 @@ def test_paths_that_mean_a_route(at: Listening, path: str) -> None:
         "//v1/models/reader",
         "/models/reader",
         "/health/",
+        "http://localhost/v1/models?all=1",
+        "HTTPS://localhost:8000/v1/models",
+        "http://localhost?all=1",
+        "http://localhost",
     ],
 )
 def test_paths_that_are_read(at: Listening, path: str) -> None:
-    assert at.http.get(at.url + path, follow_redirects=False).status_code == 200
+    assert read(at, path, "localhost") == 200
+
+
+def read(at: Listening, target: str, host: str) -> int:
+    """The status of a request with this target and this header `Host`."""
+    sent: dict[str, Any] = {"headers": {"Host": host}, "extensions": {"target": target.encode()}}
+    return at.http.get(at.url, follow_redirects=False, **sent).status_code
+
+
+def test_the_host_of_a_whole_url_counts(at: Listening) -> None:
+    """And not the header's, as RFC 9112 asks for."""
+    assert read(at, "http://localhost/v1/models", "evil.example") == 200
+    for host in ("evil.example", "user@localhost", ""):
+        assert read(at, f"http://{host}/v1/models", "localhost") == 421, host
 
 
 def test_other_apis_behind_a_wrong_base(at: Listening) -> None:
@@ -206,6 +223,15 @@ def test_unknown_paths_have_a_hint(at: Listening, path: str) -> None:
     error = at.http.get(path).json()["error"]
     assert error["code"] == "not_found"
     assert "/v1 as base URL" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/responses/resp_1", "/v1/conversations/conv_1", "/v1/chat/completions/chatcmpl-1"]
+)
+@pytest.mark.parametrize("method", ["GET", "DELETE", "POST"])
+def test_what_is_stored_elsewhere_is_named(at: Listening, method: str, path: str) -> None:
+    answer = at.http.request(method, path)
+    assert (answer.status_code, "are not stored" in answer.json()["error"]["message"]) == (404, True), answer.text
 
 
 @pytest.mark.parametrize(

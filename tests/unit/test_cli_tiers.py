@@ -50,6 +50,7 @@ def test_what_is_warmed_is_reused(
     shown = capsys.readouterr().out
     assert "a.txt: prompt" in shown
     assert "chunks" in shown
+    assert f"\n  kvboost-hf inspect --tiers {disk} " in shown
     model, tokenizer = load_embedded()
     store = ChunkStore(model.float(), chunk_size=64, tiers=[disk])
     inputs = tokenizer(text + "Who?", return_tensors="pt")
@@ -74,7 +75,12 @@ def test_inspect_shows_it(
     assert len(json.loads(out.out)) == len(lines)
     assert f"{len(lines)} stored" in out.err
     assert main(["inspect", "--tiers", disk, "--limit", "1"]) == 0
-    assert f"1 of {len(lines)} shown" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"1 of {len(lines)} shown" in shown
+    assert f"--model NAME --tiers {disk} " in shown
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["inspect", "--tiers", disk]) == 0
+    assert "┃ hits ┃" in capsys.readouterr().out
 
 
 def test_inspect_gives_nothing_up(

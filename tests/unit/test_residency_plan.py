@@ -115,6 +115,7 @@ def test_shared_memory_holds_all_layers() -> None:
         assert (len(found.resident), found.n_slots) == (10, 0)
         assert "since host and device share their memory" in found.notes[0]
     assert plan(free=None, residency_mode="full_resident").notes == ()
+    assert "`host_budget` is not used" in plan(free=None, disk_folder="layers", host_budget=1000).notes[1]
 
 
 def test_shared_memory_with_files() -> None:

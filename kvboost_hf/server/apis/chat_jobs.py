@@ -29,6 +29,7 @@ from kvboost_hf.server.grammars.structured import choice, json_schema, regex, to
 from kvboost_hf.server.http.errors import refused
 from kvboost_hf.server.http.metrics import note_changed, note_left
 from kvboost_hf.server.jobs import Constraint, Keep, ReasoningSpan
+from kvboost_hf.server.protocol import TooLongError
 from kvboost_hf.server.requests.chat import ChatRequest, ToolChoice
 from kvboost_hf.server.requests.fields import AnswerForm, Sampled
 from kvboost_hf.server.requests.messages import Message
@@ -80,6 +81,16 @@ async def start_chat(
         )
         jobs.append(replace(job, prediction=predicted, keep=tuple(keep), reasoning=reading.span(job.stop)))
     return context.start(jobs, request, body), readers
+
+
+async def count_tokens(context: RouteContext, body: ChatRequest, request: Request) -> int:
+    """The tokens of a prompt, also of one that is too long: clients ask whether it is."""
+    try:
+        return len(await context.encode_chat(body, request))
+    except TooLongError as error:
+        if error.tokens is None:
+            raise
+        return error.tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvboost_hf.server.chats.tools import Parsed, joined
-from kvboost_hf.server.chats.values import overlap
+from kvboost_hf.server.chats.values import overlap, without_half_mark
 from kvboost_hf.server.jobs import Constraint
 
 
@@ -95,7 +95,7 @@ class ReasoningReader:
         return self._thought()
 
     def finish(self, *, cut: bool = False) -> Parsed:
-        held, self._held = self._held, ""
+        held, self._held = without_half_mark(self._held, self._marks) if cut else self._held, ""
         last = Parsed(reasoning=self._stripped(held.rstrip())) if self.thinking else self._said(held)
         return joined([last, self._rest.finish(cut=cut)]) if self._rest is not None else last
 

@@ -206,27 +206,38 @@ KIMI = ToolFormat(
     after="<|tool_calls_section_end|>",
     marker="<|tool_call",
 )
+_SAYS = r"\s*to=(?:all|user|assistant)(?=[\s<])"  # recipients that are none
+_BUILT_IN = r"\s*to=(?!functions\.|(?:all|user|assistant)[\s<])[^\s<]+"
+_MESSAGE = r"(?:\s*<\|constrain\|>\s*[^\s<]+|\s+(?!to=)[^\s<]+)?\s*<\|message\|>"  # behind the type of the content
 HARMONY = ToolFormat(
     name="gpt-oss",
     sign=r"<\|channel\|>(?s:.*)to=functions|to=functions(?s:.*)<\|channel\|>",
+    # A recipient stands in the section of the role, which the prompt may have begun, or in that of the channel.
     fields=_regions(
-        r"re:(?:(?:<\|start\|>assistant)?<\|channel\|>(?:commentary|analysis)|<\|start\|>assistant)\s*to=functions\.",
+        r"re:(?:(?:<\|start\|>assistant)?<\|channel\|>\w+|<\|start\|>assistant|\A)\s*to=functions\.",
         ["<|call|>", "<|end|>", "<|return|>"],
         thinking={
             "open": ["<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>analysis<|message|>"],
-            "close": ["<|end|>", "<|return|>"],
+            "close": ["<|end|>", "<|return|>", "<|call|>"],
+            "repeats": True,
+        },
+        reasoning={  # with more in its head, or to tools of OpenAI's own
+            "open_pattern": rf"(?:<\|start\|>assistant|\A)(?:{_BUILT_IN}<\|channel\|>\w+|{_SAYS}<\|channel\|>analysis)"
+            rf"{_MESSAGE}|(?:<\|start\|>assistant)?<\|channel\|>(?:\w+{_BUILT_IN}|analysis(?!<\|m)(?:{_SAYS})?)"
+            rf"{_MESSAGE}",
+            "close": ["<|end|>", "<|return|>", "<|call|>"],
             "repeats": True,
         },
         marks=_left_out(
-            r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)(?:\s*<\|constrain\|>\w+)?\s*<\|message\|>"
-            r"|<\|(?:end|return|call)\|>"
+            rf"(?:(?:<\|start\|>assistant|\A)(?:{_SAYS})?)?<\|channel\|>(?:final|commentary)(?:{_SAYS})?{_MESSAGE}"
+            rf"|<\|start\|>assistant(?:{_SAYS})?{_MESSAGE}|<\|(?:message|end|return|call)\|>"
         ),
     ),
-    head=r"(?P<name>[\w.:/-]{1,128})(?:\s\w*|<\|channel\|>(?:commentary|analysis)|<\|constrain\|>\w*)*<\|message\|>",
+    head=r"(?P<name>[\w.:/-]{1,128})(?:\s[^\s<]*|<\|channel\|>\w+|<\|constrain\|>[^\s<]*)*<\|message\|>",
     call=("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
     between=None,
     marker="<|channel|>commentary to=",
-    heads=("<|start|>", "<|channel|>"),
+    heads=("<|start|>", "<|channel|>", "to="),
     always=True,
 )
 COHERE = ToolFormat(

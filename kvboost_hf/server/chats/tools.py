@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvboost_hf.server.chats.calls import CallsReader, ToolCall, new_id
 from kvboost_hf.server.chats.tool_formats import Tool, ToolFormat, format_of, known_format, template_for
-from kvboost_hf.server.chats.values import arguments_of
+from kvboost_hf.server.chats.values import arguments_of, without_half_mark
 
 REASONING_FIELDS = ("thinking", "reasoning", "reasoning_content")
 _RESCANNED = 64  # characters of what only began like a call, in which a call may begin
@@ -147,6 +147,12 @@ class ToolCallStream:
             return Parsed() if left_out else Parsed(self._untold)
         if left_out or (cut and self._known is not None and parsed.content.lstrip().startswith(self._known.heads)):
             return parsed._replace(content="")
+        if cut and self._known is None:  # the parser holds back what may be a mark alone
+            fields = self._tokenizer.response_template["fields"].values()
+            sides = [field[side] for field in fields for side in ("open", "close") if side in field]
+            marks = [mark for side in sides for mark in ([side] if isinstance(side, str) else side)]
+            content, reasoning = (without_half_mark(text, marks) for text in (parsed.content, parsed.reasoning))
+            parsed = parsed._replace(content=content, reasoning=reasoning)
         return parsed._replace(content=parsed.content + ("" if self._called else self._spaces))
 
     def _plain_size(self, text: str) -> int:

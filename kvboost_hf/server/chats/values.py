@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -351,6 +352,17 @@ class ValueReader:
 def overlap(text: str, mark: str) -> int:
     """How many characters at the end of a text may begin a mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def without_half_mark(text: str, marks: Iterable[str]) -> str:
+    """A text that was cut, without the beginning of a mark at its end; two characters, as of HTML, are text.
+
+    Example:
+        >>> [without_half_mark(text, ["</think>"]) for text in ("So.</thi", "a </")]
+        ['So.', 'a </']
+    """
+    half = max((overlap(text, mark) for mark in marks), default=0)
+    return text[: len(text) - half] if half > 2 else text
 
 
 def json_of(text: str) -> str | None:

@@ -76,7 +76,12 @@ def refused(param: str, message: str) -> ApiError:
 
 def most_telling(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The error to name: a value that fits no kind of a union has one for each, and those of its own kind say more."""
-    return min(errors, key=lambda one: str(one["type"]).endswith("_type"))
+
+    def is_of_other_kind(one: dict[str, Any]) -> bool:
+        word = one["type"] == "literal_error" and isinstance(one.get("input"), dict | list)
+        return word or str(one["type"]).endswith("_type")
+
+    return min(errors, key=is_of_other_kind)
 
 
 def api_error(error: Exception) -> ApiError:
@@ -136,12 +141,13 @@ def add_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
 
 
 def _no_route(path: str) -> ApiError:
-    return ApiError(
-        404,
-        f"Not Found: there is no route {path[:_PATH]!a}. Clients of OpenAI's API take the address with /v1 as "
-        "base URL, those of Anthropic's and Ollama's without. GET /docs lists all routes.",
-        code="not_found",
+    why = (
+        "Clients of OpenAI's API take the address with /v1 as base URL, those of Anthropic's and Ollama's without."
+        if not path.startswith(_STORED)
+        else "Responses and conversations are not stored: send the whole conversation with each request."
     )
+    message = f"Not Found: there is no route {path[:_PATH]!a}. {why} GET /docs lists all routes."
+    return ApiError(404, message, code="not_found")
 
 
 def _no_method(request: Request, methods: set[str]) -> ApiError:
@@ -150,6 +156,7 @@ def _no_method(request: Request, methods: set[str]) -> ApiError:
     return ApiError(405, message, code="method_not_allowed", headers={"Allow": told})
 
 
+_STORED = ("/v1/responses/", "/v1/conversations", "/v1/chat/completions/")
 _PATH, _METHOD = 256, 16  # characters of a path, and of a method, in an error
 _INVALID, _TOO_LONG = "invalid_request_error", "context_length_exceeded"
 _CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large", 429: "busy"}

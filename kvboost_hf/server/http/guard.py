@@ -35,6 +35,7 @@ _KEY_HEADERS = ("authorization", "x-api-key")
 _PATH = 256  # characters of a path in the log
 _BODIES = 16  # of the largest size, that may be in memory at the same time
 _BODIES_OF_ONE = 0.75  # of these, that may be of one client alone
+_ABSOLUTE = re.compile(r"https?://(?P<host>[^/?#]*)(?P<path>[^?#]*)", re.IGNORECASE)  # RFC 9112, 3.2.2
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:@/?#\s]+)(:[0-9]*)?", re.IGNORECASE)
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
 _ANY_ZLIB = 47  # for zlib: finds out by itself which of them it is
@@ -179,7 +180,7 @@ class Unpacked:
 class RequestGuard:
     """Middleware around all routes. A request for `HEAD` is answered as `GET`, without the body.
 
-    Paths that only lack `/v1`, or have a slash too many, are those of the route that is meant.
+    Paths that only lack `/v1`, or have a slash too many, are those of the route that is meant. Whole URLs are, too.
 
     Sets `scope["api_key"]` to the key that a request was let in with, `scope["operator"]` to whether it may read
     figures of all clients, `scope["is_ollama"]` to whether it is one of Ollama's API by its path, and
@@ -199,6 +200,10 @@ class RequestGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if (absolute := _ABSOLUTE.match(scope["path"])) is not None:  # whose host counts, and not the header's
+            others = [header for header in scope["headers"] if header[0] != b"host"]
+            host = absolute["host"].encode("latin-1", "replace")
+            scope = {**scope, "path": absolute["path"] or "/", "headers": [(b"host", host), *others]}
         headers, start, status = Headers(scope=scope), time.perf_counter(), 499
         asked = headers.get("x-request-id", "")
         request_id = asked if _ID.fullmatch(asked) else uuid.uuid4().hex

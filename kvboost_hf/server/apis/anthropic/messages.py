@@ -13,12 +13,11 @@ from fastapi.responses import JSONResponse
 from kvboost_hf.ngrams import common_prefix
 from kvboost_hf.server.apis.answers import PINGED_EVENTS, CallReaders, EventStream, RequestJobs, deltas, unless_gone
 from kvboost_hf.server.apis.anthropic.schema import Breakpoint, CountRequest, MessagesRequest
-from kvboost_hf.server.apis.chat_jobs import start_chat
+from kvboost_hf.server.apis.chat_jobs import count_tokens, start_chat
 from kvboost_hf.server.apis.context import PostedRoute, RouteContext
 from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.http.errors import ApiError
 from kvboost_hf.server.jobs import Finished
-from kvboost_hf.server.protocol import TooLongError
 from kvboost_hf.server.requests.chat import ChatRequest
 
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
@@ -44,12 +43,7 @@ def message_routes(context: RouteContext) -> APIRouter:
     async def count(body: CountRequest, request: Request) -> dict[str, int]:
         context.require_model(body.model)
         chat = await context.read(request, lambda: body.chat)
-        try:
-            return {"input_tokens": len(await context.encode_chat(chat, request))}
-        except TooLongError as error:  # clients ask whether it is
-            if error.tokens is None:
-                raise
-            return {"input_tokens": error.tokens}
+        return {"input_tokens": await count_tokens(context, chat, request)}
 
     return router
 

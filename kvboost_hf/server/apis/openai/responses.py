@@ -19,14 +19,14 @@ from kvboost_hf.server.apis.answers import (
     unless_gone,
     usage,
 )
-from kvboost_hf.server.apis.chat_jobs import start_chat
+from kvboost_hf.server.apis.chat_jobs import count_tokens, start_chat
 from kvboost_hf.server.apis.context import PostedRoute, RouteContext
 from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest, custom_input
 from kvboost_hf.server.chats.calls import ToolCall
 
 
 def response_routes(context: RouteContext) -> APIRouter:
-    """Make a router with `/v1/responses`."""
+    """Make a router with `/v1/responses` and `/v1/responses/input_tokens`."""
     router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/responses")
@@ -37,6 +37,12 @@ def response_routes(context: RouteContext) -> APIRouter:
         if body.stream:
             return EventStream(reply.events(), jobs, context.settings.ping_s, form=NAMED_EVENTS)
         return JSONResponse(await unless_gone(request, jobs, reply.whole()))
+
+    @router.post("/v1/responses/input_tokens")
+    async def count(body: ResponseRequest, request: Request) -> dict[str, Any]:
+        context.require_model(body.model)
+        chat = await context.read(request, lambda: body.chat)
+        return {"object": "response.input_tokens", "input_tokens": await count_tokens(context, chat, request)}
 
     return router
 
@@ -211,7 +217,7 @@ class _Reply:
             "previous_response_id": None,
             "store": False,
             "temperature": self._chosen("temperature"),
-            "text": asked["text"] or {"format": {"type": "text"}},
+            "text": {"format": (asked["text"] or {}).get("format") or {"type": "text"}},
             "tool_choice": asked["tool_choice"] or "auto",
             "tools": asked["tools"] or [],
             "top_p": self._chosen("top_p"),

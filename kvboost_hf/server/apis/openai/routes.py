@@ -88,10 +88,13 @@ class _ChatForm:
         head, choices = self._head("chat.completion.chunk"), self.asked.n or 1
         if self.asked.with_usage:
             head["usage"] = None
-        for choice in range(choices):
-            yield head | {"choices": [_delta(choice, {"role": "assistant", "content": ""})]}
+        silent = set(range(choices))  # answers of which nothing came so far
         async for delta in deltas(self.jobs, self.readers):
             message: dict[str, Any] = _reasoned(delta) | ({"content": delta.text} if delta.text else {})
+            if delta.choice in silent and (message or delta.calls or delta.logprobs or delta.reason):
+                silent.remove(delta.choice)
+                content = None if not delta.text and (delta.calls or delta.reasoning) else ""
+                yield head | {"choices": [_delta(delta.choice, {"role": "assistant", "content": content})]}
             pieces = [
                 {"index": call.number} | (_call(call) if call.begins else {"function": {"arguments": call.arguments}})
                 for call in delta.calls
