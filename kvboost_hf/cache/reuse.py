@@ -460,6 +460,7 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
                 "The last forward with this ChunkReuseCache was interrupted, and the states that it held cannot be "
                 "taken back, so that nothing can be continued. Call reset(), and pass the whole text."
             )
+        depth, in_prefill = _way_to(running) if running is not None else (0, False)
         request = Request(
             self,
             model,
@@ -469,8 +470,9 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
             mask_fits,
             self._hides_padding_only,
             self.stores_prompts_whole,
-            depth=_depth_of(running) if running is not None else 0,
+            depth=depth,
             code=running.f_code if running is not None else None,
+            in_prefill=in_prefill,
         )
         # What is read of a forward by somebody's own loop is not known.
         if running and isinstance(ids, torch.Tensor) and ids.shape[-1] > 1:
@@ -618,9 +620,11 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         """Counts for the last prompt."""
         self._settle_here()
         ledger, riding = self._live.ledger, None
+        if ledger is None and self._live.static is not None:
+            self._live.catch_up()
         if ledger is not None and ledger.blended is not None:
             riding = reason_against_riding(self._live, self._parts.binding.model())
-        return replace(self._live.tally.report(), eager_reason=self._form.reason, riding_reason=riding)
+        return replace(self._live.tally.report(), eager_reason=self._form.reason_told, riding_reason=riding)
 
     @property
     def nbytes(self) -> int:
@@ -926,9 +930,10 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         return self.fork()
 
 
-def _depth_of(frame: FrameType) -> int:
-    """How many frames it is from the caller up to `frame`."""
-    depth, caller = 0, sys._getframe(1)
+def _way_to(frame: FrameType) -> tuple[int, bool]:
+    """How many frames it is from the caller up to that of a generate() call, and whether this runs its prompt."""
+    depth, in_prefill, caller = 0, False, sys._getframe(1)
     while caller is not frame and caller.f_back is not None:
+        in_prefill |= caller.f_code.co_name == "_prefill"
         depth, caller = depth + 1, caller.f_back
-    return depth
+    return depth, in_prefill

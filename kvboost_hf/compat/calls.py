@@ -308,6 +308,12 @@ def reads_last_logits(ids: torch.Tensor) -> bool:
     return decoding in _LAST_LOGITS and outputs_read(ids) is not None
 
 
+def may_draft() -> bool:
+    """Whether the loop that runs forwards may check drafted tokens: somebody else's, or one of transformers."""
+    call = generate_frame(sys._getframe(1))
+    return call is None or call.f_locals.get("decoding_method") not in _LAST_LOGITS
+
+
 def at_end(config: Any, act: Callable[[], object], *, streamer: Any = None) -> None:
     """Call `act` when a generate() call has ended: by its return, or before its streamer is told, whichever is first.
 

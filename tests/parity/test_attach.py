@@ -62,6 +62,8 @@ def test_later_calls_reuse(attached: PreTrainedModel) -> None:
         {"num_beams": 3},
         {"prompt_lookup_num_tokens": 3},
         {"prefill_chunk_size": 50},
+        {"prefill_chunk_size": 17},  # the last piece has one token
+        {"logits_to_keep": 4},
         {"num_return_sequences": 2},
         {"guidance_scale": 1.5},  # whose forwards of another text have no report
         {"guidance_scale": 1.5, "policy": ReusePolicy(keep_logprobs=True)},

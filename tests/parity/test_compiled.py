@@ -68,6 +68,7 @@ def test_reuse(llama: PreTrainedModel, way: str, max_cache_len: Any) -> None:
         assert torch.equal(found, plain)
         assert cache.report.bypass_reason is None
         assert cache.report.reused_tokens == reused
+        assert is_compiled(llama) == ("compiled by somebody else" in str(cache.report.eager_reason))
 
 
 @pytest.mark.slow
@@ -124,15 +125,18 @@ def test_no_second_thread_runs_what_is_compiled(way: str | None, llama: PreTrain
 
 
 @torch.no_grad()
-def test_a_compiled_wrapper_called(llama: PreTrainedModel) -> None:
-    """Only the forward of the wrapper is compiled, and the hooks stay outside its graph."""
+@pytest.mark.parametrize("max_cache_len", ["auto", 256])
+def test_a_compiled_wrapper_called(llama: PreTrainedModel, max_cache_len: Any) -> None:
+    """Only the forward of the wrapper is compiled, with hooks outside its graph, or inside where buffers are fixed."""
     compiled = torch.compile(llama, backend="eager")
     store = ChunkStore(compiled, chunk_size=32)  # type: ignore[arg-type]
-    for reused in (0, 96):
-        cache = ChunkReuseCache(compiled, store)  # type: ignore[arg-type]
+    for reused in (0, 96 if max_cache_len == "auto" else 0):
+        cache = ChunkReuseCache(compiled, store, max_cache_len=max_cache_len)  # type: ignore[arg-type]
         found = compiled(BASE, past_key_values=cache, logits_to_keep=1).logits
         torch.testing.assert_close(found, llama(BASE, logits_to_keep=1).logits, atol=2e-4, rtol=2e-4)
-        assert cache.report.reused_tokens == reused
+        report = cache.report
+        assert (report.prompt_tokens, report.reused_tokens) == (BASE.shape[1], reused)
+        assert (report.bypass_reason is None) == (max_cache_len == "auto")
 
 
 @torch.no_grad()

@@ -248,12 +248,14 @@ class TestWhichCall:
 
     @pytest.mark.parametrize("reason", ["use_cache is False", "is given the cache"])
     def test_use_cache_false(self, llama: PreTrainedModel, store: ChunkStore, reason: str) -> None:
-        cache, expected = ChunkReuseCache(llama, store), llama.generate(**as_inputs(BASE), max_new_tokens=6)
+        batch = left_pad(BASE, BASE[:, :40])
+        cache, expected = ChunkReuseCache(llama, store), llama.generate(**batch, max_new_tokens=6)
         layer = llama.model.layers[0]
         hook = layer.register_forward_hook(lambda *given: None, with_kwargs=True) if "given" in reason else None
         for _ in range(2):
-            found = llama.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=6, use_cache=False)
+            found = llama.generate(**batch, past_key_values=cache, max_new_tokens=6, use_cache=False)
             assert torch.equal(found, expected)
+            assert cache.report.prompt_tokens == cache.report.forwarded_tokens == BASE.shape[1] + 40
         assert reason in str(cache.report.bypass_reason)
         if hook is not None:
             hook.remove()
@@ -261,6 +263,13 @@ class TestWhichCall:
 
 
 class TestTheUnsupported:
+    def test_candidates_are_no_tokens_of_a_prompt_that_is_computed_as_it_stands(self, llama: PreTrainedModel) -> None:
+        mask, cache = torch.ones(1, 120, dtype=torch.long), ChunkReuseCache(llama)
+        mask[0, 5] = 0  # a hole
+        ids, lookup = torch.cat([BASE[:, :60], BASE[:, :60]], dim=1), {"prompt_lookup_num_tokens": 4}
+        llama.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=9, **lookup)
+        assert cache.report.prompt_tokens == cache.report.forwarded_tokens == 119
+
     @pytest.mark.parametrize("attached", [True, False])
     def test_windows_with_prompt_lookup(self, attached: bool) -> None:
         model, ids = make_model("mistral"), torch.cat([BASE[:, :60], BASE[:, :60]], dim=1)

@@ -866,8 +866,9 @@ def test_what_was_given_up_leaves_no_folders(scheme, tmp_path, monkeypatch):
 
 
 def test_a_file_system_that_fails_is_a_miss_until_it_is_back(tmp_path, caplog):
-    (tmp_path / "kv").write_text("a file where a folder should be")
     tier = FilesystemTier((tmp_path / "kv").as_uri(), cooldown_s=COOLDOWN_S)
+    (tmp_path / "kv").rmdir()
+    (tmp_path / "kv").write_text("a file where a folder should be")
     entry = make_entry(1)
     assert not tier.write(entry, make_blob(entry))
     assert tier.find([entry.key]) == {}
@@ -908,6 +909,13 @@ def test_refuses_urls_that_fsspec_does_not_know(url):
     with pytest.raises(ValueError, match="`url` must") as caught:
         FilesystemTier(url)
     assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("below", ["", "/below"])
+def test_refuses_places_that_are_no_folder(tmp_path, below):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"`url` must name a folder .* got '.*/file.*' \(.*\)\. Pass another one"):
+        FilesystemTier(f"{tmp_path.as_uri()}/file{below}")
 
 
 @pytest.mark.parametrize("url", ["simplecache::file:///{}/kv", "zip://kv::file:///{}/kv.zip", "file:///{}/k::v"])

@@ -74,8 +74,8 @@ from kvboost_hf.compat import (
     attn_implementation,
     cache_argument,
     has_own_cache,
-    in_prefill,
     layer_forms,
+    may_draft,
     running_config,
 )
 from kvboost_hf.handles import ATTENTION
@@ -166,7 +166,7 @@ def next_forward(parts: CacheParts, request: Request) -> Forward:
         with ranks.together():
             return _prompt(parts, request)
     single = isinstance(request.inputs, ForwardInputs) and request.inputs.input_ids.shape[1] == 1
-    request.is_step = single and (live.static is None or not in_prefill())
+    request.is_step = single and (live.static is None or not request.in_prefill)
     return _more(parts, request, held)
 
 
@@ -204,7 +204,8 @@ def _plain(parts: CacheParts, request: Request, reason: str) -> Forward:
         live.drop()
     if not live.plain_used:
         live.tally = Tally(bypass=reason)
-        _count_all(live.tally, request.kwargs)
+    if not live.plain_used or request.in_prefill:
+        _count_computed(live.tally, request)
     live.plain_used = True
     if has_own_cache(request.model) or _wants_none(request.kwargs):
         request.kwargs = {**request.kwargs, cache_argument(request.model): None}
@@ -225,30 +226,37 @@ def _bypass(parts: CacheParts, request: Request, reason: str) -> Forward:
     parts.writer.offer_tails()
     parts.live.drop()
     tally = parts.live.tally
-    tally.bypass, tally.live, tally.moved, tally.rows = reason, 0, 0, [0] * len(tally.rows)
-    _count_all(tally, request.kwargs)
+    tally.bypass, tally.rows = reason, [0] * len(tally.rows)
+    tally.prompt = tally.forwarded = tally.live = tally.moved = 0
+    _count_computed(tally, request)
     if _wants_none(request.kwargs):
-        request.kwargs = {**request.kwargs, cache_argument(request.model): None}
+        return _without_cache(parts, request)
+    return Unrecorded(parts, 0, _new_shape(request.kwargs)[1])
+
+
+def _without_cache(parts: CacheParts, request: Request) -> Forward:
+    request.kwargs = {**request.kwargs, cache_argument(request.model): None}
     return Unrecorded(parts, 0, _new_shape(request.kwargs)[1])
 
 
 def _lose_track(parts: CacheParts, request: Request, held: int, reason: str) -> Forward:
     """Run what follows as it stands; nothing more is known of what the layers hold."""
     parts.live.ledger = None
-    tally, (rows, columns) = parts.live.tally, _new_shape(request.kwargs)
-    more = columns > 1
+    tally, (_, columns) = parts.live.tally, _new_shape(request.kwargs)
+    known = request.inputs if isinstance(request.inputs, ForwardInputs) else None
+    more = columns - _candidates(request) > 1 or request.in_prefill
     if more or not tally.live + tally.stored:  # else it is of no concern to the prompt
         tally.bypass = tally.bypass or reason
     if more:
-        tally.prompt += rows * columns
-        tally.forwarded += rows * columns
-    known = request.inputs if isinstance(request.inputs, ForwardInputs) else None
+        _count_computed(tally, request)
     return Unrecorded(parts, held, held + columns, known)
 
 
 def _prompt(parts: CacheParts, request: Request) -> Forward:
     """A prompt starts at column 0: keep what the layers hold of it, and look for the rest."""
     live = parts.live
+    if request.kwargs.get("use_cache") is False and not request.armed and _wants_none(request.kwargs):  # a later token
+        return _without_cache(parts, request)
     tally = live.tally = Tally()
     asks = request.kwargs.get("output_hidden_states") or (
         type(request.inputs) is ForwardInputs and request.inputs.hidden
@@ -275,7 +283,7 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
         tally.dropped = CHANGED
     live.changed = False
     ledger = live.start_ledger(pads, found.root, found.regime)
-    candidates = inputs.logits - 1 if inputs.verifies and (request.armed or request.in_generate) else 0
+    candidates = _candidates(request) if inputs.logits > 1 else 0
     tally.prompt = int((columns - candidates - pads).sum())
     tally.rows = np.maximum(held - pads, 0).tolist()
     tally.live = sum(tally.rows)
@@ -299,7 +307,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     is_piece = (
         known is not None
         and not request.carries
-        and (known.input_ids.shape[1] > known.logits or (known.computes_all is not None and in_prefill()))
+        and (known.input_ids.shape[1] > known.logits or (known.computes_all is not None and request.in_prefill))
     )
     if is_piece and (ranks := parts.binding.store.ranks) is not None:
         with ranks.together():
@@ -316,6 +324,8 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     new = inputs.input_ids.shape[1]
     if is_piece:
         return _piece(parts, request, ledger, held)
+    if new == 1 and request.in_prefill:  # the last piece of a prompt
+        _count_computed(live.tally, request)
     if (live.stateful or live.static is not None) and leave_prompts(parts, model):
         return Unrecorded(parts, held, held + new, inputs)
     shown, told = inputs.attention_mask, request.kwargs
@@ -418,9 +428,23 @@ def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:
     return held
 
 
-def _count_all(tally: Tally, kwargs: Kwargs) -> None:
-    rows, columns = _new_shape(kwargs)
-    tally.prompt = tally.forwarded = rows * columns
+def _candidates(request: Request) -> int:
+    """How many of the last ids of each row generate() has drafted."""
+    keep = request.kwargs.get("logits_to_keep")
+    if not request.in_generate or type(keep) is not int or keep <= 1 or not may_draft():
+        return 0
+    return max(0, min(keep, _new_shape(request.kwargs)[1]) - 1)
+
+
+def _count_computed(tally: Tally, request: Request) -> None:
+    """Count the tokens of a forward that computes all of them, without padding and what was drafted."""
+    (rows, columns), mask = _new_shape(request.kwargs), request.kwargs.get("attention_mask")
+    tokens = rows * columns
+    if tokens and isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        tokens = int((mask[:, -columns:] != 0).sum())
+    tokens -= rows * _candidates(request)
+    tally.prompt += tokens
+    tally.forwarded += tokens
 
 
 def _new_shape(kwargs: Kwargs) -> tuple[int, int]:

@@ -77,6 +77,7 @@ class Request:
     stores_whole: bool  # nobody will tell when the call has ended: store all of a prompt at once
     depth: int = 0  # how many frames it is up to the generate() call under way; 0 if there is none
     code: CodeType | None = None  # that of the frame of that call
+    in_prefill: bool = False  # that call runs its prompt, or a piece of it
     # The arguments as far as reuse is concerned; or why K/V of it cannot be told by its tokens.
     inputs: ForwardInputs | str = "not read yet"
     seen: ModelParts | None = None  # what was just found in the model; None where nobody has looked

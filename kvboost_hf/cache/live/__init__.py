@@ -38,6 +38,7 @@ from kvboost_hf.config import KVQuantConfig
 
 _is_own: Callable[[type], bool] = cache(is_own)  # asked of the classes of layers for each text
 CHANGED = "the cache was changed by somebody else"
+IN_GRAPH = "`torch.compile` runs the whole forward in a graph, of a cache of a fixed size"
 NO_HIDDEN = "its forward has not shown its hidden states, which are kept"
 
 
@@ -560,6 +561,9 @@ class LiveKV:
             return
         if not appended:
             return
+        if self.ledger is None and self.tally.bypass in (None, IN_GRAPH):  # nobody has seen the text begin
+            self.tally.bypass = IN_GRAPH
+            self.tally.prompt = self.tally.forwarded = self.held * len(self.static_layers[0].buffers[0])
         if not static.catch_up(self.static_layers, ledger if ledger and ledger.version == version else None):
             self.ledger = None
         elif ledger is not None:

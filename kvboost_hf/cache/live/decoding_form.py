@@ -27,6 +27,7 @@ from kvboost_hf.compat import (
     at_end,
     bytes_per_token,
     input_device,
+    is_compiled,
     ranks_of,
     running_config,
     under_autocast,
@@ -40,6 +41,7 @@ AUTO: Final = "auto"  # `max_cache_len` of a cache whose calls decide
 NOT_ON_GPU = "the model is not on a GPU"
 GROWS = "`max_cache_len` is None"
 NOT_YET = "no token was decoded in a graph yet"
+REPLACED = "its forward was replaced or compiled by somebody else"
 _LEAST_COLUMNS = 1024
 _STEP = 8192  # sizes are powers of two up to here, and its multiples behind it
 _LEAST_NEW = 64  # a call may decode so many tokens, or it is not worth moving what the cache holds
@@ -70,6 +72,12 @@ class DecodingForm:
         self._chosen: weakref.ref[Any] | None = None  # the configuration of the call that the buffers are for
         if live.static is not None:
             guard(model)
+
+    @property
+    def reason_told(self) -> str | None:
+        """The reason for reports: graphs that the model's user has compiled are looked for only here."""
+        model = self._binding.model()
+        return REPLACED if self.reason is not None and model is not None and is_compiled(model) else self.reason
 
     def reason_for(self, call: GenerateCall, settle: Settle) -> str | None:
         """Why a generate() call would decode without a graph, or None.
@@ -228,7 +236,7 @@ def reason_of_model(model: PreTrainedModel) -> str | None:
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "it is on several devices"
     if "forward" in model.__dict__ or getattr(model, "_compiled_call_impl", None) is not None:
-        return "its forward was replaced or compiled by somebody else"
+        return REPLACED
     if (reason := holder_of_cache(model)) is not None:
         return reason
     if any(has_other_hooks(module) for module in model.modules()):

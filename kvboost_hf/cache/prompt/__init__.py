@@ -36,6 +36,7 @@ from kvboost_hf.compat import (
     hidden_form,
     in_generate,
     key_rotation,
+    may_draft,
     needs_positions,
     outputs_read,
     own_hook,
@@ -328,7 +329,7 @@ def read_inputs(
         return ForwardInputs(ids, mask, positions, 1, False, None, logits_of_all=True, hidden=kept)
     logits = min(int(logits_kept(kwargs)), ids.shape[1])
     least = min(max(logits, _WITH_SHARED_KV if kwargs.get(SHARED_KV) else 1), ids.shape[1])
-    return ForwardInputs(ids, mask, positions, least, logits > 1, None, hidden=hidden)
+    return ForwardInputs(ids, mask, positions, least, logits > 1 and may_draft(), None, hidden=hidden)
 
 
 def logits_kept(kwargs: dict[str, Any]) -> Any:

@@ -62,8 +62,8 @@ class FilesystemTier(RemoteTier):
 
     Raises:
         ImportError: if fsspec needs a package for this URL that is not installed.
-        ValueError: for a URL that fsspec does not know, or one of several file systems (`simplecache::s3://…`), or a
-            number that is not positive.
+        ValueError: for a URL that fsspec does not know, one of several file systems (`simplecache::s3://…`), a path of
+            this machine that is no folder, cannot be read or cannot be made, or a number that is not positive.
     """
 
     def __init__(
@@ -76,6 +76,8 @@ class FilesystemTier(RemoteTier):
     ) -> None:
         super().__init__("filesystem", url, max_bytes, cooldown_s, Exception)
         self._fs, self._base = _file_system(url, storage_options or {})
+        if isinstance(self._fs, LocalFileSystem):
+            _require_folder(self._base)
         protocols = self._fs.protocol
         protocols = [protocols] if isinstance(protocols, str) else protocols
         self._renames = not _RENAMED.isdisjoint(protocols)
@@ -385,6 +387,17 @@ def _put_privately(unfinished: str, path: str, content: bytes) -> None:
     except FileNotFoundError:  # the folder was empty, and another process has just removed it
         _make_privately(os.path.dirname(path))
         os.replace(unfinished, path)
+
+
+def _require_folder(path: str) -> None:
+    try:
+        _make_privately(path)
+        os.listdir(path)
+    except OSError as error:
+        raise ValueError(
+            f"`url` must name a folder that can be read, or one that can be made, got {path!r} ({error.strerror}). "
+            "Pass another one, or change who may use it."
+        ) from error
 
 
 def _make_privately(folder: str) -> None:
