@@ -175,7 +175,7 @@ def test_it_serves_until_a_signal(ends: str, tmp_path: Path, caplog: Any, signal
     if whole:
         with started(kept) as (engine, _):
             _warm(engine, tokenizer.encode(TEXT), [b"others"])
-        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
+        tokenizer.chat_template = "Chat: {% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
     settings = ServerSettings(model_name="reader", port=0, api_keys=("key",))
     with caplog.at_level(logging.INFO, "kvboost_hf.server"), pytest.raises(SystemExit):
         serve(
@@ -192,7 +192,7 @@ def test_it_serves_until_a_signal(ends: str, tmp_path: Path, caplog: Any, signal
     assert (startup.cached > 100) == whole
     assert ended == [True] * whole
     said = [record.getMessage() for record in caplog.records if record.name == "kvboost_hf.server"]
-    for what in ("warming ", "The tiers hold ", "Requests with tools are "):
+    for what in ("warming ", "The tiers hold ", "Requests with tools are ", "warm start 1 of 1: no chat begins with"):
         assert sum(line.startswith(what) for line in said) == whole, (what, said)
 
 

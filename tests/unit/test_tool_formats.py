@@ -184,6 +184,16 @@ def test_values_in_tags_have_a_type_of_their_schema(tokenizer: Any, schema: Any,
         assert (found, type(found)) == (read_as, type(read_as))
 
 
+@pytest.mark.parametrize(("spaces", "calls"), [(501, 1), (502, 0)])
+def test_a_head_has_its_length(tokenizer: Any, spaces: int, calls: int) -> None:
+    """512 characters before the mark that ends it."""
+    tokenizer.chat_template = RECORDED["QWEN_XML"][0]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    text = f"<tool_call>\n<function=f{' ' * spaces}>\n</function>\n</tool_call>"
+    stream = ToolCallStream(tokenizer, tools)
+    assert len(joined([stream.push(text), stream.finish()]).calls) == calls
+
+
 def test_malformed_arguments_of_a_stream_end_as_valid_json(tokenizer: Any) -> None:
     template = RECORDED["HERMES"][0]
     text = 'So: <tool_call>{"name": "get_weather", "arguments": {"city": "Paris", "days": three}}</tool_call> Done.'
