@@ -24,6 +24,7 @@ from tests.internals.server import (
     ServerSettings,
     Startup,
     TextLines,
+    WarmRequest,
     _kind_of_drafts,
     _warm,
     serve,
@@ -185,6 +186,7 @@ def test_it_serves_until_a_signal(ends: str, tmp_path: Path, caplog: Any, signal
             kept,
             draft=lookup_assistant(model),
             warm=[TEXT] if whole else (),
+            warm_chats=[WarmRequest(messages=[{"role": "user", "content": TEXT}])] if whole else (),
             startup=startup,
             tracer_provider=tracers if whole else None,
         )
@@ -192,7 +194,13 @@ def test_it_serves_until_a_signal(ends: str, tmp_path: Path, caplog: Any, signal
     assert (startup.cached > 100) == whole
     assert ended == [True] * whole
     said = [record.getMessage() for record in caplog.records if record.name == "kvboost_hf.server"]
-    for what in ("warming ", "The tiers hold ", "Requests with tools are ", "warm start 1 of 1: no chat begins with"):
+    lines = (
+        "warming 444 tokens",
+        "The tiers hold ",
+        "Requests with tools are ",
+        "warm start 1 of 2: no chat begins with",
+    )
+    for what in lines:
         assert sum(line.startswith(what) for line in said) == whole, (what, said)
 
 
