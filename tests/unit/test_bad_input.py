@@ -233,8 +233,9 @@ class TestAnotherModel:
             other.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=2)
 
     def test_the_model_inside(self, llama: PreTrainedModel) -> None:
-        with pytest.raises(CacheModelMismatchError, match="not to a part of it"):
-            llama.model(IDS, past_key_values=ChunkReuseCache(llama))
+        for size in (None, 256):
+            with pytest.raises(CacheModelMismatchError, match="not to a part of it"):
+                llama.model(IDS, past_key_values=ChunkReuseCache(llama, max_cache_len=size))
 
     def test_a_store_of_another_model(self, llama: PreTrainedModel) -> None:
         with pytest.raises(ValueError, match="made for another model object"):
