@@ -169,8 +169,8 @@ def signals() -> Iterator[None]:
 def test_it_serves_until_a_signal(ends: str, tmp_path: Path, caplog: Any, signals: None) -> None:
     """The end of a terminal is answered as SIGTERM. Only the second case has what is traced, warmed and warned of."""
     tracers: Any = pytest.importorskip("opentelemetry.trace").NoOpTracerProvider()
-    tracers.shutdown = lambda: ended.append(True)
     ended = list[bool]()
+    tracers.shutdown = lambda: ended.append(True)
     (model, tokenizer), whole = load_embedded(), ends == "SIGHUP"
     kept, startup = EngineSettings(chunk_size=16, disk_cache_dir=tmp_path), Served(ends)
     if whole:
@@ -186,7 +186,9 @@ def test_it_serves_until_a_signal(ends: str, tmp_path: Path, caplog: Any, signal
             kept,
             draft=lookup_assistant(model),
             warm=[TEXT] if whole else (),
-            warm_chats=[WarmRequest(messages=[{"role": "user", "content": TEXT}])] if whole else (),
+            warm_chats=[WarmRequest.model_validate({"messages": [{"role": "user", "content": TEXT}]})]
+            if whole
+            else (),
             startup=startup,
             tracer_provider=tracers if whole else None,
         )

@@ -242,6 +242,15 @@ class TestAnotherModel:
             ChunkReuseCache(make_model("llama"), ChunkStore(llama))
 
 
+@pytest.mark.parametrize("given", [{}, {"input_ids": IDS[0]}], ids=["no ids", "one dimension"])
+def test_a_forward_without_a_batch_raises_what_the_model_raises(llama: Any, given: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, IndexError, RuntimeError)) as plain:
+        llama(**given, use_cache=True)
+    with pytest.raises(type(plain.value)) as found:
+        llama(**given, past_key_values=ChunkReuseCache(llama))
+    assert str(found.value) == str(plain.value)
+
+
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 def test_a_store_in_place_of_a_cache(llama: Any, name: str) -> None:
