@@ -178,6 +178,7 @@ def test_it_serves_until_a_signal(ends: str, tmp_path: Path, caplog: Any, signal
             _warm(engine, tokenizer.encode(TEXT), [b"others"])
         tokenizer.chat_template = "Chat: {% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
     settings = ServerSettings(model_name="reader", port=0, api_keys=("key",))
+    chat = WarmRequest.model_validate({"messages": [{"role": "user", "content": TEXT}]})
     with caplog.at_level(logging.INFO, "kvboost_hf.server"), pytest.raises(SystemExit):
         serve(
             model,
