@@ -187,9 +187,7 @@ def test_it_serves_until_a_signal(ends: str, tmp_path: Path, caplog: Any, signal
             kept,
             draft=lookup_assistant(model),
             warm=[TEXT] if whole else (),
-            warm_chats=[WarmRequest.model_validate({"messages": [{"role": "user", "content": TEXT}]})]
-            if whole
-            else (),
+            warm_chats=[chat] if whole else (),
             startup=startup,
             tracer_provider=tracers if whole else None,
         )
