@@ -62,8 +62,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.nightly)
     for each in cases.values():
-        if not each[0].get_closest_marker("daily"):
-            for item in _left_for_the_night(each):
+        for item in _left_for_the_night(each):
+            if not item.get_closest_marker("daily"):
                 item.add_marker(pytest.mark.nightly)
 
 

@@ -121,7 +121,6 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         1
     """
 
-    max_cache_len = -1  # no limit; PEFT asks for it before it puts the cache of its tuned prefix in place of this one
     stores_prompts_whole = False  # nobody will tell when a call has ended: store all of a prompt at once
     recorded = False  # PyTorch records or transforms the forward that is about to begin
     in_own_loop = False  # whoever calls the model leaves it as it is between the tokens of a text, as generate() does
@@ -142,8 +141,6 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         named = max_cache_len if max_cache_len != AUTO else None
         binding = Binding.checked(model, store, policy, salt, live_quant, named)
         static = StaticDecoding(model, named) if named is not None else None
-        if named is not None:
-            self.max_cache_len = named
         live = LiveKV(
             model, static, live_quant, hidden_layers=binding.hidden_layers, reproducible=binding.policy.reproducible
         )
@@ -163,8 +160,6 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         if parts.live.in_forward:  # it has failed
             parts.live.in_forward = False
             parts.live.drop()
-        if parts.live.static is not None:
-            cache.max_cache_len = parts.live.static.max_cache_len
         cache._take(parts)
         return cache
 
@@ -643,6 +638,11 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         self._begins_anew = True
 
     @property
+    def max_cache_len(self) -> int:
+        """Columns of buffers of a fixed size, or -1: PEFT asks before it puts the cache of its tuned prefix here."""
+        return self._live.static.max_cache_len if self._live.static is not None else -1
+
+    @property
     def parts(self) -> CacheParts:
         """What `over` makes another cache of, when this one is gone."""
         return self._parts
@@ -657,7 +657,6 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         if torch.compiler.is_compiling() or self._forward is not None or self._live.static is None:
             return
         if self._of_call and self._use.call_has_ended:
-            self.max_cache_len = -1
             self._form.grow(self._settle)
 
     def repair(self) -> int:

@@ -488,6 +488,10 @@ class TestSampleInPlace:
             assert values(sample, tensors) != now
 
     @pytest.mark.daily
+    def test_small_ones_are_read_whole(self, place: str) -> None:
+        assert [_window(torch.ones(n)) is None for n in (127, 128, 129)] == [True, True, False]
+
+    @pytest.mark.daily
     def test_without_memory(self, place: str) -> None:
         """FSDP takes memory from weights between their forwards; meta tensors and empty ones have none."""
         freed = torch.randn(64, 96)

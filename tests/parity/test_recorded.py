@@ -137,7 +137,7 @@ def test_with_a_cache_of_ours(record: Callable[[Whole], Logits]) -> None:
 
 
 @pytest.mark.parametrize("given", [{"use_cache": False}, {CACHE: lambda: DynamicCache()}], ids=["", "stock cache"])
-@pytest.mark.parametrize("record", [in_one_graph, exported_strictly])
+@pytest.mark.parametrize("record", [pytest.param(in_one_graph, marks=pytest.mark.daily), exported_strictly])
 def test_hooks_break_no_graph_without_a_cache_of_ours(record: Callable[[Whole], Logits], given: Given) -> None:
     """A cache that was made for the model has put hooks on it."""
     model, plain = make_model("llama"), make_model("llama")

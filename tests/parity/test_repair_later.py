@@ -214,6 +214,10 @@ def test_how_many_columns_are_nearly_free_is_measured_once(monkeypatch: pytest.M
     assert work.tokens == 2 * 41 + 2 * (16 + 1)  # of all rows together
 
 
+def test_the_time_of_a_forward() -> None:
+    assert 0 < costs._seconds_of_forward(prepared(), 1) < 60
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_where_nothing_is_free_nothing_rides(
     monkeypatch: pytest.MonkeyPatch, no_idle_repair: None, streamed: bool

@@ -47,7 +47,7 @@ def answer(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> torch.Te
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["once", "for each call"])
-@pytest.mark.parametrize("make", [counting, wrapping, binding, mocking])
+@pytest.mark.parametrize("make", [counting, pytest.param(wrapping, marks=pytest.mark.daily), binding, mocking])
 @pytest.mark.parametrize("attached", [False, True], ids=["cache", "attach"])
 def test_what_counts_costs_no_reuse(attached: bool, make: Any, anew: bool) -> None:
     model, plain = make_model("llama"), make_model("llama")

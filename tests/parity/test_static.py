@@ -385,6 +385,7 @@ def test_attached_and_longer_than_a_window(name: str, lengths: tuple[int, ...]) 
         found = last_cache(model)
         assert found is not None
         assert found.report.bypass_reason is None
+        assert found.max_cache_len == plain.shape[1] - 1
     assert found.report.reused_tokens > 0
 
 

@@ -81,6 +81,14 @@ def test_for_which_tokenizers_tokens_are_kept(name: str) -> None:
     assert TokenCache(_tokenizer(name), 2**20).works == (name != "stripping")
 
 
+@pytest.mark.daily
+@pytest.mark.parametrize("takes", ["lstrip", "rstrip", "single_word"])
+def test_nor_where_other_added_tokens_do(takes: str) -> None:
+    tokenizer: Any = load_embedded()[1]
+    tokenizer.add_tokens([AddedToken("<mark>", normalized=False, **{takes: True})])
+    assert not TokenCache(tokenizer, 2**20).works
+
+
 class _Counting:
     """A tokenizer that remembers what it was asked for."""
 

@@ -1,12 +1,16 @@
 """What a server says while it starts, to a terminal and to the log."""
 
 import logging
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kvboost_hf import DraftTreeConfig, lookup_assistant
@@ -20,8 +24,10 @@ from tests.internals.server import (
     ServerSettings,
     Startup,
     TextLines,
+    WarmRequest,
     _kind_of_drafts,
     _warm,
+    serve,
     start_engine,
     write_log,
 )
@@ -123,6 +129,80 @@ def test_each_line_of_the_page_follows_from_what_was_chosen() -> None:
     for changes, says, is_said in cases:
         page = Chosen(**{**vars(usual), **changes}).page("http://a:1")
         assert (says in page) == is_said, (changes, says, page)
+
+
+class Served(Startup):
+    """Once the server listens, a client asks, and the server is told to end."""
+
+    def __init__(self, ends: str) -> None:
+        super().__init__(terminal=False)
+        self.number, self.statuses = signal.Signals[ends], list[int]()
+
+    def ended(self, chosen: Chosen, urls: Any) -> None:
+        """Called by the server, which answers once this has returned."""
+        super().ended(chosen, urls)
+        self.drafts = chosen.drafts
+        threading.Thread(target=self._ask, args=(urls[0],)).start()
+
+    def _ask(self, url: str) -> None:
+        try:
+            ask = {"model": "reader", "prompt": TEXT, "max_tokens": 1}
+            answer = httpx.post(f"{url}/v1/completions", json=ask, headers={"Authorization": "Bearer key"})
+            self.statuses.append(answer.status_code)
+            self.cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        finally:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Signals are handled as before the test, a terminal's end as it is by default."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no terminals that end")
+@pytest.mark.parametrize("ends", ["SIGINT", "SIGHUP"])
+def test_it_serves_until_a_signal(ends: str, tmp_path: Path, caplog: Any, signals: None) -> None:
+    """The end of a terminal is answered as SIGTERM. Only the second case has what is traced, warmed and warned of."""
+    tracers: Any = pytest.importorskip("opentelemetry.trace").NoOpTracerProvider()
+    ended = list[bool]()
+    tracers.shutdown = lambda: ended.append(True)
+    (model, tokenizer), whole = load_embedded(), ends == "SIGHUP"
+    kept, startup = EngineSettings(chunk_size=16, disk_cache_dir=tmp_path), Served(ends)
+    if whole:
+        with started(kept) as (engine, _):
+            _warm(engine, tokenizer.encode(TEXT), [b"others"])
+        tokenizer.chat_template = "Chat: {% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
+    settings = ServerSettings(model_name="reader", port=0, api_keys=("key",))
+    chat = WarmRequest.model_validate({"messages": [{"role": "user", "content": TEXT}]})
+    with caplog.at_level(logging.INFO, "kvboost_hf.server"), pytest.raises(SystemExit):
+        serve(
+            model,
+            tokenizer,
+            settings,
+            kept,
+            draft=lookup_assistant(model),
+            warm=[TEXT] if whole else (),
+            warm_chats=[chat] if whole else (),
+            startup=startup,
+            tracer_provider=tracers if whole else None,
+        )
+    assert (startup.statuses, startup.drafts) == ([200], "text that repeats")
+    assert (startup.cached > 100) == whole
+    assert ended == [True] * whole
+    said = [record.getMessage() for record in caplog.records if record.name == "kvboost_hf.server"]
+    lines = (
+        "warming 444 tokens",
+        "The tiers hold ",
+        "Requests with tools are ",
+        "warm start 1 of 2: no chat begins with",
+    )
+    for what in lines:
+        assert sum(line.startswith(what) for line in said) == whole, (what, said)
 
 
 def test_which_drafts_there_are() -> None:

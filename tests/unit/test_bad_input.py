@@ -233,12 +233,22 @@ class TestAnotherModel:
             other.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=2)
 
     def test_the_model_inside(self, llama: PreTrainedModel) -> None:
-        with pytest.raises(CacheModelMismatchError, match="not to a part of it"):
-            llama.model(IDS, past_key_values=ChunkReuseCache(llama))
+        for size in (None, 256):
+            with pytest.raises(CacheModelMismatchError, match="not to a part of it"):
+                llama.model(IDS, past_key_values=ChunkReuseCache(llama, max_cache_len=size))
 
     def test_a_store_of_another_model(self, llama: PreTrainedModel) -> None:
         with pytest.raises(ValueError, match="made for another model object"):
             ChunkReuseCache(make_model("llama"), ChunkStore(llama))
+
+
+@pytest.mark.parametrize("given", [{}, {"input_ids": IDS[0]}], ids=["no ids", "one dimension"])
+def test_a_forward_without_a_batch_raises_what_the_model_raises(llama: Any, given: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, IndexError, RuntimeError)) as plain:
+        llama(**given, use_cache=True)
+    with pytest.raises(type(plain.value)) as found:
+        llama(**given, past_key_values=ChunkReuseCache(llama))
+    assert str(found.value) == str(plain.value)
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])

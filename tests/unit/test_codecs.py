@@ -377,10 +377,17 @@ def test_under_autocast(spec: str | KVQuantConfig, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tokens", [1, 4, 5, 77])
 @pytest.mark.parametrize("role", ["keys", "values"])
 @pytest.mark.parametrize("spec", SPECS[1:], ids=lambda spec: make_codec(spec).name)
-def test_the_start_of_a_prompt_stays_exact(spec: str | KVQuantConfig, role: Role, tokens: int) -> None:
-    codec = make_codec(spec)
+def test_the_start_of_a_prompt_stays_exact(
+    spec: str | KVQuantConfig, role: Role, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec, shapes = make_codec(spec), list[tuple[int, ...]]()
+    decode = codec.decode
+    monkeypatch.setattr(
+        codec, "decode", lambda planes, shape, *how: shapes.append(shape) or decode(planes, shape, *how)
+    )
     x = outliers()[:, :, :tokens].to(torch.bfloat16)
     found = through(ExactStart(codec), x, role, ROTATION)
+    assert {shape[-2] for shape in shapes} == {max(tokens - 4, 0)}
     assert torch.equal(found[:, :, :4], x[:, :, :4])
     assert torch.equal(found[:, :, 4:], through(codec, x[:, :, 4:], role, ROTATION))
 

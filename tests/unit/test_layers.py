@@ -29,6 +29,17 @@ def test_kind(name: str, promise: Promise) -> None:
     promise(FORMS[name])
 
 
+@torch.no_grad()
+def test_states_that_graphs_write_to_stay_where_they_are() -> None:
+    run = Run(FORMS["StaticStateLayer"]).forward(12)
+    layer = run.layer
+    layer.keep_state(12)
+    places = [state.data_ptr() for held in (layer.conv_states, layer.recurrent_states) for state in held.values()]
+    run.forward(5)
+    layer.truncate(12)
+    assert [s.data_ptr() for held in (layer.conv_states, layer.recurrent_states) for s in held.values()] == places
+
+
 def test_no_kind_is_left_out() -> None:
     assert {kind.__name__ for kind in kinds()} == {name.partition(" ")[0] for name in FORMS}
 

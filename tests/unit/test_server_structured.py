@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -259,6 +260,27 @@ def test_equal_schemas_are_compiled_once_for_each_salt(
     constraints[0].advance(tokenizer.encode("{")[0])
     assert not torch.equal(constraints[0].allowed(), constraints[1].allowed())
     assert torch.equal(constraints[1].allowed(), constraints[2].allowed())
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r'"\u0000\u007f\n"', r'"\x00\x7f\n"'),
+        (r'"\u0080\U0010ffff"', '"\x80\U0010ffff"'),
+        (r'"\U00110000\u12"', r'"\U00110000\u12"'),
+        (r'"\[a\]" [\[a\]]', r'"[a]" [\[a\]]'),
+        (". # start .", "[\\x00-\U0010ffff] # start ."),
+        ("start starts", "start-of-gbnf starts"),
+    ],
+)
+def test_what_the_converter_is_given(written: str, read: str) -> None:
+    assert program._PIECES.sub(program._readable, written) == read
+
+
+def test_time_is_limited_while_a_grammar_is_compiled() -> None:
+    with program._limited_time():
+        assert signal.getitimer(signal.ITIMER_PROF)[0] > 0
+    assert signal.getitimer(signal.ITIMER_PROF)[0] == 0
 
 
 @pytest.mark.parametrize(

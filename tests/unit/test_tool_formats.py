@@ -184,6 +184,34 @@ def test_values_in_tags_have_a_type_of_their_schema(tokenizer: Any, schema: Any,
         assert (found, type(found)) == (read_as, type(read_as))
 
 
+@pytest.mark.parametrize(
+    ("written", "read_as"),
+    [
+        (r"\ud800\udc00\udbff\udfff", "\U00010000\U0010ffff"),
+        (r"\ud800x\udbff", "\ufffdx\ufffd"),
+        (r"\udc00\udfff", "\ufffd\ufffd"),
+        (r"\ud7ff\ue000", "\ud7ff\ue000"),
+    ],
+)
+def test_halves_of_characters(tokenizer: Any, written: str, read_as: str) -> None:
+    """Pairs are one character, from the first pair to the last, and others a sign that there was none."""
+    tokenizer.chat_template = RECORDED["HERMES"][0]
+    stream = ToolCallStream(tokenizer, TOOLS)
+    text = f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{written}"}}}}\n</tool_call>'
+    [call] = joined([stream.push(text), stream.finish()]).calls
+    assert json.loads(call.arguments) == {"city": read_as}
+
+
+@pytest.mark.parametrize(("spaces", "calls"), [(501, 1), (502, 0)])
+def test_a_head_has_its_length(tokenizer: Any, spaces: int, calls: int) -> None:
+    """512 characters before the mark that ends it."""
+    tokenizer.chat_template = RECORDED["QWEN_XML"][0]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    text = f"<tool_call>\n<function=f{' ' * spaces}>\n</function>\n</tool_call>"
+    stream = ToolCallStream(tokenizer, tools)
+    assert len(joined([stream.push(text), stream.finish()]).calls) == calls
+
+
 def test_malformed_arguments_of_a_stream_end_as_valid_json(tokenizer: Any) -> None:
     template = RECORDED["HERMES"][0]
     text = 'So: <tool_call>{"name": "get_weather", "arguments": {"city": "Paris", "days": three}}</tool_call> Done.'
