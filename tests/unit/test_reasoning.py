@@ -19,17 +19,18 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": true}}\n</tool_c
         (False, "<think>\nSo.\n\nIt is.\n</think>\n\nYes. ", "So.\n\nIt is.", "Yes. "),
         (False, " \n<think></think>Yes.", "", "Yes."),
         (False, "<think>So", "So", ""),
-        (False, "<think>a </thin", "a </thin", ""),
+        (False, "<think>a </thin", "a", ""),  # half a mark, where the answer was cut
         (False, "Yes.", "", "Yes."),
         (False, "  Yes. <think>no</think>", "", "  Yes. <think>no</think>"),  # what comes later is text
         (False, "<thing>", "", "<thing>"),
-        (False, "<thi", "", "<thi"),
+        (False, "<thi", "", ""),
         (False, "", "", ""),
         (True, "\nSo.</think>Yes.</think>", "So.", "Yes.</think>"),
         (True, "a < b </think>\n<think>", "a < b", "<think>"),
         (True, "\n<think>\nSo.</think>Yes.", "So.", "Yes."),  # the mark of the prompt once more
         (True, "<thing></think>Yes.", "<thing>", "Yes."),
-        (True, "<thi", "<thi", ""),
+        (True, "<thi", "", ""),
+        (True, "a </", "a </", ""),
         (True, "", "", ""),
     ],
 )

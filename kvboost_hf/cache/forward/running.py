@@ -354,9 +354,9 @@ class Settled:
         """Those of a request for one token; None where a look at the next one may find something else in them.
 
         Args:
-            request: With the arguments that the model is run with.
-            kwargs: With which it came.
-            hands_out: See above.
+            request: The request, with the arguments that the model is run with.
+            kwargs: The arguments with which it came.
+            hands_out: Whether the layers may give the attention K/V as it is held.
         """
         positions = kwargs.get("position_ids")
         constants = {name: value for name, value in kwargs.items() if type(value) in _CONSTANT}
