@@ -172,7 +172,7 @@ def score_ids(
     Raises:
         ValueError: for an empty prefix or continuation, ids of a wrong shape or type, ids that the model does not
             have, more tokens than it has positions for, a bad `batch_size`, and a model that takes no cache.
-        NonFiniteLogitsError: see `score`.
+        NonFiniteLogitsError: where the model gives NaN; nothing is stored of such a batch.
 
     Example:
         >>> from kvboost_hf.assets import load_embedded

@@ -64,7 +64,8 @@ def run_warm(options: argparse.Namespace) -> int:
     tiers = {tier: stats for tier, stats in written.items() if tier not in ("ram", "device")}
     for tier, stats in tiers.items():
         console.print(f"{name} in {tier}: {stats['chunks']} chunks, {stats['bytes']:,} bytes", highlight=False)
-    failed = not tiers or lost > 0 or any(stats["errors"] for stats in tiers.values())
+    refused = any(stats["errors"] for stats in tiers.values())
+    failed = not tiers or lost > 0 or refused
     for tier, stats in tiers.items():
         if stats["errors"]:
             say(
@@ -72,7 +73,7 @@ def run_warm(options: argparse.Namespace) -> int:
                 f"{tier} has refused {stats['errors']} writes or reads, and lacks that K/V; the log above says why. "
                 "Where a disk is full, make room or name another folder; then run this command again.",
             )
-    if lost and tiers and not any(stats["errors"] for stats in tiers.values()):
+    if lost and tiers and not refused:
         say(console, f"{lost} chunks of it are not there: they have no room beside others. Make room, or warm less.")
     lasting = [without_secrets(tier) for tier in options.tiers if not tier.startswith(("ram", "device"))]
     lasting += [f"disk:{options.disk_cache_dir}"] if options.disk_cache_dir is not None else []
