@@ -7,6 +7,8 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -51,6 +53,16 @@ from transformers.utils.import_utils import is_kernels_available
 
 from tests.internals.cache import ComputePace
 from tests.servers import BINARY, Server
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Let each process import its part of the tests first: pytest keeps the bytecode, so that no other makes it."""
+    if worker := getattr(session.config, "workerinput", None):
+        named = [Path(name.partition("::")[0]) for name in session.config.args]
+        paths = sorted(path for name in named for path in name.absolute().rglob("test_*.py"))
+        for path in paths[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+            with suppress(Exception, pytest.skip.Exception):  # the collection says so
+                import_module(".".join(path.relative_to(session.config.rootpath).with_suffix("").parts))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

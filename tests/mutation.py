@@ -53,7 +53,7 @@ _ENDS = ast.Raise | ast.Return | ast.Continue | ast.Break
 _OPTIONS = [
     *("-q", "--no-header", "-W", "ignore::pytest.PytestAssertRewriteWarning"),  # they are imported
     # It ends a thread, which forks do not have.
-    *("-p", "no:schemathesis", "--ignore", "tests/server/test_schema.py"),
+    *("--ignore", "tests/server/test_schema.py"),
 ]
 _START_S = 60.0  # of pytest, at most, on a busy machine
 _TESTS_S = 60.0  # of the tests of one mutant
