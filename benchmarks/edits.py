@@ -74,7 +74,7 @@ class Edit:
     Args:
         kind: What is edited.
         before: Token ids of the prompt that was seen.
-        after: Those of the prompt that is asked next.
+        after: Token ids of the prompt that is asked next.
     """
 
     kind: str

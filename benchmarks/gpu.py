@@ -399,7 +399,7 @@ def _last_line(log: Path) -> str:
 
 
 def _failed_tests(log: Path) -> list[str]:
-    """Those of pytest's summary; before there is one, those that it has named so far."""
+    """The failed tests of pytest's summary; before there is one, those that it has named so far."""
     lines = _log_lines(log)
     summary = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return summary or [found[1] for line in lines if (found := re.match(r"\[gw\d+\] .*((FAILED|ERROR) .*\S)", line))]

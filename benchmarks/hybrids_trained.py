@@ -88,7 +88,7 @@ def _log_probs(model: PreTrainedModel, rest: Sequence[int], answer: Sequence[int
 
 
 def questions(reader: Reader, case: Facts) -> Iterator[Question]:
-    """Those of a case."""
+    """The questions of a case."""
     documents = [reader.ids(document.text) for document in case.documents]
     for fact in (*case.starts, *case.others):
         ids = case.ids(reader.tokenizer, fact)

@@ -53,7 +53,7 @@ class Record:
 
     Args:
         name: The name of its files.
-        options: Those of `add_options`.
+        options: The options of `add_options`.
         result: What the JSON holds; gets `failed`, `skipped` and the `seconds` of each case. With `--add`, lists and
             dictionaries begin with what an earlier run has written.
         markdown: Makes the table of it.

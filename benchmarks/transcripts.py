@@ -209,7 +209,7 @@ class History:
         return found
 
     def open_steps(self) -> list[Step]:
-        """Those whose results are still there."""
+        """The steps whose results are still there."""
         return [step for at, (step, kept) in enumerate(self.steps) if kept and at >= self.summary[0]]
 
 

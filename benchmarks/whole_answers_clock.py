@@ -121,7 +121,7 @@ class Tokens:
     """A streamer that notes after how many forwards each token has come.
 
     Args:
-        forwards: Those so far.
+        forwards: The number of forwards so far.
     """
 
     def __init__(self, forwards: Forwards) -> None:

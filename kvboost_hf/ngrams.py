@@ -214,7 +214,7 @@ class NgramIndex:
         return (places, agreeing) if agreeing >= 2 else (none, 0)
 
     def _own(self, places: NDArray[np.integer]) -> NDArray[np.integer]:
-        """Those of the unsorted places that are of an entry's tokens, and not of those before them: no text twice."""
+        """The unsorted places that lie in an entry's own tokens, not in the tokens before them: no text twice."""
         if not len(places):
             return places
         starts = np.array(self._latest)

@@ -265,7 +265,7 @@ class _Runner:
                 yield text, Score(math.fsum(logprobs), logprobs, all(best for _, best in tokens))
 
     def _logits(self, batch: Sequence[Row], keep: int) -> torch.Tensor:
-        """Those of the last `keep` tokens of each row [rows, keep, vocab]."""
+        """The logits of the last `keep` tokens of each row [rows, keep, vocab]."""
         columns = max(len(row.ids) for row in batch)
         ids = np.zeros((len(batch), columns), dtype=np.int64)
         mask = np.zeros_like(ids)

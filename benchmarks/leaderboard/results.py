@@ -78,11 +78,11 @@ class Results:
         part.rename(self._path)  # whoever ends this process leaves a whole file
 
     def models(self) -> list[str]:
-        """Those of which there are rows, the embedded one last."""
+        """The models of which there are rows, the embedded one last."""
         return sorted({cell.model for cell in self.rows}, key=lambda model: (model.startswith("embedded "), model))
 
     def workloads(self, model: str) -> list[str]:
-        """Those of which there are rows of a model."""
+        """The workloads of which there are rows of a model."""
         found = {cell.workload for cell in self.rows if cell.model == model}
         return [name for name in WORKLOADS if name in found]
 

@@ -34,7 +34,7 @@ def load_eagle(name: str, config: Any, target: PreTrainedModel, kwargs: dict[str
         kwargs: For `from_pretrained()`.
 
     Raises:
-        ValueError: its weights are not those of one such layer, or do not fit the target.
+        ValueError: The folder has other weights than those of one such layer, or they do not fit the target.
     """
     if config.num_hidden_layers != 1:
         raise ValueError(

@@ -118,7 +118,7 @@ class Heads(KeptOnModel):
 
     @property
     def keeps(self) -> tuple[int, ...] | str:
-        """Those of `reads` whose hidden states they read of the whole text, so that they have to be kept."""
+        """The layers of `reads` whose hidden states are read of the whole text, so that they have to be kept."""
         assert self.kind is not None
         return self.reads if self.kind.reads_whole else ()
 
@@ -137,7 +137,7 @@ class Heads(KeptOnModel):
 
     @classmethod
     def known(cls, draft: Any) -> "Heads | None":
-        """Those of a draft that was prepared here, or None."""
+        """The heads that were made of a draft here, or None."""
         found = vars(draft).get(cls._attribute) if isinstance(draft, PreTrainedModel) else None
         return found if isinstance(found, cls) else None
 

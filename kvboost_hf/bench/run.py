@@ -36,7 +36,7 @@ class Contender(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name on the command line."""
+        """The name on the command line."""
         ...
 
     def refusal(self, models: Models, tokenizer: Any) -> str | None:

@@ -62,7 +62,7 @@ class Costs:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Costs":
-        """Those of a decoder. Where weights are packed or streamed, its width tells what its parameters do not."""
+        """The costs of a decoder: by its parameters, or by its width if that gives more, as with packed weights."""
         layers = layer_configs(model.config)
         squares = sum(config.hidden_size**2 for config in layers)
         heads = sum(_width_of_heads(config) for config in layers)

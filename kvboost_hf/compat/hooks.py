@@ -51,7 +51,7 @@ class Shown(NamedTuple):
     layers: tuple[torch.Tensor | None, ...] = ()
 
     def of(self, layer: int) -> torch.Tensor | None:
-        """Those of a layer, or `LAST`; None if they are not shown."""
+        """The hidden states of a layer, or of `LAST`; None if they are not shown."""
         if layer == LAST:
             return self.last
         return self.layers[layer] if layer < len(self.layers) else None

@@ -142,7 +142,7 @@ class Shifts:
         self._on: dict[torch.device, dict[LayerRotation, torch.Tensor]] = {}
 
     def cos_sin(self, layer: LayerRotation, device: torch.device) -> torch.Tensor:
-        """Those of each token, [2, batch, 1, tokens, pairs], float32."""
+        """Cosines and sines for each token, [2, batch, 1, tokens, pairs], float32."""
         if device not in self._on:
             self._on[device] = self._copied(device)
         return self._on[device][layer]

@@ -29,8 +29,8 @@ class KVBoostHF(HFLM):
     `hf`. Both reuse what the model's store holds.
 
     Args:
-        args: Those of `hf`. A model that is attached already keeps its store, policy and salt.
-        kwargs: Those of `hf`.
+        args: The arguments of `hf`. A model that is attached already keeps its store, policy and salt.
+        kwargs: The keyword arguments of `hf`.
 
     Raises:
         ValueError: for a model that `attach` cannot serve, such as one with an encoder.

@@ -66,7 +66,7 @@ class FileSource:
     Args:
         file: The file, which contains the bytes of the layer only.
         nbytes: The size of the layer in bytes.
-        contents: Those of the layer's tensors, by name and in order.
+        contents: The contents of the layer's tensors, by name and in order.
     """
 
     host = None

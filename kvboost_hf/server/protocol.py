@@ -208,7 +208,7 @@ class Engine(Drains, Protocol):
             By tier, the bytes that were removed; None if there is no such session, and no such K/V.
 
         Raises:
-            UnreachableTierError: It is removed here, but not everywhere. The session is still listed.
+            UnreachableTierError: The K/V is removed here, but not everywhere. The session is still listed.
         """
         ...
 

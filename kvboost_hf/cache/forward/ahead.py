@@ -63,7 +63,7 @@ class StemReader:
         self._pieces: dict[int, Piece | None] = {}  # rows that share a piece are given the same views
 
     def layer(self, layer_idx: int) -> Piece | None:
-        """Its columns in a layer, or None if the layer keeps none."""
+        """The columns of the stem in a layer, or None if the layer keeps none."""
         if layer_idx not in self._pieces:
             stem = self._stem
             self._pieces[layer_idx] = self._ahead.tokens(stem.rows[0], layer_idx, stem.start, stem.stop)

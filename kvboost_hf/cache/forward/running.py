@@ -351,7 +351,7 @@ class Settled:
 
     @classmethod
     def of(cls, request: Request, kwargs: Kwargs, hands_out: bool) -> "Settled | None":
-        """Those of a request for one token; None where a look at the next one may find something else in them.
+        """What was found of a request for one token; None if the next request may differ in more than its token.
 
         Args:
             request: The request, with the arguments that the model is run with.

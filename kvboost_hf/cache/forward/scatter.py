@@ -280,7 +280,7 @@ def _places(columns: Columns, chosen: Columns) -> torch.Tensor:
 
 
 def _take(value: Any, rows: torch.Tensor, width: int) -> Any:
-    """Those `rows` [batch, m] of everything that has `width` of them, [batch or 1, width, …]."""
+    """The chosen `rows` [batch, m] of each tensor that has `width` rows, [batch or 1, width, …]."""
     if isinstance(value, torch.Tensor):
         if value.ndim < 2 or value.shape[1] != width or value.shape[0] not in (1, len(rows)):
             return value

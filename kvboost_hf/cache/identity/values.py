@@ -195,7 +195,7 @@ class FileWeight:
     name: str  # the name of the tensor in the map
 
     def read(self, known: dict[Hashable, Content]) -> Content:
-        """Its content, read if the file is not the one that it was, and then added to what is `known`."""
+        """The content of the weight. It is read, and added to `known`, if the file has changed."""
         key = self.name, *_marks({_path(self.weights, self.name)})
         if key not in known:
             (known[key],) = contents([self.weights[self.name]])

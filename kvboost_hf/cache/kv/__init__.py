@@ -32,7 +32,7 @@ class StoredChunk:
 
     @property
     def kv(self) -> LayerKV:
-        """Its K/V, once it is loaded."""
+        """The K/V of the chunk, once it is loaded."""
         assert self.loaded is not None, "it must be loaded first"
         return self.loaded
 

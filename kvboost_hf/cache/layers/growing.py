@@ -96,7 +96,7 @@ class ColumnsInTensors(ReuseLayer):
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Those of all tensors, with room to spare."""
+        """The buffers of all tensors, with room to spare."""
         found: list[torch.Tensor] = []
         for tensor in self._tensors:
             if tensor.buffer is not None:

@@ -108,7 +108,7 @@ def run_checked(
     """Run a forward with a graph, or without one if that fails or is not known to be right yet.
 
     Args:
-        columns: Those that the forward appends to `layers`.
+        columns: The columns that the forward appends to `layers`.
         compiled: Runs it with the graph.
         plain: Runs it without.
         undo: Takes back what the graph has appended; False if the layers are not as they were.

@@ -26,7 +26,7 @@ class BestOrder(NamedTuple, Generic[D]):
     Args:
         documents: All of them.
         tokens: First tokens of their prompt that are stored.
-        tokens_as_given: Those of the prompt in the order that was given.
+        tokens_as_given: First tokens that are stored of the prompt in the order that was given.
     """
 
     documents: list[D]

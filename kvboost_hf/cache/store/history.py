@@ -90,7 +90,7 @@ class Roots:
     When weights change, K/V of before is dropped where nothing could ever find it again: in a store without tiers.
 
     Attributes:
-        noted_by: Those of the store that they are noted in; None for a store that keeps nothing.
+        noted_by: The `Roots` of the store that notes the roots; None for a store that keeps nothing.
         hidden_kinds: The layers whose hidden states were kept of some text, of each text that chose others.
     """
 

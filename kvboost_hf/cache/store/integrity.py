@@ -44,7 +44,7 @@ class IntegrityReport:
     Args:
         checked: Chunks and states that were compared.
         wrong: How many of the checked chunks differed. They were taken out of the store, with all that continued them.
-        skipped: Those that could not be computed again: of other weights, adapters or hooks than the model has now, of
+        skipped: Chunks that could not be computed again: of other weights, adapters or hooks than the model's now, of
             images, behind moved chunks, over `live_quant` codes, with hidden states, or behind a chunk that is gone.
         forwarded_tokens: Tokens that went through the model.
         largest_difference: How far the worst chunk is off, in standard deviations of its keys or values: the mean over

@@ -128,7 +128,7 @@ class MeasuredTier:
         self._failures.note("read a blob, which is deleted", error)
 
     def stats(self) -> dict[str, Any]:
-        """Those of the tier; `errors` counts what could not be read, too."""
+        """The figures of the tier. `errors` also counts blobs that could not be read."""
         stats = self.tier.stats()
         return {**stats, "errors": int(stats["errors"]) + self._failures.count}
 

@@ -41,7 +41,7 @@ class PackedFormat:
         """Read `quantization_config` of a checkpoint.
 
         Raises:
-            ValueError: its weights cannot be streamed.
+            ValueError: The weights cannot be streamed.
         """
         method = str(config.get("quant_method"))
         read = _READERS.get(method)
@@ -59,7 +59,7 @@ class PackedFormat:
 
     @property
     def method(self) -> str:
-        """Its name in config.json."""
+        """The name of the format in config.json."""
         return str(self.config["quant_method"])
 
     @property

@@ -27,7 +27,7 @@ class Int8Head(nn.Module):
         linear: The layer whose weights are rounded. It stays as it is.
 
     Raises:
-        ValueError: its inputs are no multiple of 64.
+        ValueError: The layer's number of inputs is no multiple of 64.
     """
 
     codes: torch.Tensor  # int8 [out_features, in_features]

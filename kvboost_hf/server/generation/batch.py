@@ -216,7 +216,7 @@ class _RowHidden:
 
     Args:
         layers: The layers whose states are kept, by their numbers or `LAST`.
-        last: Those of which only the states of the last tokens are needed.
+        last: The layers of `layers` that need only the states of the last tokens.
     """
 
     def __init__(self, layers: Sequence[int], last: Sequence[int] = ()) -> None:
@@ -312,7 +312,7 @@ class BatchKV:
                 Empty if no layer has any.
             hidden: The layers whose hidden states are kept of the row's new tokens. The model needs
                 `hook_hidden_states` then.
-            last: Those of which only the states of the last token are needed.
+            last: The layers of `hidden` that need only the states of the last token.
             rides: Whether steps may compute tokens of the row again: its K/V is copied then, wherever it lies.
         """
         states = states or [None] * len(kv)

@@ -394,7 +394,7 @@ class PredictedText:
 
     Attributes:
         drafted: Tokens of the prediction that were checked so far.
-        accepted: Those of them that are in the answer.
+        accepted: How many of these tokens are in the answer.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, job: Job, sampler: Sampler) -> None:

@@ -108,7 +108,7 @@ def tool_calls(
 
     Args:
         tokenizer: The tokenizer of the model.
-        tools: Those that may be called, as in OpenAI's API; one for a call that is named.
+        tools: The tools that may be called, as in OpenAI's API; one tool if the request names it.
         parallel: Whether there may be more than one call.
         answer: The schema of JSON that may be said in place of calls; None if there must be a call.
 

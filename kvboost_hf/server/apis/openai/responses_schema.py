@@ -201,7 +201,7 @@ class Namespace(Body):
 
     @property
     def functions(self) -> list[FlatFunction]:
-        """Its tools by their whole names."""
+        """The tools of the namespace, by their whole names."""
         return [tool.model_copy(update={"name": whole_name(self.name, tool.name)}) for tool in self.tools]
 
 
