@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -632,6 +633,26 @@ def test_a_failing_job_is_logged_and_the_next_one_runs(folder: Path, caplog: pyt
         store.flush()
     assert "what it wrote is lost" in caplog.text
     assert store.stats()["tiers"]["disk"]["chunks"] == 2
+    store.close()
+
+
+@pytest.mark.parametrize("end", ["flush", "close"])
+def test_what_a_job_gives_the_thread_is_waited_for(folder: Path, end: str) -> None:
+    """What comes back from a lower tier is written to the nearer ones, by jobs of the job that brings it."""
+    store, done = open_store(folder), list[int]()
+    tiers, goes_on = records_of(store).lower.tiers, threading.Event()
+
+    def bring(depth: int) -> None:
+        goes_on.wait(20)
+        if depth:
+            tiers.run(partial(bring, depth - 1))
+            time.sleep(0.05)
+        done.append(depth)
+
+    tiers.run(partial(bring, 2))
+    threading.Timer(0.05, goes_on.set).start()
+    getattr(store, end)()
+    assert done == [2, 1, 0]
     store.close()
 
 

@@ -369,11 +369,17 @@ class LowerTiers:
         _logged(job)
 
     def flush(self) -> None:
-        """Wait until all that was given to the thread is done."""
-        with self._lock:
-            last = self._last if threading.get_ident() != self._thread else None
-        if last is not None:
+        """Wait until all that was given to the thread is done, and what these jobs gave it in turn."""
+        if threading.get_ident() == self._thread:
+            return
+        waited: Future[None] | None = None
+        for _ in range(3):  # what comes back is written to nearer tiers, and evicts what is written then
+            with self._lock:
+                last = self._last
+            if last is None or last is waited:
+                return
             last.exception()
+            waited = last
 
     def close(self) -> None:
         """Finish what is waiting, and let go of the tiers."""
