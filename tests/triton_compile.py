@@ -1,15 +1,16 @@
 """Kernels in Triton compiled for GPUs that are not here, and what ptxas says of them.
 
-In processes of their own, since Triton's interpreter, which runs the kernels in other tests, leaves no compiler.
+In a process of its own, since Triton's interpreter, which runs the kernels in other tests, leaves no compiler.
 """
 
+import atexit
 import json
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
@@ -17,7 +18,6 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-import pytest
 import torch
 
 _NAMES = {
@@ -29,6 +29,7 @@ _NAMES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+_DONE = "compiled: "
 _MMA = r"mma\.sync|wgmma\.mma_async|tcgen05\.mma"
 _LOAD = r"ld\.global[\w.:]*"
 
@@ -79,39 +80,48 @@ def targets() -> frozenset[int]:
     return frozenset(int(each) for each in re.findall(r"'sm_(\d+)'", said))
 
 
-def compile_launches(launches: Sequence[Launch]) -> list[Compiled]:
-    """Compile kernels in one process without the interpreter, and without a GPU."""
-    given = json.dumps([asdict(launch) for launch in launches])
+@cache
+def _compiler() -> "subprocess.Popen[str]":
+    """A process without the interpreter, and without a GPU, that compiles what it is given in a line."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.triton_compile"]
-    done = subprocess.run(command, input=given, capture_output=True, text=True, env=environment, check=False)
-    assert not done.returncode, done.stderr
-    return [Compiled(**each) for each in json.loads(done.stdout)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    atexit.register(process.communicate)  # which ends it
+    return process
 
 
-def in_groups(cases: Sequence[Any], nightly: Collection[Any]) -> list[Any]:
-    """The cases as parameters of a test, of which those that are left to the night have the mark."""
-    return [pytest.param(case, marks=pytest.mark.nightly) if case in nightly else case for case in cases]
+def compile_launch(launch: Launch) -> Compiled:
+    """Compile a kernel."""
+    process = _compiler()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(asdict(launch)) + "\n")
+    process.stdin.flush()
+    said: list[str] = []
+    for line in process.stdout:
+        if line.startswith(_DONE):
+            return Compiled(**json.loads(line.removeprefix(_DONE)))
+        said.append(line)
+    _compiler.cache_clear()  # it has ended
+    raise AssertionError("".join(said))
 
 
 class Kernels:
-    """Kernels that are compiled when the first of their group is asked for: those of each commit, or those of a night.
+    """Kernels that are compiled when they are first asked for.
 
     Args:
         launches: By any key.
-        nightly: The keys of those that only nightly tests ask for.
     """
 
-    def __init__(self, launches: Mapping[Any, Launch], nightly: Collection[Any] = ()) -> None:
-        self._launches, self._nightly = dict(launches), frozenset(nightly)
+    def __init__(self, launches: Mapping[Any, Launch]) -> None:
+        self._launches = dict(launches)
         self._compiled: dict[Any, Compiled] = {}
-        assert self._nightly <= self._launches.keys()
 
     def __getitem__(self, key: Any) -> Compiled:
         if key not in self._compiled:
-            group = [each for each in self._launches if (each in self._nightly) == (key in self._nightly)]
-            made = compile_launches([self._launches[each] for each in group])
-            self._compiled |= zip(group, made, strict=True)
+            self._compiled[key] = compile_launch(self._launches[key])
         return self._compiled[key]
 
 
@@ -198,5 +208,6 @@ def _tool(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    found = [_compile(Launch(**each)) for each in json.load(sys.stdin)]
-    sys.stdout.write(json.dumps([asdict(each) for each in found]))
+    for given in sys.stdin:
+        sys.stdout.write(f"{_DONE}{json.dumps(asdict(_compile(Launch(**json.loads(given)))))}\n")
+        sys.stdout.flush()

@@ -18,14 +18,11 @@ SHARED = {75: 64 * KB, 80: 163 * KB, 86: 99 * KB, 89: 99 * KB, 90: 227 * KB, 100
 
 # capability, rows, group size, dtype
 Case = tuple[int, int, int, torch.dtype]
-# They run the code for sm_80, in tiles for as much shared memory as sm_120 has, which stands for them.
-NIGHTLY = (86, 89)
 
 
 def as_parameter(capability: int, *values: object) -> object:
-    """A capability, or a case that begins with one: skipped where it is not known, and some are left to the night."""
+    """A capability, or a case that begins with one: skipped where it is not known."""
     marks = [] if capability in targets() else [pytest.mark.skip(reason=f"ptxas knows no sm_{capability}")]
-    marks += [pytest.mark.nightly] if capability in NIGHTLY else []
     return pytest.param((capability, *values) if values else capability, marks=marks)
 
 
@@ -96,8 +93,7 @@ def compiled() -> Kernels:
     cases = [case for case in (*ONE_ROW, *several, *OTHERS) if case[0] in targets()]
     launches = [*(launch(*case) for case in cases), launch(90, 64, 128, F16, warps=2), dequantizing(90, 128, F16)]
     by_case: dict[object, Launch] = dict(zip([*cases, "too large", "dequantize"], launches, strict=True))
-    at_night = [(80, rows, 128, BF16) for rows in ROWS]
-    return Kernels(by_case, [*at_night, *(case for case in cases if case[0] in NIGHTLY)])
+    return Kernels(by_case)
 
 
 def inner_loop(made: Compiled) -> dict[str, int]:
@@ -128,7 +124,7 @@ def test_float16(compiled: Kernels, capability: int, rows: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.nightly), 90])
+@pytest.mark.parametrize("capability", [80, 90])
 def test_bfloat16(compiled: Kernels, capability: int, rows: int) -> None:
     check(compiled[capability, rows, 128, BF16], capability, rows, BF16)
 

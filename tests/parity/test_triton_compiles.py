@@ -9,7 +9,7 @@ import torch
 from tests.internals.attention import AttentionCall, Visibility
 from tests.internals.triton import Device, dense
 from tests.internals.triton import attention_plan_tiling as plan_tiling
-from tests.triton_compile import Kernels, Launch, in_groups, pointer
+from tests.triton_compile import Kernels, Launch, pointer
 
 SHARED = {  # bytes that a program may use
     **dict.fromkeys((86, 89, 120), 99 * 1024),
@@ -40,11 +40,6 @@ CASES = [
     (90, 64, 512, "mask", BF16),
     (90, 256, 512, "mask", BF16),
 ]
-# GPUs of consumers run the code for sm_80, in tiles for less shared memory. sm_120 stands for all of them, and sm_86
-# where float32 differs.
-NIGHTLY = [
-    case for case in CASES if case[0] in (86, 89, 120) and case not in ((86, *EVERYWHERE[3]), (120, *EVERYWHERE[0]))
-] + [(capability, *each) for capability in (80, 100) for each in WIDTHS]
 # Bytes of stack of a thread, at most, where registers do not suffice: what trees and masks ask of each pair of a query
 # and a column takes the last ones, and float32 has three programs on a processor of sm_86 and sm_89.
 STACK = {"tree": 32, "mask": 104}
@@ -89,10 +84,10 @@ def compiled() -> Kernels:
         launch(90, 128, 512, "mask", BF16, block_n=64),
         launch(90, 128, 512, "", BF16, block_n=32),
     ]
-    return Kernels(dict(zip([*CASES, *OTHERS], launches, strict=True)), NIGHTLY)
+    return Kernels(dict(zip([*CASES, *OTHERS], launches, strict=True)))
 
 
-@pytest.mark.parametrize("case", in_groups(CASES, NIGHTLY), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernel(compiled: Kernels, case: tuple[int, int, int, str, torch.dtype]) -> None:
     capability, _, queries, asked, dtype = case
     found = compiled[case]

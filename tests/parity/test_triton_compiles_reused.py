@@ -19,7 +19,7 @@ from tests.internals.top import CodePlanes, PieceTable
 from tests.internals.triton import Device, LaunchArguments, codes, empty_parts, gather_kernel, pieces
 from tests.parity.test_triton_compiles import SHARED
 from tests.parity.test_triton_compiles import launch as dense_launch
-from tests.triton_compile import Compiled, Kernels, Launch, compile_launches, in_groups, pointer
+from tests.triton_compile import Compiled, Kernels, Launch, compile_launch, pointer
 
 HEADS, KV_HEADS, BLOCKS, TOKENS = 32, 8, 4, 128
 
@@ -87,13 +87,6 @@ CASES: list[tuple[Callable[..., Launch], tuple[object, ...]]] = [
     (over_codes, (90, 128, 1, "turboquant:3:1")),
     (over_codes, (90, 128, 1, KVQuantConfig(grouped_values=True, key_bits=2))),
 ]
-# As in `test_triton_compiles`: sm_120 stands for GPUs of consumers, and what is left of sm_100 differs in place only.
-NIGHTLY = [
-    (over_pieces, (100, 128, 128)),
-    (over_pieces_in_place, (86, 128, 128)),
-    (over_codes, (100, 128, 1, "turboquant")),
-    (over_codes, (80, 128, 1, "int8")),
-]
 # How many times as many instructions as bfloat16 for as many columns, and how many were aimed at.
 BUDGETS = {"int8": (1.7, 1.7), "int4": (1.85, 2.0), "turboquant:4": (2.75, 3.0), "turboquant:3": (2.7, 3.0)}
 
@@ -105,7 +98,7 @@ def compiled() -> Kernels:
         launches: dict[object, Launch] = {name: over_codes(90, 128, 1, name) for name in BUDGETS}
         launches |= {"numbers": over_numbers(), "whole": dense_launch(90, 128, 128, "", torch.bfloat16)}
         launches |= {(make, given): make(*given) for make, given in CASES}
-    return Kernels(launches, NIGHTLY)
+    return Kernels(launches)
 
 
 @pytest.mark.slow
@@ -115,7 +108,7 @@ def test_pieces_take_the_tiles_of_numbers(compiled: Kernels) -> None:
     assert sum(inner_loop(in_place).values()) <= 1.1 * sum(inner_loop(whole).values())
 
 
-@pytest.mark.parametrize("case", in_groups(CASES, NIGHTLY), ids=lambda case: f"{case[0].__name__}{case[1]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].__name__}{case[1]}")
 def test_kernels(compiled: Kernels, case: tuple[Callable[..., Launch], tuple[object, ...]]) -> None:
     made, capability = compiled[case], case[1][0]
     assert made.mma
@@ -137,7 +130,7 @@ def test_columns_of_pinned_memory_are_read_by_16_bytes() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather_kernel, "_launch", note)
         gather_kernel.launch([opened, opened], table, [(5, 0), (5, 1)])
-    for made in compile_launches(found):
+    for made in map(compile_launch, found):
         assert "ld.global.v2.b64" in made.loads
         assert made.stack_bytes == 0
         assert made.loops[0]["LDG"] >= 4
