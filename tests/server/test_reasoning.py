@@ -108,6 +108,30 @@ def test_reasoning_in_a_stream(family: Family, engine: FakeEngine) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_ends_an_answer_within_its_reasoning(
+    family: Family, engine: FakeEngine, path: str, stream: bool
+) -> None:
+    engine.says = [*("<think>So it is.\n" + CALL)]
+    tools: dict[str, Any] = {
+        "chat/completions": TOOLS,
+        "responses": [{"type": "function", **TOOLS[0]["function"]}],
+        "messages": [{"name": "look", "input_schema": {"type": "object"}}],
+    }
+    asked = "input" if path == "responses" else "messages"
+    body = {"model": "reader", asked: ASK, "tools": tools[path], "stream": stream}
+    more = {"max_tokens": 200, "thinking": {"type": "adaptive"}} if path == "messages" else {}
+    response = family("qwen").http.post(f"/v1/{path}", json=body | more)
+    assert response.status_code == 200, response.text
+    assert "tool_call>" not in response.text
+    assert '"look"' in response.text
+    if not stream and path == "chat/completions":
+        choice = response.json()["choices"][0]
+        assert (choice["finish_reason"], choice["message"]["reasoning_content"]) == ("tool_calls", "So it is.")
+        assert not choice["message"]["content"]
+
+
 def test_marks_that_are_special_tokens_without_a_name(family: Family, engine: FakeEngine) -> None:
     engine.says = ["[THINK]", "So it is.", "[/THINK]", "Anna."]
     message = _chat(family("magistral"))["choices"][0]["message"]

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.internals.server import AfterReasoning, Parsed, ReasoningMarks, ReasoningReader, ToolCallStream, joined
+from tests.internals.server import (
+    AfterReasoning,
+    Parsed,
+    ReasoningMarks,
+    ReasoningReader,
+    ToolCallStream,
+    joined,
+    marks_in,
+)
 from tests.unit.test_server_tools import ADD, TEMPLATES, TOOLS, cuts, tokenizer_for, told
 
 pytestmark = pytest.mark.daily
@@ -64,6 +72,59 @@ def test_calls_behind_reasoning() -> None:
         parsed = joined([*map(reader.push, pieces), reader.finish()])
         assert told(parsed) == ("I add.", [ADD])
         assert parsed.reasoning == f"I could {CALL}, so:"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (r"{{- '<|channel>thought\n' + thinking + '\n<channel|>' -}}", "<|channel>thought\nSo.\n<channel|>Yes."),
+        ("{{ '<|inner_prefix|>' }} or <think>", "<|inner_prefix|>So.<|inner_suffix|>Yes."),
+        ("{{ '<|think:start|>' }}", "<|think:start|>So.<|think:end|>Yes."),
+        ("{{ '<mm:think>' }}", "<mm:think>So.</mm:think>Yes."),
+        ("{{ '<longcat_think>\\n' }}", "<longcat_think>\nSo.\n</longcat_think>\nYes."),
+        ("{{ '◁think▷' }}", "◁think▷So.◁/think▷Yes."),
+        ("{{ message.split('</think>')[-1] }}", "<think>\nSo.\n</think>\n\nYes."),
+    ],
+)
+def test_marks_are_those_of_the_chat_template(template: str, text: str) -> None:
+    marks = marks_in(template)
+    assert marks is not None
+    for pieces in cuts(text):
+        reader = ReasoningReader(marks, opened=False)
+        assert joined([*map(reader.push, pieces), reader.finish()]) == Parsed("Yes.", (), "So.")
+    assert marks_in("{{ message.content }} <thinking>") is None
+
+
+XML_TEMPLATE = "{% if tools %}{{ tools | tojson }}<tool_call>\\n<function=example_function_name>{% endif %}"
+XML = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\ntrue\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
+
+
+@pytest.mark.parametrize(("template", "call"), [(TEMPLATES["hermes"], CALL), (XML_TEMPLATE, XML)], ids=["JSON", "XML"])
+@pytest.mark.parametrize(
+    ("text", "reasoning"),
+    [
+        ("I add. {call}", "I add."),
+        ("{call}\n", ""),
+        ("In <tool_call> tags, so:\n\n{call}\n{call}", "In <tool_call> tags, so:"),
+        ("I could {call}, so", None),
+        ("I add. {call} And then", None),
+        ("I add. <tool_call>", None),
+        ("I add. <tool_call>\n<", None),
+    ],
+)
+def test_calls_that_end_an_answer_within_its_reasoning(
+    template: str, call: str, text: str, reasoning: str | None
+) -> None:
+    text, tokenizer = text.format(call=call), tokenizer_for(template)
+    for pieces in cuts(text):
+        stream = ToolCallStream(tokenizer, TOOLS)
+        reader = ReasoningReader(THINK, opened=True, rest=stream, calls=stream.opens)
+        parsed = joined([*map(reader.push, pieces), reader.finish()])
+        assert told(parsed) == ("", [ADD] * text.count(call) if reasoning is not None else [])
+        assert parsed.reasoning == (text.rstrip() if reasoning is None else reasoning)
 
 
 class _Yes:

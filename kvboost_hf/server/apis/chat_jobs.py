@@ -124,7 +124,10 @@ class Reading:
                 streams=bool(self.asked.stream),
                 ids=(call.id for message in self.asked.messages for call in message.calls),
             )
-        return calls if self.marks is None else ReasoningReader(self.marks, opened=self.opened, rest=calls)
+        if self.marks is None:
+            return calls
+        opens = calls.opens if calls is not None else ()
+        return ReasoningReader(self.marks, opened=self.opened, rest=calls, calls=opens)
 
     def constrained(self, constraint: Constraint | None) -> Constraint | None:
         """A constraint that begins behind the reasoning, where the prompt has begun one."""

@@ -1,5 +1,6 @@
 """Finds the reasoning of an answer by the marks around it, and lets a grammar begin behind it."""
 
+import re
 from collections.abc import Collection
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -20,12 +21,20 @@ class ReasoningMarks(NamedTuple):
     close: str
 
 
-_KNOWN = (
-    ReasoningMarks("<think>", "</think>"),
+_KNOWN = (  # the first that a template has: those of one family come before `<think>`, which others write, too
     ReasoningMarks("[THINK]", "[/THINK]"),
     ReasoningMarks("<seed:think>", "</seed:think>"),
     ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningMarks("<|channel>thought", "<channel|>"),  # Gemma 4
+    ReasoningMarks("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    ReasoningMarks("<|think:start|>", "<|think:end|>"),  # Solar Open 2
+    ReasoningMarks("<mm:think>", "</mm:think>"),  # MiniMax M3
+    ReasoningMarks("<longcat_think>", "</longcat_think>"),
+    ReasoningMarks("◁think▷", "◁/think▷"),  # Kimi VL
+    ReasoningMarks("<think>", "</think>"),
 )
+# What may follow the text that a call begins with: more of a mark, an object, or a name and its arguments.
+_MAY_CALL = re.compile(r"\S*>|\s*(?:\Z|[\[{<]|[\w.:/-]+\s*(?:\Z|[\[({<]))")
 
 
 @lru_cache(maxsize=16)
@@ -58,7 +67,14 @@ class AnswerReader(Protocol):
 class ReasoningReader:
     """Finds the reasoning at the beginning of an answer; without the white space around it.
 
-    `rest` reads what comes behind the reasoning; None for text alone.
+    Calls that an answer ends in are calls, also where its reasoning was never ended: Qwen 3.5 writes such answers at
+    times.
+
+    Args:
+        marks: The texts around the reasoning.
+        opened: Whether the prompt has begun the reasoning.
+        rest: Reads what comes behind the reasoning; None for text alone.
+        calls: Texts that calls begin with.
 
     Attributes:
         thinking: Whether the next text is reasoning.
@@ -69,8 +85,10 @@ class ReasoningReader:
         [('', 'So'), ('', ' it is.'), ('', ''), ('', ''), ('Yes.', '')]
     """
 
-    def __init__(self, marks: ReasoningMarks, *, opened: bool, rest: AnswerReader | None = None) -> None:
-        self._marks, self._rest = marks, rest
+    def __init__(
+        self, marks: ReasoningMarks, *, opened: bool, rest: AnswerReader | None = None, calls: Collection[str] = ()
+    ) -> None:
+        self._marks, self._rest, self._calls = marks, rest, calls
         self._opens = True  # the opening mark may still come; some models repeat that of the prompt
         self.thinking = opened
         self._bare = opened  # nothing but white space since the last mark, which is left out
@@ -96,8 +114,15 @@ class ReasoningReader:
 
     def finish(self, *, cut: bool = False) -> Parsed:
         held, self._held = without_half_mark(self._held, self._marks) if cut else self._held, ""
-        last = Parsed(reasoning=self._stripped(held.rstrip())) if self.thinking else self._said(held)
-        return joined([last, self._rest.finish(cut=cut)]) if self._rest is not None else last
+        if not self.thinking:
+            last = self._said(held)
+            return joined([last, self._rest.finish(cut=cut)]) if self._rest is not None else last
+        begun = self._before_calls(held)
+        if self._rest is not None and not cut and begun < len(held):
+            found = joined([self._rest.push(held[begun:]), self._rest.finish()])
+            if found.calls and not found.content.strip():
+                return Parsed("", found.calls, self._stripped(held[:begun].rstrip()))
+        return Parsed(reasoning=self._stripped(held.rstrip()))
 
     def _open(self, complete: bool) -> None:
         if complete:
@@ -109,10 +134,20 @@ class ReasoningReader:
             thought = Parsed(reasoning=self._stripped(reasoning.rstrip()))
             self._held, self.thinking, self._bare = "", False, True
             return joined([thought, self._said(rest)])
-        sure = len(self._held) - overlap(self._held, self._marks.close)
+        sure = min(len(self._held) - overlap(self._held, self._marks.close), self._before_calls(self._held))
         reasoning = self._held[:sure].rstrip()
         self._held = self._held[len(reasoning) :]
         return Parsed(reasoning=self._stripped(reasoning))
+
+    def _before_calls(self, text: str) -> int:
+        """How many characters of reasoning come before what may be a call, or the beginning of one."""
+        found = len(text)
+        for call in self._calls:
+            at = text.find(call)
+            while at >= 0 and not _MAY_CALL.match(text, at + len(call)):
+                at = text.find(call, at + 1)
+            found = min(found, at if at >= 0 else len(text) - overlap(text, call))
+        return found
 
     def _said(self, text: str) -> Parsed:
         text = self._stripped(text)

@@ -58,6 +58,12 @@ class ToolFormat:
     between: str | None = None  # text between calls; None if there is one call at most
     after: str = ""  # text behind the last call
 
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """Texts that calls begin with, and no other text; empty where other texts look like calls."""
+        opens = self.fields["tool_calls"].get("open", self.marker)
+        return () if not self.marked else (opens,) if isinstance(opens, str) else tuple(opens)
+
 
 def _regions(open: str | list[str], close: str | list[str] | None = None, **more: Mapping[str, Any]) -> Fields:
     """Text, calls between two marks, and other regions. A mark that is a pattern begins with `re:`."""

@@ -100,6 +100,11 @@ class ToolCallStream:
         self.thinking = False
         self._follow(self._parser.initial_events)
 
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """Texts that calls of the tools begin with, and no other text, as far as is known."""
+        return self._known.opens if self._known is not None and self._tools else ()
+
     def push(self, text: str) -> Parsed:
         """Add text; returns what is certain now and was not before."""
         parts: list[Parsed] = []
