@@ -93,7 +93,9 @@ OTHER_RELEASES := torch|transformers|tokenizers|huggingface_hub|accelerate|kerne
 compat:
 	$(PYTHON) -m venv --clear .venv-compat
 	grep -vE "^($(OTHER_RELEASES))==" constraints.txt > .venv-compat/constraints.txt
-	.venv-compat/bin/python -m pip install --quiet $(RELEASES)
+	.venv-compat/bin/python -m pip install --quiet --constraint .venv-compat/constraints.txt $(RELEASES)
+	# What these releases need is installed: pip must not look for others of it, which takes it half an hour.
+	.venv-compat/bin/python -m pip freeze --exclude setuptools >> .venv-compat/constraints.txt
 	.venv-compat/bin/python -m pip install --quiet --constraint .venv-compat/constraints.txt $(RELEASES) "$(KERNELS)" \
 		--editable ".[test]"
 	OMP_NUM_THREADS=1 .venv-compat/bin/python -m pytest -q -n $(JOBS) -m "not gpu and not nightly" tests/unit tests/parity \

@@ -50,7 +50,7 @@ T = TypeVar("T")
 MAX_LOGPROBS = 500_000  # of all tokens of a request
 _ANSWER_PART = 8  # of the context, that a prompt which is cut leaves for an answer without a length
 _PINNED_SHARE = 0.5  # of the store's budget, that all clients together may have pinned
-_RETENTION_S = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86_400.0}
+_RETENTION_S: dict[str | None, float] = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86_400.0}
 _REPAIR_HEADER = "x-kvboost-repair"
 _JSON = "application/json"
 _KIND = 64  # characters of a content type in an error
@@ -337,7 +337,7 @@ class RouteContext:
         if asked is not None:
             fields |= {"session": asked.prompt_cache_key, "priority": asked.priority or 0}
             fields |= {"reuse": asked.repair} if asked.repair is not None else {}
-            if (ttl_s := _RETENTION_S.get(asked.prompt_cache_retention or "")) is not None:
+            if (ttl_s := _RETENTION_S.get(asked.prompt_cache_retention)) is not None:
                 jobs = [replace(job, keep=(*job.keep, self.keep(ttl_s))) for job in jobs]
         jobs = [replace(job, **fields) for job in jobs]
         if any(job.options.max_tokens for job in jobs):
