@@ -6,6 +6,7 @@ import pickle
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -260,6 +261,49 @@ class TestForms:
         before = fingerprint.current(llama)
         _set_data(other.weight)
         assert fingerprint.current(llama) == before
+
+
+class TestWrittenByForwards:
+    """Weights that each forward writes to, and leaves as they are."""
+
+    def test_found_unchanged_from_their_second_version_on(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        llama.model.embed_tokens.max_norm = 1e3
+        cache = ChunkReuseCache(llama, store)
+        assert [same_as_plain(llama, cache, BASE) >= 96 for _ in range(4)] == [False, False, True, True]
+
+    @pytest.mark.parametrize("changed", ["one", "another", "both"])
+    def test_a_write_beside_the_sample(self, changed: str) -> None:
+        """One value of many is written in turn: the sample sees nothing, the hash does."""
+        weights = [torch.zeros(64, 97), torch.zeros(64, 97)]
+        watch, places = WeightsWatch(), {"one": [0], "another": [1], "both": [0, 1]}[changed]
+        epochs = [watch.epoch(weights)]
+        for number in (0, 0, 5, 5, 0, 0, 7):
+            before = watch.sample
+            for at in places:
+                weights[at][1, 1] = number
+            epochs.append(watch.epoch(weights))
+            assert watch.sample == before
+        grown = [now > then for then, now in pairwise(epochs)]
+        assert grown == [True, False, True, False, True, False, True]
+
+    def test_what_has_moved_since_is_no_earlier_content(self) -> None:
+        """A hash counts at the next version alone, of the same memory."""
+        weight = nn.Parameter(torch.zeros(64, 97), requires_grad=False)
+        watch = WeightsWatch()
+        epochs = [watch.epoch([weight])]
+        for change in (
+            lambda: weight.add_(0),  # hashed
+            lambda: weight.fill_(1),  # the sample sees it
+            lambda: weight.fill_(0),  # and that it is back
+            lambda: weight.add_(0),  # hashed anew
+            lambda: setattr(weight, "data", torch.zeros(64, 97)),
+            lambda: weight.add_(0),
+        ):
+            change()
+            epochs.append(watch.epoch([weight]))
+        assert epochs == [*range(7)]
+        weight.add_(0)
+        assert watch.epoch([weight]) == 6
 
 
 class TestFullCheck:
