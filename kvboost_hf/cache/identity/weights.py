@@ -107,12 +107,10 @@ class WeightsWatch:
         if before is None or marks[1:] != before[1:] or _forms(tensors) != self._forms or lack_memory(tensors):
             return False
         written = [at for at, (now, then) in enumerate(zip(marks[0], before[0], strict=True)) if now != then]
+        if not {*written}.isdisjoint(self._in_place.elsewhere):
+            return False
         in_place = self._in_place.read(tensors)
-        if (
-            in_place is None
-            or in_place[0] != self._read_on_host
-            or not {*written}.isdisjoint(self._in_place.elsewhere)
-        ):
+        if in_place is None or in_place[0] != self._read_on_host:
             return False
         if not all(map(torch.equal, in_place[1] + _read(tensors, self._windows), self._samples)):
             return False
