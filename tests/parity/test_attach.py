@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
     TextIteratorStreamer,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
     pipeline,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -81,6 +82,36 @@ def test_modes(attached: PreTrainedModel, mode: dict[str, Any]) -> None:
         assert torch.equal(attached.generate(**as_inputs(ids), max_new_tokens=6, **mode, **sample), expected)
     assert report(attached).prompt_tokens % 120 == 0  # of each row
     assert report(attached).reused_tokens >= 100
+
+
+class _ReadsAll(UnbatchedClassifierFreeGuidanceLogitsProcessor):
+    """Guides as that of transformers, and reads the logits of all tokens of the negative prompt."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        first = self.unconditional_context["first_pass"]
+        logits = self.get_unconditional_logits(input_ids)
+        self.seen = logits if first else self.seen
+        return scores - logits[:, -1]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_negative_prompts(attached: PreTrainedModel, keeps: bool) -> None:
+    """The processor of `guidance_scale` asks for all logits of them, and reads the last ones."""
+    if keeps:
+        attach(attached, ChunkStore(attached, chunk_size=32), ReusePolicy(keep_logprobs=True))
+    negative, plain = random_ids(90, seed=4), make_model("llama")
+    call = {"guidance_scale": 1.5, "max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True}
+    expected = plain.generate(**as_inputs(BASE), **call, negative_prompt_ids=negative)
+    for _ in range(3):
+        with counted(attached) as work:
+            found = attached.generate(**as_inputs(BASE), **call, negative_prompt_ids=negative)
+        assert torch.equal(found.sequences, expected.sequences)
+        torch.testing.assert_close(found.scores, expected.scores, atol=2e-4, rtol=2e-4)
+    assert work.tokens == 2 * 6
+    guides = [_ReadsAll(1.5, model, negative) for model in (attached, plain)]
+    for guide in guides:
+        guide.model.generate(**as_inputs(BASE), max_new_tokens=2, logits_processor=[guide])
+    torch.testing.assert_close(guides[0].seen, guides[1].seen, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("name", ["mistral", "lfm2"])
