@@ -42,6 +42,7 @@ from kvboost_hf.compat import (
     is_in_stock_loop,
     known_reason,
     require_model,
+    running_config,
     unwrapped,
 )
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
@@ -231,10 +232,14 @@ class _Attachment:
         self._note(cache)
 
     def _refuse_again(self, model: PreTrainedModel, reason: str, tokens: int) -> None:
-        """The same where one call may come as many forwards."""
-        last = self._of_thread.last
+        """The same where one call may come as many forwards, of which the first one has the prompt."""
+        last, noted = self._of_thread.last, self._of_thread.config
+        if noted is not None and (config := noted()) is not None and config is running_config():
+            if is_in_stock_loop(config, threading.get_ident()):
+                return
         if last is not None and last.report.bypass_reason == reason:
             last.note_refusal(reason, tokens)
+            self._note(last)
         else:
             self.flush()
             self._refuse(model, reason, tokens)
