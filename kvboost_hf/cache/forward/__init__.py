@@ -217,8 +217,18 @@ def _wants_none(kwargs: Kwargs) -> bool:
 
     It passes the whole sequence at each step. Of other callers, who continue what they have passed it with, the layers
     take K/V, as those of transformers do.
+
+    Raises:
+        ValueError: for a call that passes its prompt in pieces.
     """
-    return kwargs.get("use_cache") is False and getattr(running_config(), "use_cache", None) is False
+    if kwargs.get("use_cache") is not False or getattr(config := running_config(), "use_cache", None) is not False:
+        return False
+    if (size := getattr(config, "prefill_chunk_size", None)) is not None:
+        raise ValueError(
+            f"`use_cache` must be True with `prefill_chunk_size` ({size}), got False: without K/V a piece of a prompt "
+            "does not see the pieces before it. Leave out one of the two."
+        )
+    return True
 
 
 def _bypass(parts: CacheParts, request: Request, reason: str) -> Forward:
