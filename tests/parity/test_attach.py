@@ -520,11 +520,14 @@ def test_a_call_that_is_not_served_says_why(attached: PreTrainedModel) -> None:
 @torch.no_grad()
 def test_forwards_that_cannot_be_served_say_why(attached: PreTrainedModel) -> None:
     embeds = attached.get_input_embeddings()(BASE)
-    uncached = {**as_inputs(BASE), "max_new_tokens": 3, "use_cache": False}  # each forward has the whole text
+    uncached = {"max_new_tokens": 3, "use_cache": False}  # each forward has the whole text
+    padded = left_pad(BASE[:, :150], BASE[:, :50])
     for call, reason in (
         (lambda: attached.generate(inputs_embeds=embeds, max_new_tokens=2), "no input_ids were passed"),
-        (lambda: attached.generate(**uncached), "use_cache is False"),
-        (lambda: attached.generate(**uncached, guidance_scale=1.5), "use_cache is False"),
+        (lambda: attached.generate(**as_inputs(BASE), **uncached), "use_cache is False"),
+        (lambda: attached.generate(**as_inputs(BASE), **uncached, guidance_scale=1.5), "use_cache is False"),
+        (lambda: attached.generate(**padded, **uncached), "use_cache is False"),
+        (lambda: attached(**padded), "the logits of all tokens are wanted"),
         (lambda: attached(BASE), "the logits of all tokens are wanted"),
         (lambda: attached(BASE, logits_to_keep=1, use_cache=False), "use_cache is False"),
     ):
