@@ -87,6 +87,8 @@ def test_modes(attached: PreTrainedModel, mode: dict[str, Any]) -> None:
 class _ReadsAll(UnbatchedClassifierFreeGuidanceLogitsProcessor):
     """Guides as that of transformers, and reads the logits of all tokens of the negative prompt."""
 
+    seen: Any = None
+
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         first = self.unconditional_context["first_pass"]
         logits = self.get_unconditional_logits(input_ids)
@@ -99,7 +101,8 @@ def test_negative_prompts(attached: PreTrainedModel, keeps: bool) -> None:
     """The processor of `guidance_scale` asks for all logits of them, and reads the last ones."""
     if keeps:
         attach(attached, ChunkStore(attached, chunk_size=32), ReusePolicy(keep_logprobs=True))
-    negative, plain = random_ids(90, seed=4), make_model("llama")
+    negative: Any = random_ids(90, seed=4)
+    plain = make_model("llama")
     call = {"guidance_scale": 1.5, "max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True}
     expected = plain.generate(**as_inputs(BASE), **call, negative_prompt_ids=negative)
     for _ in range(3):

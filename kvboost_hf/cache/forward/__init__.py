@@ -270,9 +270,8 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
     if request.kwargs.get("use_cache") is False and not request.armed and _wants_none(request.kwargs):  # a later token
         return _without_cache(parts, request)
     tally = live.tally = Tally()
-    asks = request.kwargs.get("output_hidden_states") or (
-        type(request.inputs) is ForwardInputs and request.inputs.hidden
-    )
+    asks = request.kwargs.get("output_hidden_states") or getattr(request.model.config, "output_hidden_states", False)
+    asks = asks or (type(request.inputs) is ForwardInputs and request.inputs.hidden)
     if asks and parts.binding.has_new_hooks:  # those of transformers, for the model was probed for hidden states
         request.seen = parts.binding.look()
     found = admit_prompt(parts, request)
