@@ -271,6 +271,17 @@ class TestWrittenByForwards:
         cache = ChunkReuseCache(llama, store)
         assert [same_as_plain(llama, cache, BASE) >= 96 for _ in range(4)] == [False, False, True, True]
 
+    def test_what_a_hook_undoes_at_the_next_token_is_a_change(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        def turn(layer: nn.Module, args: Any) -> None:
+            with torch.no_grad():
+                value(llama).weight[3, 5] *= -1
+
+        llama.model.layers[0].register_forward_pre_hook(turn)
+        cache = ChunkReuseCache(llama, store)
+        for _ in range(4):
+            llama.generate(BASE, past_key_values=cache, max_new_tokens=4)  # four forwards, after which it is as before
+            assert not cache.report.reused_tokens
+
     @pytest.mark.parametrize("changed", ["one", "another", "both"])
     def test_a_write_beside_the_sample(self, changed: str) -> None:
         """One value of many is written in turn: the sample sees nothing, the hash does."""

@@ -57,7 +57,7 @@ class WeightsWatch:
 
     Some forwards write to weights and leave them as they are, such as those of PEFT's `target_parameters` and of
     embeddings with a `max_norm`. Weights with a new version and the same sample are hashed, from the second time on to
-    see whether anything has changed.
+    see whether anything has changed. A hook may undo at one token what it has written at another.
     """
 
     def __init__(self) -> None:
@@ -76,12 +76,12 @@ class WeightsWatch:
         self._contents: dict[int, Hashable] = {}  # hashes of those whose version has changed, by their memory
         self._said_what_is_read = False
 
-    def epoch(self, tensors: list[torch.Tensor]) -> int:
-        """How often the tensors have changed."""
+    def epoch(self, tensors: list[torch.Tensor], hooked: bool = False) -> int:
+        """How often the tensors have changed. Where others have `hooked` the model, each write counts as a change."""
         with torch.inference_mode():  # views cost less in it
             marks = _marks(tensors, self._in_place.elsewhere)
-            same = (marks == self._marks or self._are_rewritten(tensors, marks)) and _forms(tensors) == self._forms
-            same = same and self._memories.writes(tensors) == self._writes
+            same = marks == self._marks or (not hooked and self._are_rewritten(tensors, marks))
+            same = same and _forms(tensors) == self._forms and self._memories.writes(tensors) == self._writes
             in_place = self._in_place.read(tensors) if same else None
             if in_place is None:
                 self.without_memory = lack_memory(tensors)
@@ -92,7 +92,7 @@ class WeightsWatch:
                 same, in_place = False, self._in_place.read(tensors)
             if in_place is None:  # another thread has given a weight other memory just now
                 self._marks = None
-                return self.epoch(tensors)
+                return self.epoch(tensors, hooked)
             on_host, samples = in_place
             samples += _read(tensors, self._windows)
             same = same and on_host == self._read_on_host and all(map(torch.equal, samples, self._samples))
