@@ -6,7 +6,7 @@ import pickle
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -274,12 +274,13 @@ class TestWrittenByForwards:
     def test_what_a_hook_undoes_at_the_next_token_is_a_change(self, llama: PreTrainedModel, store: ChunkStore) -> None:
         def turn(layer: nn.Module, args: Any) -> None:
             with torch.no_grad():
-                value(llama).weight[3, 5] *= -1
+                value(llama).weight[3, 5] *= next(factors)
 
+        factors = cycle((1, -1, -1, 1))  # of the four forwards of a call
         llama.model.layers[0].register_forward_pre_hook(turn)
         cache = ChunkReuseCache(llama, store)
         for _ in range(4):
-            llama.generate(BASE, past_key_values=cache, max_new_tokens=4)  # four forwards, after which it is as before
+            llama.generate(BASE, past_key_values=cache, max_new_tokens=4)
             assert not cache.report.reused_tokens
 
     @pytest.mark.parametrize("changed", ["one", "another", "both"])
