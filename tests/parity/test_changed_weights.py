@@ -362,6 +362,19 @@ class TestFullCheck:
         fingerprint = ModelFingerprint()
         assert fingerprint.current(llama) != fingerprint.current(llama, full=True)
 
+    def test_what_is_stored_with_it_is_checked(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        for policy in (ReusePolicy(weights_check="full"), ReusePolicy()):
+            same_as_plain(llama, ChunkReuseCache(llama, store, policy), BASE)
+        report = store.check_integrity()
+        assert (report.checked, report.skipped) == (len(store), 0)
+        kept = value(llama).weight.detach().clone()
+        under_no_grad(lambda weight: weight.zero_())(llama)
+        assert store.check_integrity().checked == 0
+        under_no_grad(lambda weight: weight.copy_(kept))(llama)
+        report = store.check_integrity()
+        assert (report.checked, report.wrong) == (len(store), 0)  # those found by all weights; the others are gone
+        assert report.checked
+
     @pytest.mark.daily
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn])
     @pytest.mark.parametrize("n", [1, 3, 5, 65_536, 70_001, 1_200_007])
