@@ -29,7 +29,7 @@ class ChunkRegistry:
         chunk_size: int = 128,
         strategy: ChunkStrategy = ChunkStrategy.FIXED,
         min_chunk_tokens: int = 32,
-        boundary_window: None = None,
+        boundary_window: int | None = None,
     ) -> None:
         if boundary_window is not None:
             refuse("arguments of parts", ["ChunkRegistry: boundary_window"])
