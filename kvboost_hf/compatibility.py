@@ -15,6 +15,7 @@ from kvboost_hf.cache.forward.admission import blend_reason
 from kvboost_hf.cache.identity import ModelState
 from kvboost_hf.cache.planning.moved import Measure
 from kvboost_hf.compat import decoder_layers, known_reason, probe_reason, require_reusable_model, steps_reason
+from kvboost_hf.fields import require_bool
 from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.load import METHOD
 
@@ -66,8 +67,8 @@ def check_model_compatibility(model: PreTrainedModel, strict: bool = True) -> Co
         The findings. Nothing is stored.
 
     Raises:
-        ValueError: if `strict` and exact reuse is not possible, or if `model` is no causal language model with
-            weights.
+        ValueError: if `strict` and exact reuse is not possible, if `model` is no causal language model with weights,
+            or if `strict` is neither True nor False.
 
     Warns:
         UserWarning: for an architecture that is not tested, and, if not `strict`, if exact reuse is not possible.
@@ -78,6 +79,7 @@ def check_model_compatibility(model: PreTrainedModel, strict: bool = True) -> Co
         >>> print(report)
         LlamaForCausalLM: exact reuse: yes; moved chunks: yes; streaming: yes
     """
+    require_bool("strict", strict)
     require_reusable_model(model)
     name = type(model).__name__
     fingerprint = ModelState.of(model).fingerprint

@@ -112,6 +112,16 @@ def check_bounds(settings: Any) -> None:
         raise ValueError(f"`{each.name}` must be {_told(bounds)}, got {value}.{remedy}")
 
 
+def require_bool(name: str, value: object) -> None:
+    """Refuse anything but True or False, as an argument that no dataclass has: a text would count as True.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` must be True or False, got {value!r}.")
+
+
 def require_int(name: str, value: object, *, least: int = 1) -> None:
     """Refuse anything but an int of `least` or more, as an argument that no dataclass has.
 

@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from kvboost_hf.cache.prompt import (
     gradients_enabled,
     install,
     logits_kept,
+    new_shape,
+    new_tokens,
     reason_of_arguments,
     wants_all_logits,
 )
@@ -42,6 +45,7 @@ from kvboost_hf.compat import (
     is_in_stock_loop,
     known_reason,
     require_model,
+    running_config,
     unwrapped,
 )
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
@@ -145,10 +149,10 @@ class _Attachment:
         if not begins and why is None:
             return None
         if recorded:
-            self._refuse(model, RECORDED, why[1] if why is not None else kwargs["input_ids"].numel())
+            self._refuse(model, RECORDED, prod(new_shape(kwargs)))  # what a mask holds is not known
             return None
         if why is not None:
-            self._refuse_again(model, *why)
+            self._refuse_again(model, why, new_tokens(kwargs))
             return None
         self._finish_last()
         reason = _refusal(model, theirs, kwargs)
@@ -157,7 +161,7 @@ class _Attachment:
         if reason is None and isinstance(theirs, StaticCache) and self._keeps:
             reason = "hidden states are kept in buffers that grow, and generate() was told to make a StaticCache"
         if reason is not None:
-            self._refuse(model, reason, kwargs["input_ids"].numel())
+            self._refuse(model, reason, new_tokens(kwargs))
             return None
         if isinstance(theirs, StaticCache):
             cache = self._of_fixed_size(model, _size(theirs))
@@ -231,10 +235,14 @@ class _Attachment:
         self._note(cache)
 
     def _refuse_again(self, model: PreTrainedModel, reason: str, tokens: int) -> None:
-        """The same where one call may come as many forwards."""
-        last = self._of_thread.last
+        """The same where one call may come as many forwards, of which the first one has the prompt."""
+        last, noted = self._of_thread.last, self._of_thread.config
+        if noted is not None and (config := noted()) is not None and config is running_config():
+            if is_in_stock_loop(config, threading.get_ident()):
+                return
         if last is not None and last.report.bypass_reason == reason:
             last.note_refusal(reason, tokens)
+            self._note(last)
         else:
             self.flush()
             self._refuse(model, reason, tokens)
@@ -243,7 +251,7 @@ class _Attachment:
         """Note that generate_batch() is not served: once, for its forwards run in a thread that nobody asks."""
         last, ids = self._latest, kwargs.get("input_ids")
         if (last is None or last.report.bypass_reason != _PAGED) and isinstance(ids, torch.Tensor):
-            self._refuse(model, _PAGED, ids.numel())
+            self._refuse(model, _PAGED, new_tokens(kwargs))
             self._of_thread = _OfThread()  # of no thread: all are told of it
 
     def flush(self) -> None:
@@ -300,21 +308,19 @@ def _begins_text(model: PreTrainedModel, theirs: Any, kwargs: Kwargs, *, keeps_l
     return isinstance(theirs, Cache) and not ours and _is_empty(theirs)
 
 
-def _unreadable(
-    model: PreTrainedModel, theirs: Any, kwargs: Kwargs, *, keeps_logprobs: bool
-) -> tuple[str, int] | None:
-    """Why a forward that may begin a text cannot be served, whatever its cache, and its tokens; None if it goes on."""
+def _unreadable(model: PreTrainedModel, theirs: Any, kwargs: Kwargs, *, keeps_logprobs: bool) -> str | None:
+    """Why a forward that may begin a text cannot be served, whatever its cache; None if it goes on."""
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     if isinstance(embeds, torch.Tensor) and ids is None:
         empty = theirs is None or (isinstance(theirs, Cache) and _is_empty(theirs))
-        return ("no input_ids were passed", embeds.shape[0] * embeds.shape[1]) if empty else None
+        return "no input_ids were passed" if empty else None
     if theirs is not None or not isinstance(ids, torch.Tensor):
         return None
     if kwargs.get("use_cache") is False:
-        return "use_cache is False", ids.numel()
+        return "use_cache is False"
     if not keeps_logprobs:
-        return ALL_LOGITS, ids.numel()
-    return "the model is in training mode" if model.training else GRADIENTS, ids.numel()
+        return ALL_LOGITS
+    return "the model is in training mode" if model.training else GRADIENTS
 
 
 def _is_empty(theirs: Cache) -> bool:

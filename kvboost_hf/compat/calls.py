@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
+from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor as _Guidance
 
 from kvboost_hf.compat.forwards import CACHE, cache_in
 from kvboost_hf.compat.models import input_device
@@ -305,7 +306,20 @@ def reads_last_logits(ids: torch.Tensor) -> bool:
     """Whether transformers' generate() reads nothing but the last logits of the forward over `ids`."""
     call = generate_frame(sys._getframe(1))
     decoding = call.f_locals.get("decoding_method") if call is not None else None
-    return decoding in _LAST_LOGITS and outputs_read(ids) is not None
+    return (decoding in _LAST_LOGITS and outputs_read(ids) is not None) or _guides(ids)
+
+
+def _guides(ids: torch.Tensor) -> bool:
+    """Whether the forward over `ids` is that of a negative prompt, by the processor of `guidance_scale`."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MAX_DEPTH):
+        if frame is None or is_generate(frame):
+            return False
+        if frame.f_code is _Guidance.get_unconditional_logits.__code__:
+            is_stock = frame.f_back is not None and frame.f_back.f_code is _Guidance.__call__.__code__
+            return is_stock and frame.f_locals.get("input_ids") is ids
+        frame = frame.f_back
+    return False
 
 
 def may_draft() -> bool:

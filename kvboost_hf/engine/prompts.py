@@ -8,6 +8,7 @@ import numpy as np
 
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.prompt.chats import ChatTemplate, Message, Start
+from kvboost_hf.fields import require_int
 
 _PASSAGES = (
     "The old harbour lies on the north side of the bay, and a lighthouse of red brick stands at its mouth. ",
@@ -129,15 +130,15 @@ def group_by_prefix(
         Groups of indices into `rows`, each in ascending order, by their first index.
 
     Raises:
-        ValueError: for a `chunk_size` or `max_batch_size` less than 1.
+        ValueError: for a `chunk_size` or `max_batch_size` that is no int of 1 or more.
 
     Example:
         >>> group_by_prefix([[1, 2, 3, 4], [9, 9], [1, 2, 5, 6], [1, 2, 3, 4, 7]], chunk_size=2)
         [[0, 3], [1], [2]]
     """
     for name, value in (("chunk_size", chunk_size), ("max_batch_size", max_batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be 1 or more, got {value}.")
+        if value is not None:
+            require_int(name, value)
     root = _Node()
     for row, ids in enumerate(rows):
         node = root

@@ -28,6 +28,7 @@ from kvboost_hf.config import ReusePolicy
 from kvboost_hf.engine.prompts import Prompt
 from kvboost_hf.engine.results import GenerationMode, GenerationResult
 from kvboost_hf.engine.settings import EngineSettings
+from kvboost_hf.fields import require_bool
 from kvboost_hf.old_names import refuse
 from kvboost_hf.verify.correctness import require_plain
 
@@ -40,6 +41,7 @@ _OWN = (
     "generation_config",
     "past_key_values",
     "cache",
+    "cache_implementation",
     "use_cache",
     "streamer",
     "assistant_model",
@@ -250,10 +252,14 @@ def call_options(
                 "does not offer."
             )
     for name in _OF_ONE_ROW:
-        if rows > 1 and name in more:
+        if rows > 1 and more.get(name):
             raise ValueError(
                 f"`{name}` ends one row, and must be left out for {rows} prompts in a batch. Call generate() for each."
             )
+    criteria = more.get("stopping_criteria")
+    if not isinstance(criteria, list | None):
+        raise ValueError(f"`stopping_criteria` must be a list, got {type(criteria).__name__}. Pass [criterion].")
+    require_bool("do_sample", do_sample)
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise ValueError(f"`max_new_tokens` must be an int of 1 or more, got {max_new_tokens!r}.")
     piece = more.get("prefill_chunk_size") or 0
@@ -285,7 +291,7 @@ def generate_rows(
         ids[at, width - len(row) :] = torch.from_numpy(row)
         mask[at, width - len(row) :] = 1
     device = input_device(model)
-    criteria = StoppingCriteriaList([*options.get("stopping_criteria", ()), watch])
+    criteria = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), watch])
     given = {**options, "stopping_criteria": criteria, "pad_token_id": pad}
     generate: Any = model.generate
     out = generate(input_ids=ids.to(device), attention_mask=mask.to(device), **given)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -115,7 +116,7 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         from kvboost_hf.cache.codecs import config_of
-        from kvboost_hf.cache.tiers import parse_tier
+        from kvboost_hf.cache.tiers import parse_tier, require_tiers
 
         if self.recompute_strategy is not None:
             choice(
@@ -131,7 +132,10 @@ class EngineSettings:
                 "of the two."
             )
         config_of(self.codec)  # refuses what is none
-        for tier in () if isinstance(self.tiers, str) else self.tiers:  # a text is refused where tiers are opened
+        if not isinstance(self.disk_cache_dir, str | PathLike | None):
+            raise ValueError(f"`disk_cache_dir` must name a folder or be None, got {self.disk_cache_dir!r}.")
+        require_tiers(self.tiers)
+        for tier in self.tiers:
             if isinstance(tier, str):
                 parse_tier(tier)  # refuses what is no address, before a model is loaded
         if self.live_config is not None and self.recompute_strategy is not None:
@@ -205,7 +209,7 @@ class EngineSettings:
         if self.max_chunks is not None:
             max_bytes = self.max_chunks * self.chunk_size * (bytes_per_token(model) + _TOKEN_ID_BYTES)
         tiers = self.tiers
-        if self.disk_cache_dir is not None and not isinstance(tiers, str):  # which the store refuses
+        if self.disk_cache_dir is not None:
             tiers = [*tiers, f"disk:{self.disk_cache_dir}:{DEFAULT_DISK_BYTES}B"]
         return ChunkStore(
             model,

@@ -7,6 +7,8 @@ from itertools import pairwise
 import numpy as np
 
 from kvboost_hf.cache.planning.chunks import ContentChunker, FixedChunker
+from kvboost_hf.fields import require_int
+from kvboost_hf.old_names import refuse
 
 __all__ = ["ChunkRegistry", "ChunkStrategy"]
 
@@ -23,8 +25,15 @@ class ChunkRegistry:
     """Cuts prompts into chunks of `chunk_size` tokens at most; a rest of fewer than `min_chunk_tokens` is no chunk."""
 
     def __init__(
-        self, chunk_size: int = 128, strategy: ChunkStrategy = ChunkStrategy.FIXED, min_chunk_tokens: int = 32
+        self,
+        chunk_size: int = 128,
+        strategy: ChunkStrategy = ChunkStrategy.FIXED,
+        min_chunk_tokens: int = 32,
+        boundary_window: int | None = None,
     ) -> None:
+        if boundary_window is not None:
+            refuse("arguments of parts", ["ChunkRegistry: boundary_window"])
+        require_int("min_chunk_tokens", min_chunk_tokens, least=0)
         self.chunk_size, self.strategy, self.min_chunk_tokens = chunk_size, ChunkStrategy(strategy), min_chunk_tokens
         by_content = self.strategy is ChunkStrategy.SEMANTIC
         self._chunker = ContentChunker(chunk_size) if by_content else FixedChunker(chunk_size)

@@ -11,6 +11,7 @@ from kvboost_hf.cache.planning.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.disk import DiskTier as Folder
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
+from kvboost_hf.fields import require_int
 
 __all__ = ["CachedChunk", "DiskTier"]
 
@@ -30,6 +31,8 @@ class DiskTier:
     """Chunks of up to `slot_bytes` each in files of `cache_dir`, of `max_chunks` times `slot_bytes` in all."""
 
     def __init__(self, cache_dir: str | os.PathLike[str], max_chunks: int = 256, slot_bytes: int = 10_485_760) -> None:
+        require_int("max_chunks", max_chunks)
+        require_int("slot_bytes", slot_bytes)
         self._slot_bytes = slot_bytes
         self._tier = Folder(cache_dir, max_chunks * slot_bytes)
 

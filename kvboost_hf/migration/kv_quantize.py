@@ -41,8 +41,10 @@ def quantize_kv(kv: PastKV, bits: int = 8) -> QuantizedKV:
     """
     if bits not in _CODECS:
         raise ValueError(f"`bits` must be 8, 4 or 16, got {bits!r}.")
-    if not kv:
+    if not isinstance(kv, Sequence) or not kv:
         raise ValueError("`kv` must have the keys and values of one layer or more, got none.")
+    if not all(len(pair) == 2 and all(x.ndim == 4 for x in pair) for pair in kv):
+        raise ValueError("`kv` must have keys and values [batch, heads, tokens, head_dim] for each layer.")
     codec = make_codec(_CODECS[bits])
 
     def encoded(x: torch.Tensor, role: Role) -> Planes:

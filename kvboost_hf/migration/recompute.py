@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from kvboost_hf.config import ReusePolicy
+from kvboost_hf.fields import require_int
 
 __all__ = ["CacheBlendRecompute", "SelectiveRecompute"]
 
@@ -15,6 +16,9 @@ class CacheBlendRecompute:
     recompute_ratio: float = 0.15
     min_deviation: float = 0.01
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        _ = self.policy  # refuses what is no share
 
     @property
     def policy(self) -> ReusePolicy:
@@ -33,6 +37,9 @@ class SelectiveRecompute:
     recompute_overlap: int = 16
     skip_if_no_seams: bool = True
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        require_int("recompute_overlap", self.recompute_overlap, least=0)
 
     @property
     def policy(self) -> ReusePolicy:

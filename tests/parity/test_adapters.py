@@ -93,6 +93,17 @@ def test_switching(llama: PreTrainedModel, store: ChunkStore, kind: str) -> None
             check(state)
 
 
+def test_parameters_of_a_module(llama: PreTrainedModel, store: ChunkStore) -> None:
+    """PEFT writes to them in each forward, and leaves them as they are: found from the third prompt on."""
+    wrapper = adapted(llama, lora(target_modules=["q_proj"], target_parameters=["mlp.up_proj.weight"]))
+    cache = ChunkReuseCache(llama, store)
+    reused = [same_as_plain(llama, cache, BASE, caller=wrapper) for _ in range(4)]
+    assert [tokens >= 96 for tokens in reused] == [False, False, True, True]
+    with wrapper.disable_adapter():
+        assert same_as_plain(llama, cache, BASE, caller=wrapper) == 0
+    assert same_as_plain(llama, cache, BASE, caller=wrapper) >= 96
+
+
 def test_adapters_change_the_answer(llama: PreTrainedModel) -> None:
     """The test above would notice K/V of another adapter."""
     wrapper = adapted(llama, lora())

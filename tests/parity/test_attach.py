@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
     TextIteratorStreamer,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
     pipeline,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -81,6 +82,39 @@ def test_modes(attached: PreTrainedModel, mode: dict[str, Any]) -> None:
         assert torch.equal(attached.generate(**as_inputs(ids), max_new_tokens=6, **mode, **sample), expected)
     assert report(attached).prompt_tokens % 120 == 0  # of each row
     assert report(attached).reused_tokens >= 100
+
+
+class _ReadsAll(UnbatchedClassifierFreeGuidanceLogitsProcessor):
+    """Guides as that of transformers, and reads the logits of all tokens of the negative prompt."""
+
+    seen: Any = None
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        first = self.unconditional_context["first_pass"]
+        logits = self.get_unconditional_logits(input_ids)
+        self.seen = logits if first else self.seen
+        return scores - logits[:, -1]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_negative_prompts(attached: PreTrainedModel, keeps: bool) -> None:
+    """The processor of `guidance_scale` asks for all logits of them, and reads the last ones."""
+    if keeps:
+        attach(attached, ChunkStore(attached, chunk_size=32), ReusePolicy(keep_logprobs=True))
+    negative: Any = random_ids(90, seed=4)
+    plain = make_model("llama")
+    call = {"guidance_scale": 1.5, "max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True}
+    expected = plain.generate(**as_inputs(BASE), **call, negative_prompt_ids=negative)
+    for _ in range(3):
+        with counted(attached) as work:
+            found = attached.generate(**as_inputs(BASE), **call, negative_prompt_ids=negative)
+        assert torch.equal(found.sequences, expected.sequences)
+        torch.testing.assert_close(found.scores, expected.scores, atol=2e-4, rtol=2e-4)
+    assert work.tokens == 2 * 6
+    guides = [_ReadsAll(1.5, model, negative) for model in (attached, plain)]
+    for guide in guides:
+        guide.model.generate(**as_inputs(BASE), max_new_tokens=2, logits_processor=[guide])
+    torch.testing.assert_close(guides[0].seen, guides[1].seen, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("name", ["mistral", "lfm2"])
@@ -489,18 +523,25 @@ def test_a_call_that_is_not_served_says_why(attached: PreTrainedModel) -> None:
 @torch.no_grad()
 def test_forwards_that_cannot_be_served_say_why(attached: PreTrainedModel) -> None:
     embeds = attached.get_input_embeddings()(BASE)
+    uncached = {"max_new_tokens": 3, "use_cache": False}  # each forward has the whole text
+    padded = left_pad(BASE[:, :150], BASE[:, :50])
     for call, reason in (
         (lambda: attached.generate(inputs_embeds=embeds, max_new_tokens=2), "no input_ids were passed"),
-        (lambda: attached.generate(**as_inputs(BASE), max_new_tokens=2, use_cache=False), "use_cache is False"),
+        (lambda: attached.generate(**as_inputs(BASE), **uncached), "use_cache is False"),
+        (lambda: attached.generate(**as_inputs(BASE), **uncached, guidance_scale=1.5), "use_cache is False"),
+        (lambda: attached.generate(**padded, **uncached), "use_cache is False"),
+        (lambda: attached(**padded), "the logits of all tokens are wanted"),
         (lambda: attached(BASE), "the logits of all tokens are wanted"),
         (lambda: attached(BASE, logits_to_keep=1, use_cache=False), "use_cache is False"),
     ):
         for _ in range(2):
             attached.generate(**as_inputs(BASE), max_new_tokens=2)
         assert report(attached).reused_tokens == 199
-        call()
-        assert reason in str(report(attached).bypass_reason)
-        assert report(attached).reused_tokens == 0
+        for _ in range(2):
+            call()
+            assert reason in str(report(attached).bypass_reason)
+            assert report(attached).reused_tokens == 0
+            assert report(attached).prompt_tokens == report(attached).forwarded_tokens == 200
 
 
 @torch.no_grad()

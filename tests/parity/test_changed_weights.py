@@ -6,6 +6,7 @@ import pickle
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import cycle, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -262,6 +263,61 @@ class TestForms:
         assert fingerprint.current(llama) == before
 
 
+class TestWrittenByForwards:
+    """Weights that each forward writes to, and leaves as they are."""
+
+    def test_found_unchanged_from_their_second_version_on(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        llama.model.embed_tokens.max_norm = 1e3
+        cache = ChunkReuseCache(llama, store)
+        assert [same_as_plain(llama, cache, BASE) >= 96 for _ in range(4)] == [False, False, True, True]
+
+    def test_what_a_hook_undoes_at_the_next_token_is_a_change(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        def turn(layer: nn.Module, args: Any) -> None:
+            with torch.no_grad():
+                value(llama).weight[3, 5] *= next(factors)
+
+        factors = cycle((1, -1, -1, 1))  # of the four forwards of a call
+        llama.model.layers[0].register_forward_pre_hook(turn)
+        cache = ChunkReuseCache(llama, store)
+        for _ in range(4):
+            llama.generate(BASE, past_key_values=cache, max_new_tokens=4)
+            assert not cache.report.reused_tokens
+
+    @pytest.mark.parametrize("changed", ["one", "another", "both"])
+    def test_a_write_beside_the_sample(self, changed: str) -> None:
+        """One value of many is written in turn: the sample sees nothing, the hash does."""
+        weights = [torch.zeros(64, 97), torch.zeros(64, 97)]
+        watch, places = WeightsWatch(), {"one": [0], "another": [1], "both": [0, 1]}[changed]
+        epochs = [watch.epoch(weights)]
+        for number in (0, 0, 5, 5, 0, 0, 7):
+            before = watch.sample
+            for at in places:
+                weights[at][1, 1] = number
+            epochs.append(watch.epoch(weights))
+            assert watch.sample == before
+        grown = [now > then for then, now in pairwise(epochs)]
+        assert grown == [True, False, True, False, True, False, True]
+
+    def test_what_has_moved_since_is_no_earlier_content(self) -> None:
+        """A hash counts at the next version alone, of the same memory."""
+        weight = nn.Parameter(torch.zeros(64, 97), requires_grad=False)
+        watch = WeightsWatch()
+        epochs = [watch.epoch([weight])]
+        for change in (
+            lambda: weight.add_(0),  # hashed
+            lambda: weight.fill_(1),  # the sample sees it
+            lambda: weight.fill_(0),  # and that it is back
+            lambda: weight.add_(0),  # hashed anew
+            lambda: setattr(weight, "data", torch.zeros(64, 97)),
+            lambda: weight.add_(0),
+        ):
+            change()
+            epochs.append(watch.epoch([weight]))
+        assert epochs == [*range(7)]
+        weight.add_(0)
+        assert watch.epoch([weight]) == 6
+
+
 class TestFullCheck:
     """Every bit counts, and weights that are changed back find their K/V again."""
 
@@ -305,6 +361,19 @@ class TestFullCheck:
     def test_it_shares_nothing_with_the_sampled_one(self, llama: PreTrainedModel) -> None:
         fingerprint = ModelFingerprint()
         assert fingerprint.current(llama) != fingerprint.current(llama, full=True)
+
+    def test_what_is_stored_with_it_is_checked(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        for policy in (ReusePolicy(weights_check="full"), ReusePolicy()):
+            same_as_plain(llama, ChunkReuseCache(llama, store, policy), BASE)
+        report = store.check_integrity()
+        assert (report.checked, report.skipped) == (len(store), 0)
+        kept = value(llama).weight.detach().clone()
+        under_no_grad(lambda weight: weight.zero_())(llama)
+        assert store.check_integrity().checked == 0
+        under_no_grad(lambda weight: weight.copy_(kept))(llama)
+        report = store.check_integrity()
+        assert (report.checked, report.wrong) == (len(store), 0)  # those found by all weights; the others are gone
+        assert report.checked
 
     @pytest.mark.daily
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn])

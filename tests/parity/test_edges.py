@@ -257,6 +257,8 @@ class TestWhichCall:
             assert torch.equal(found, expected)
             assert cache.report.prompt_tokens == cache.report.forwarded_tokens == BASE.shape[1] + 40
         assert reason in str(cache.report.bypass_reason)
+        with pytest.raises(ValueError, match=r"`use_cache` must be True with `prefill_chunk_size` \(16\)"):
+            llama.generate(**batch, past_key_values=cache, max_new_tokens=6, use_cache=False, prefill_chunk_size=16)
         if hook is not None:
             hook.remove()
         prompt(llama, cache)

@@ -139,6 +139,7 @@ def test_stop_strings_need_no_tokenizer(engine: KVBoost) -> None:
     assert engine.generate(prompt, NEW, stop_strings=[stop]).token_ids == plain(
         engine, prompt, stop_strings=[stop], tokenizer=engine.tokenizer
     )
+    assert engine.generate(prompt, NEW, stopping_criteria=None).token_ids == full.token_ids
 
 
 def test_prefill_chunks_are_a_setting(embedded: tuple[PreTrainedModel, Any]) -> None:
@@ -467,8 +468,8 @@ def test_any_prompts_are_answered_in_their_order(engine: KVBoost) -> None:
     assert [result.token_ids for result in results] == [plain(engine, prompt) for prompt in prompts]
     computed = sum(result.prompt_tokens - result.cached_tokens for result in results)
     assert computed < 2 * tokens_of(engine, "".join(DOCUMENTS))
-    with pytest.raises(ValueError, match="`max_batch_size` must be 1 or more, got 0"):
-        engine.generate_many(prompts, NEW, max_batch_size=0)
+    with pytest.raises(ValueError, match=r"`max_batch_size` must be an int of 1 or more, got 1\.5"):
+        engine.generate_many(prompts, NEW, max_batch_size=1.5)  # type: ignore[arg-type]
     assert engine.generate_many([]) == engine.generate_batch([]) == []
 
 
@@ -659,6 +660,9 @@ def test_streamed_models_are_loaded_by_name(embedded: tuple[PreTrainedModel, Any
         ({"max_chunks": 2, "max_cache_bytes": 2**30}, "one of the two"),
         ({"max_chunks": 0}, "1 or more"),
         ({"max_cache_bytes": 2e9}, "8GB"),
+        ({"disk_cache_dir": 3}, "`disk_cache_dir` must name a folder or be None, got 3"),
+        ({"tiers": 3}, "`tiers` must be a sequence of addresses"),
+        ({"tiers": "ram:1GB"}, "`tiers` must be a sequence, got the text"),
         ({"min_deviation": 0.01}, "min_coverage"),
         ({"recency_window_chunks": 8}, "pin=True"),
         ({"speculative_config": object()}, "assistant"),
@@ -698,12 +702,15 @@ def test_a_model_in_place_of_its_name(embedded: tuple[PreTrainedModel, Any]) -> 
         ({"temperature": 0, "do_sample": True}, "positive"),
         ({"temperature": None, "do_sample": True}, "`temperature` must be a positive number"),
         ({"temperature": "0.7", "do_sample": True}, "`temperature` must be a positive number"),
+        ({"do_sample": "no"}, "`do_sample` must be True or False, got 'no'"),
+        ({"stopping_criteria": lambda ids, scores: False}, r"must be a list, got function. Pass \[criterion\]"),
         ({"max_new_tokens": 0}, "1 or more"),
         ({"mode": "magic"}, "prefix_cache"),
         ({"on_token": print}, "stream"),
         ({"cacheable_prefix_len": 3}, "salt"),
         ({"kv_cache_bits": 8}, "setting"),
         ({"past_key_values": None}, "set by the engine"),
+        ({"cache_implementation": "static"}, "set by the engine"),
         ({"num_beams": 2}, "set by the engine"),
     ],
 )

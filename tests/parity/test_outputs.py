@@ -218,6 +218,12 @@ def test_what_the_model_returns_by_its_configuration_does_not_reach_who_calls_ge
     model.config.output_hidden_states = True
     for returned in (False, True):  # transformers reads the configuration of generate() only
         assert generated(model, return_dict_in_generate=returned)[0] == REST + STEPS
+    unknown = eager()
+    unknown.config.output_hidden_states = True
+    cache = ChunkReuseCache(unknown, ChunkStore(unknown))
+    for reused in (0, EVERYTHING - 1):  # the first one is stored, though hooks of transformers came with it
+        unknown.generate(**as_inputs(PROMPT), past_key_values=cache, max_new_tokens=2)
+        assert (cache.report.reused_tokens, cache.report.bypass_reason) == (reused, None)
     cache = ChunkReuseCache(model, warm(model))
     with torch.no_grad():
         found = model(PROMPT, past_key_values=cache, logits_to_keep=1)

@@ -71,6 +71,16 @@ def test_a_budget_may_be_text(llama: PreTrainedModel) -> None:
             store.max_bytes = none  # type: ignore[assignment]
 
 
+def test_flags_are_no_texts(llama: PreTrainedModel) -> None:
+    """A text would count as True."""
+    with pytest.raises(ValueError, match="`strict` must be True or False, got 'no'"):
+        check_model_compatibility(llama, strict="no")  # type: ignore[arg-type]
+    store = ChunkStore(llama)
+    with pytest.raises(ValueError, match="`pin` must be True or False, got 'no'"):
+        store.warm(IDS, pin="no")  # type: ignore[arg-type]
+    assert not store.stats()["chunks"]
+
+
 @pytest.mark.parametrize("codec", ["raw", "int4"])
 def test_tiers_must_hold_a_chunk(llama: PreTrainedModel, codec: str, tmp_path: Path) -> None:
     for address in (f"disk:{tmp_path}/kv:10B", "ram:10B", "device:10B"):

@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,35 @@ def test_kv_quantize(bits: int, error: float, dtype: torch.dtype) -> None:
         kv_quantize.quantize_kv(KV, bits=3)
     with pytest.raises(ValueError, match="one layer or more"):
         kv_quantize.quantize_kv(())
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "given", "says"),
+    [
+        ("batch", "find_common_chunk_prefix", ([[1], [1]], 0), "`chunk_size` must be an int of 1 or more, got 0"),
+        ("batch", "find_common_chunk_prefix", ([[1], [1]], 1.5), "`chunk_size` must be an int of 1 or more"),
+        ("batch", "broadcast_kv", (KV, -1), "`batch_size` must be an int of 1 or more, got -1"),
+        ("batch", "group_by_prefix", (["a"], [[1]], 0), "`chunk_size` must be an int of 1 or more, got 0"),
+        ("batch", "group_by_prefix", (["a"], [[1]], 16, 0), "`n_prefix_chunks` must be an int of 1 or more, got 0"),
+        ("cacheblend", "CacheBlendRecompute", (3,), "`recompute_ratio` must be from 0 to 1, got 3"),
+        (
+            "selective_recompute",
+            "SelectiveRecompute",
+            (-2,),
+            "`recompute_overlap` must be an int of 0 or more, got -2",
+        ),
+        ("chunk_registry", "ChunkRegistry", (64, "fixed", -1), "`min_chunk_tokens` must be an int of 0 or more"),
+        ("chunk_registry", "ChunkRegistry", (64, "fixed", 32, 5), "Pass it to a ContentChunker"),
+        ("disk_tier", "DiskTier", ("folder", 0), "`max_chunks` must be an int of 1 or more, got 0"),
+        ("disk_tier", "DiskTier", ("folder", 4, 1.5), "`slot_bytes` must be an int of 1 or more, got 1.5"),
+        ("kv_quantize", "quantize_kv", (torch.ones(3),), "one layer or more"),
+        ("kv_quantize", "quantize_kv", (KV[0],), r"\[batch, heads, tokens, head_dim\] for each layer"),
+        ("kv_quantize", "quantize_kv", ([(torch.ones(2), torch.ones(2))],), r"\[batch, heads, tokens, head_dim\]"),
+    ],
+)
+def test_values_that_do_not_work_say_what_does(module: str, name: str, given: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        getattr(importlib.import_module(f"kvboost_hf.{module}"), name)(*given)
 
 
 def test_disk_tier(tmp_path: Path) -> None:

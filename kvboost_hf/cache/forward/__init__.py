@@ -64,6 +64,8 @@ from kvboost_hf.cache.prompt import (
     ForwardInputs,
     Kwargs,
     common_columns,
+    new_shape,
+    new_tokens,
     read_inputs,
     returns_of_each_token,
     with_positions,
@@ -217,8 +219,18 @@ def _wants_none(kwargs: Kwargs) -> bool:
 
     It passes the whole sequence at each step. Of other callers, who continue what they have passed it with, the layers
     take K/V, as those of transformers do.
+
+    Raises:
+        ValueError: for a call that passes its prompt in pieces.
     """
-    return kwargs.get("use_cache") is False and getattr(running_config(), "use_cache", None) is False
+    if kwargs.get("use_cache") is not False or getattr(config := running_config(), "use_cache", None) is not False:
+        return False
+    if (size := getattr(config, "prefill_chunk_size", None)) is not None:
+        raise ValueError(
+            f"`use_cache` must be True with `prefill_chunk_size` ({size}), got False: without K/V a piece of a prompt "
+            "does not see the pieces before it. Leave out one of the two."
+        )
+    return True
 
 
 def _bypass(parts: CacheParts, request: Request, reason: str) -> Forward:
@@ -231,18 +243,18 @@ def _bypass(parts: CacheParts, request: Request, reason: str) -> Forward:
     _count_computed(tally, request)
     if _wants_none(request.kwargs):
         return _without_cache(parts, request)
-    return Unrecorded(parts, 0, _new_shape(request.kwargs)[1])
+    return Unrecorded(parts, 0, new_shape(request.kwargs)[1])
 
 
 def _without_cache(parts: CacheParts, request: Request) -> Forward:
     request.kwargs = {**request.kwargs, cache_argument(request.model): None}
-    return Unrecorded(parts, 0, _new_shape(request.kwargs)[1])
+    return Unrecorded(parts, 0, new_shape(request.kwargs)[1])
 
 
 def _lose_track(parts: CacheParts, request: Request, held: int, reason: str) -> Forward:
     """Run what follows as it stands; nothing more is known of what the layers hold."""
     parts.live.ledger = None
-    tally, (_, columns) = parts.live.tally, _new_shape(request.kwargs)
+    tally, (_, columns) = parts.live.tally, new_shape(request.kwargs)
     known = request.inputs if isinstance(request.inputs, ForwardInputs) else None
     more = columns - _candidates(request) > 1 or request.in_prefill
     if more or not tally.live + tally.stored:  # else it is of no concern to the prompt
@@ -258,9 +270,8 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
     if request.kwargs.get("use_cache") is False and not request.armed and _wants_none(request.kwargs):  # a later token
         return _without_cache(parts, request)
     tally = live.tally = Tally()
-    asks = request.kwargs.get("output_hidden_states") or (
-        type(request.inputs) is ForwardInputs and request.inputs.hidden
-    )
+    asks = request.kwargs.get("output_hidden_states") or getattr(request.model.config, "output_hidden_states", False)
+    asks = asks or (type(request.inputs) is ForwardInputs and request.inputs.hidden)
     if asks and parts.binding.has_new_hooks:  # those of transformers, for the model was probed for hidden states
         request.seen = parts.binding.look()
     found = admit_prompt(parts, request)
@@ -302,7 +313,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     ledger = live.in_step(look=live.stateful or not request.is_step)
     known = inputs if isinstance(inputs, ForwardInputs) else None
     if live.untracked and (request.is_step or request.carries or (known is not None and known.verifies)):
-        return Unrecorded(parts, held, held + _new_shape(request.kwargs)[1], known)
+        return Unrecorded(parts, held, held + new_shape(request.kwargs)[1], known)
     reason = admit_more(parts, request, ledger, held)
     is_piece = (
         known is not None
@@ -433,22 +444,11 @@ def _candidates(request: Request) -> int:
     keep = request.kwargs.get("logits_to_keep")
     if not request.in_generate or type(keep) is not int or keep <= 1 or not may_draft():
         return 0
-    return max(0, min(keep, _new_shape(request.kwargs)[1]) - 1)
+    return max(0, min(keep, new_shape(request.kwargs)[1]) - 1)
 
 
 def _count_computed(tally: Tally, request: Request) -> None:
     """Count the tokens of a forward that computes all of them, without padding and what was drafted."""
-    (rows, columns), mask = _new_shape(request.kwargs), request.kwargs.get("attention_mask")
-    tokens = rows * columns
-    if tokens and isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        tokens = int((mask[:, -columns:] != 0).sum())
-    tokens -= rows * _candidates(request)
+    tokens = new_tokens(request.kwargs) - new_shape(request.kwargs)[0] * _candidates(request)
     tally.prompt += tokens
     tally.forwarded += tokens
-
-
-def _new_shape(kwargs: Kwargs) -> tuple[int, int]:
-    """Rows and columns of the ids, or embeddings, of a forward."""
-    given = kwargs.get("input_ids")
-    given = kwargs.get("inputs_embeds") if given is None else given
-    return (given.shape[0], given.shape[1]) if isinstance(given, torch.Tensor) and given.ndim > 1 else (0, 0)

@@ -218,7 +218,7 @@ class ModelFingerprint:
         """A checksum of all weights; or how often they have changed, without `full` and where some have no memory."""
         if full and not lack_memory(found.tensors):
             return checksum(found.tensors, found.used_on)
-        return self._weights.epoch(found.tensors)
+        return self._weights.epoch(found.tensors, bool(found.watched))
 
     def _checksum(self, found: ModelParts) -> bytes:
         """A checksum of all weights, those in files included."""

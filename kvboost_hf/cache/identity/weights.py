@@ -54,6 +54,10 @@ class WeightsWatch:
     hashing memory that was handed out (`Memories`), and many other changes by a sample of the values. Memory is
     referred to weakly: a reused address is not taken for the old memory, and memory that a user frees is free. Weights
     whose memory was taken from them, until hooks of others bring it back, are taken for changed each time.
+
+    Some forwards write to weights and leave them as they are, such as those of PEFT's `target_parameters` and of
+    embeddings with a `max_norm`. Weights with a new version and the same sample are hashed, from the second time on to
+    see whether anything has changed. A hook may undo at one token what it has written at another.
     """
 
     def __init__(self) -> None:
@@ -69,13 +73,15 @@ class WeightsWatch:
         self._windows: list[list[tuple[int, Window]]] = []
         self._read_on_host = b""
         self._samples: list[torch.Tensor] = []  # by device, and word or dtype
+        self._contents: dict[int, Hashable] = {}  # hashes of those whose version has changed, by their memory
+        self._said_what_is_read = False
 
-    def epoch(self, tensors: list[torch.Tensor]) -> int:
-        """How often the tensors have changed."""
+    def epoch(self, tensors: list[torch.Tensor], hooked: bool = False) -> int:
+        """How often the tensors have changed. Where others have `hooked` the model, each write counts as a change."""
         with torch.inference_mode():  # views cost less in it
             marks = _marks(tensors, self._in_place.elsewhere)
-            same = marks == self._marks and _forms(tensors) == self._forms
-            same = same and self._memories.writes(tensors) == self._writes
+            same = marks == self._marks or (not hooked and self._are_rewritten(tensors, marks))
+            same = same and _forms(tensors) == self._forms and self._memories.writes(tensors) == self._writes
             in_place = self._in_place.read(tensors) if same else None
             if in_place is None:
                 self.without_memory = lack_memory(tensors)
@@ -86,7 +92,7 @@ class WeightsWatch:
                 same, in_place = False, self._in_place.read(tensors)
             if in_place is None:  # another thread has given a weight other memory just now
                 self._marks = None
-                return self.epoch(tensors)
+                return self.epoch(tensors, hooked)
             on_host, samples = in_place
             samples += _read(tensors, self._windows)
             same = same and on_host == self._read_on_host and all(map(torch.equal, samples, self._samples))
@@ -94,6 +100,31 @@ class WeightsWatch:
                 self.last_epoch += 1
                 self._read_on_host, self._samples = on_host, samples
         return self.last_epoch
+
+    def _are_rewritten(self, tensors: list[torch.Tensor], marks: Marks) -> bool:
+        """Whether only versions differ, and the content of these tensors is what it was at their last new version."""
+        before, known, self._contents = self._marks, self._contents, {}
+        if before is None or marks[1:] != before[1:] or _forms(tensors) != self._forms or lack_memory(tensors):
+            return False
+        written = [at for at, (now, then) in enumerate(zip(marks[0], before[0], strict=True)) if now != then]
+        if not {*written}.isdisjoint(self._in_place.elsewhere):
+            return False
+        in_place = self._in_place.read(tensors)
+        if in_place is None or in_place[0] != self._read_on_host:
+            return False
+        if not all(map(torch.equal, in_place[1] + _read(tensors, self._windows), self._samples)):
+            return False
+        memories = {tensors[at].untyped_storage()._cdata: tensors[at] for at in written}
+        found = {memory: _content(tensor) for memory, tensor in memories.items()}
+        self._contents = known | found
+        if found.items() - known.items():
+            return False
+        if not self._said_what_is_read:
+            self._said_what_is_read = True
+            nbytes = sum([tensor.untyped_storage().nbytes() for tensor in memories.values()])
+            _say_what_is_read(nbytes, "forwards of the model write to them")
+        self._marks = marks
+        return True
 
     @property
     def sample(self) -> bytes:
@@ -374,12 +405,7 @@ class Memories:
                 if are_weights and _holders(weight) > known:  # through a `data` that was taken before, maybe
                     memory.share(weight)
                     elsewhere += weight.untyped_storage().nbytes()
-        if elsewhere > _MANY_BYTES:
-            _log.warning(
-                "%d MiB of weights are read before each prompt, to see whether they have changed, for somebody else "
-                "holds them, too: a state_dict(), or `weight.data`.",
-                elsewhere >> 20,
-            )
+        _say_what_is_read(elsewhere, "somebody else holds them, too: a state_dict(), or `weight.data`")
 
     def writes(self, tensors: Sequence[torch.Tensor]) -> int | None:
         """How many writes were found so far to the tensors of the constructor, in the same memory."""
@@ -390,6 +416,12 @@ class Memories:
             self._shared = [n for n, memory in enumerate(self._memories) if memory.is_shared]
             self._writes = sum([memory.writes for memory in self._memories])
         return self._writes
+
+
+def _say_what_is_read(nbytes: int, why: str) -> None:
+    if nbytes > _MANY_BYTES:
+        told = "%d MiB of weights are read before each prompt, to see whether they have changed, for %s."
+        _log.warning(told, nbytes >> 20, why)
 
 
 _all: WeakValueDictionary[int, Memory] = WeakValueDictionary()  # by address

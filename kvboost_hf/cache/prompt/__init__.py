@@ -344,6 +344,21 @@ def wants_all_logits(kwargs: dict[str, Any]) -> bool:
     return not isinstance(keep, int) or keep <= 0 or kwargs.get("labels") is not None
 
 
+def new_shape(kwargs: Kwargs) -> tuple[int, int]:
+    """Rows and columns of the ids, or embeddings, of a forward."""
+    given = kwargs.get("input_ids")
+    given = kwargs.get("inputs_embeds") if given is None else given
+    return (given.shape[0], given.shape[1]) if isinstance(given, torch.Tensor) and given.ndim > 1 else (0, 0)
+
+
+def new_tokens(kwargs: Kwargs) -> int:
+    """Tokens of a forward, without padding."""
+    (rows, columns), mask = new_shape(kwargs), kwargs.get("attention_mask")
+    if rows * columns and isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return int((mask[:, -columns:] != 0).sum())
+    return rows * columns
+
+
 def _are_positions_of(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> bool:
     batch, columns = ids.shape
     if positions.ndim != 2 and not (positions.ndim == 3 and takes_media(model)):

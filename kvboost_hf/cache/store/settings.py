@@ -25,6 +25,7 @@ from kvboost_hf.cache.tiers.base import capacity
 from kvboost_hf.cache.tiers.below import MeasuredTier
 from kvboost_hf.compat import bytes_per_token, known_reason
 from kvboost_hf.config import KVQuantConfig, ReusePolicy, require_size
+from kvboost_hf.fields import require_bool
 
 
 def checked_chunker(chunker: Chunker | None, chunk_size: int | None) -> Chunker:
@@ -98,6 +99,9 @@ class WarmSettings:
     salt: bytes
     progress: Callable[[int, int], None] | None  # given the tokens that are done, and all of them
     live_quant: KVQuantConfig | None
+
+    def __post_init__(self) -> None:
+        require_bool("pin", self.pin)
 
 
 Warmer = Callable[..., ReuseReport]  # of a model, its store, texts, documents, their prefix, and settings

@@ -84,6 +84,14 @@ class Tiers:
     at_close: frozenset[str]  # names of those that are written when the store is closed
 
 
+def require_tiers(tiers: object) -> None:
+    """Refuse what holds no tiers. ValueError: one text, or what is no sequence."""
+    if isinstance(tiers, str):
+        raise ValueError(f"`tiers` must be a sequence, got the text {without_secrets(tiers)!r}. Pass [text].")
+    if not isinstance(tiers, Iterable):
+        raise ValueError(f"`tiers` must be a sequence of addresses or `Tier` objects, got {tiers!r}. Leave it out.")
+
+
 def open_tiers(
     tiers: Sequence[str | Tier], max_bytes: int | None, key: bytes | None = None, *, least_bytes: int = 0
 ) -> Tiers:
@@ -92,10 +100,7 @@ def open_tiers(
     ImportError: one needs a package that is not installed. ValueError: what is no address or tier, a size below
     `least_bytes`, which take one chunk, two sizes for one memory, or a key that is none.
     """
-    if isinstance(tiers, str):
-        raise ValueError(f"`tiers` must be a sequence, got the text {without_secrets(tiers)!r}. Pass [text].")
-    if not isinstance(tiers, Iterable):
-        raise ValueError(f"`tiers` must be a sequence of addresses or `Tier` objects, got {tiers!r}. Leave it out.")
+    require_tiers(tiers)
     if key is not None:
         require_key(key)
     specs = [_checked(tier, least_bytes) for tier in tiers]
