@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.internals.cache import GrowingLayer, StateLayer, block_capacity, lending_reason, reading_reason
+from tests.conftest import make_model
+from tests.internals.cache import (
+    GrowingLayer,
+    PiecedLayer,
+    StateLayer,
+    block_capacity,
+    lending_reason,
+    make_layers,
+    reading_reason,
+)
 from tests.internals.top import handles
 from tests.layer_contract import FORMS, PROMISES, Form, Run, goes_back, goes_two_ways, holds_what_it_was_given, kinds
 
@@ -251,3 +260,12 @@ def test_a_hit_may_go_on_in_pieces() -> None:
     twice = FORMS["PiecedLayer"].make()
     twice.fill(0, STOP, same)
     assert twice.nbytes == sum(2 * keys.nbytes for keys, _ in pieces[0])  # once for both rows
+
+
+@pytest.mark.parametrize("attention", ["kvboost_fa2", "sdpa"])
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_who_leaves_pieces_where_they_are(attention: str, contiguous: bool) -> None:
+    model = make_model("llama")
+    model.set_attn_implementation(attention)
+    kinds = {type(layer) for layer in make_layers(model, None, contiguous=contiguous)}
+    assert kinds == ({PiecedLayer} if attention == "kvboost_fa2" and not contiguous else {GrowingLayer})
