@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvboost_hf.server.requests.messages import Message
+from tests.internals.server import Message
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 
