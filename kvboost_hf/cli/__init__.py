@@ -8,10 +8,13 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
+from types import FrameType
 from typing import NoReturn
 
 from kvboost_hf import __version__
@@ -54,31 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     _open_output()
     try:
-        named = next((each for each in given if not each.startswith("-")), None)
-        if named is not None and named not in _COMMANDS:
-            close = get_close_matches(named, _COMMANDS, n=1)
-            sys.stderr.write(f"kvboost-hf: there is no command {named!r}. ")
-            sys.stderr.write(f"Did you mean {close[0]}?\n" if close else f"There are {', '.join(_COMMANDS)}.\n")
-            return 2
-        parser = command_line([] if named is None else [named])
-        options, unknown = parser.parse_known_args(given)
-        if unknown:
-            from kvboost_hf.cli.arguments import refuse_unknown
-
-            refuse_unknown(options.parser, unknown)
-        if getattr(options, "config", None) is not None:
-            from kvboost_hf.cli.config_file import apply_config
-
-            apply_config(options, parser)
-            options = parser.parse_args(given)
-        options.given = given
-        if hasattr(options, "device") and named != "doctor":  # which prints what it finds before torch is there
-            from kvboost_hf.cli.loading import set_device
-
-            set_device(options)
-        status: int = options.run(options)
-        sys.stdout.flush()
-        return status
+        with _noted_interrupts() as interrupts:
+            return _run_command(given, interrupts)
     except BrokenPipeError:  # whoever reads the output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _SIGPIPE
@@ -92,6 +72,65 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("kvboost-hf: interrupted\n")
         return 128 + signal.SIGINT
+
+
+def _run_command(given: Sequence[str], interrupts: list[int]) -> int:
+    named = next((each for each in given if not each.startswith("-")), None)
+    if named is not None and named not in _COMMANDS:
+        close = get_close_matches(named, _COMMANDS, n=1)
+        sys.stderr.write(f"kvboost-hf: there is no command {named!r}. ")
+        sys.stderr.write(f"Did you mean {close[0]}?\n" if close else f"There are {', '.join(_COMMANDS)}.\n")
+        return 2
+    parser = command_line([] if named is None else [named])
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        from kvboost_hf.cli.arguments import refuse_unknown
+
+        refuse_unknown(options.parser, unknown)
+    if getattr(options, "config", None) is not None:
+        from kvboost_hf.cli.config_file import apply_config
+
+        apply_config(options, parser)
+        options = parser.parse_args(given)
+    options.given = given
+    if hasattr(options, "device") and named != "doctor":  # which prints what it finds before torch is there
+        from kvboost_hf.cli.loading import set_device
+
+        set_device(options)
+    if interrupts:
+        raise KeyboardInterrupt  # which the import of torch has ignored
+    status: int = options.run(options)
+    sys.stdout.flush()
+    return status
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Yields a list that notes each Ctrl-C, behind which other errors are `KeyboardInterrupt`, too.
+
+    Imports make others of it: up to Python 3.11 a `RuntimeError` in the middle of a class, and whatever follows where
+    code in C ignores it, as torch does when it imports NumPy.
+    """
+    found: list[int] = []
+    own = threading.current_thread() is threading.main_thread()
+    if not own or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield found
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        found.append(number)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield found
+    except Exception as error:
+        if found:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _open_output() -> None:

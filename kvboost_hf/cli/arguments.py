@@ -13,6 +13,7 @@ from kvboost_hf.errors import how_to_install
 from kvboost_hf.fields import setting
 from kvboost_hf.outputs import output_path
 
+EMBEDDED = "embedded"  # the name of the model of the package, and of its tokenizer
 # Commands, the flags to add, and what each is for.
 _STEPS: dict[str, tuple[tuple[str, ...], str]] = {
     "demo": ((), "what reuse saves on real text"),
@@ -44,6 +45,11 @@ def positive(text: str) -> int:
     if value <= 0:
         raise argparse.ArgumentTypeError(f"must be a whole positive number, got {text}")
     return value
+
+
+def named_model(text: str) -> str | None:
+    """The name of a model; None for the embedded one."""
+    return None if text == EMBEDDED else text
 
 
 def figure(text: str) -> Path:
@@ -85,12 +91,12 @@ class ModelFlags:
     """Flags of commands that run a model.
 
     Args:
-        model: A hub name or a folder; None is the embedded model.
+        model: A hub name, a folder, or 'embedded'; None is the embedded model.
         device: Where it runs; None is cuda where there is one, or cpu.
         dtype: One of auto, float32, bfloat16 or float16.
     """
 
-    model: str | None = None
+    model: str | None = setting(None, parse=named_model)
     device: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", metavar="DTYPE")
 

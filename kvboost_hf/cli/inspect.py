@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost_hf.cache.planning.chunks import text_ids
 from kvboost_hf.cache.tiers import open_tier, open_tiers, parse_tier, require_lasting
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier, without_secrets
-from kvboost_hf.cli.arguments import needs_extra, next_steps
+from kvboost_hf.cli.arguments import EMBEDDED, needs_extra, next_steps
 from kvboost_hf.outputs import STANDARD_OUTPUT, Progress, say, write, written
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _tokenizer(name: str | None) -> Any:
     from kvboost_hf.assets import load_embedded
     from kvboost_hf.compat import naming
 
-    if name == "embedded":
+    if name == EMBEDDED:
         return load_embedded()[1]
 
     with naming(name):

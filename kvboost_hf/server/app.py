@@ -107,7 +107,7 @@ def add_middleware(app: FastAPI, settings: ServerSettings, paths: Collection[str
         # Around the guard: browsers ask what they may do without a key.
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=[origin.rstrip("/") for origin in settings.cors_origins],
+            allow_origins=[origin.rstrip("/").lower() for origin in settings.cors_origins],
             allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
             expose_headers=[

@@ -5,11 +5,22 @@ import ssl
 import stat
 import sys
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from kvboost_hf.engine.settings import ALIKE
 from kvboost_hf.fields import check_bounds, setting
+
+_FORMS = {  # of texts that requests are compared with, and what each must be
+    "model_aliases": (re.compile(r".+", re.DOTALL), "names, such as gpt-4o or gpt-*"),
+    "allowed_hosts": (
+        re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*\.?|\[[0-9a-f:.]+\]", re.ASCII | re.IGNORECASE),
+        "names without scheme and port, such as model.example, *.example or [2001:db8::1], or *",
+    ),
+    "cors_origins": (
+        re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@*]+/?", re.IGNORECASE),
+        "origins as browsers send them, such as https://page.example:8443, or *",
+    ),
+}
 
 ACCESS, LOAD, KEYS = "who may ask, and where", "how much at once", "keys"  # groups of flags
 
@@ -101,7 +112,7 @@ class ServerSettings:
         strict_requests: Refuse requests with unknown fields, in place of ignoring these.
 
     Raises:
-        ValueError: for counts or times that are none, an empty name or an empty key.
+        ValueError: for counts or times that are none, an empty name or key, and hosts and origins that no request has.
     """
 
     model_name: str = setting(
@@ -152,16 +163,22 @@ class ServerSettings:
 
     def is_name(self, name: str) -> bool:
         """Whether requests may give the model this name."""
-        return name == self.model_name or any(fnmatchcase(name, alias) for alias in self.model_aliases)
+        return name == self.model_name or any(
+            re.fullmatch(re.escape(alias).replace(r"\*", ".*"), name, re.DOTALL) for alias in self.model_aliases
+        )
 
     def __post_init__(self) -> None:
         if not self.model_name:
             raise ValueError("`model_name` must not be empty. Pass the name that clients ask for.")
         for name in ("api_keys", "operator_keys"):
-            if any(not key or not key.isascii() or key != key.strip() for key in getattr(self, name)):
+            if any(not re.fullmatch(r"[ -~]+", key) or key != key.strip() for key in getattr(self, name)):
                 raise ValueError(
-                    f"`{name}` must be texts of ASCII characters, not empty, and without space around them."
+                    f"`{name}` must be texts of printable ASCII characters, not empty, and without space around them."
                 )
+        for name, (form, what) in _FORMS.items():
+            wrong = next((each for each in getattr(self, name) if not form.fullmatch(each)), None)
+            if wrong is not None:
+                raise ValueError(f"`{name}` must be {what}, got {wrong!r}.")
         for pattern in self.strip_heads:
             try:
                 re.compile(pattern)

@@ -86,7 +86,7 @@ from kvboost_hf.server.protocol import (
 )
 from kvboost_hf.server.requests.chat import ChatRequest
 from kvboost_hf.server.requests.fields import Body
-from kvboost_hf.server.requests.messages import images_left_out, text_of_media
+from kvboost_hf.server.requests.messages import Message, images_left_out, text_of_media
 from kvboost_hf.server.requests.texts import CompletionRequest, WarmRequest
 from kvboost_hf.server.routing import BELOW, GONE, MEMORY, News, Place, PrefixRouter, prompt_keys
 from kvboost_hf.server.serve import _kind_of_drafts, _warm, serve, start_engine

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -271,13 +272,30 @@ def test_a_model_of_the_hub(tmp_path: Path) -> None:
     assert [(row["arm"], row["same"]) for row in told["summaries"]] == [("plain", 1), ("exact", 1), ("streamed", 1)]
 
 
-def test_who_interrupts_is_told_no_more(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("instead", [None, ImportError, RuntimeError])
+def test_who_interrupts_is_told_no_more(
+    instead: type[Exception] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    """Also where imports raise another error in its place: NumPy's, and that of a class in Python 3.11."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+
     def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if instead is None:
+                raise
+        if instead is not None:
+            raise instead("cannot load module more than once per process")
 
     monkeypatch.setattr("kvboost_hf.bench.command.run", interrupt)
     assert main(["bench"]) == 130
     assert capsys.readouterr().err == "kvboost-hf: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.daily

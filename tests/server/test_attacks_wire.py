@@ -322,6 +322,20 @@ def test_answers_before_the_body_was_read_end_the_connection(engine: FakeEngine,
         client.close()
 
 
+@pytest.mark.parametrize("length", [0, 4, 99])
+def test_a_body_of_two_lengths_ends_the_connection(engine: FakeEngine, tokenizer: Any, length: int) -> None:
+    """A proxy that counts by the other length takes what follows for another request, of another client."""
+    whole = json.dumps({"messages": [{"role": "user", "content": "Who?"}]}).encode()
+    body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(whole), whole)
+    both = (f"Content-Length: {length}", "Transfer-Encoding: chunked")
+    with running(engine, tokenizer) as at, at.open(post(body, *both)) as one:
+        found = answer(one)
+        assert (found.status, found.headers["connection"]) == (400, "close")
+        assert "Content-Length or Transfer-Encoding" in json.load(found)["error"]["message"]
+        assert dropped(one)
+    assert not engine.tickets
+
+
 def test_who_goes_away_while_sending(engine: FakeEngine, tokenizer: Any, log: list[logging.LogRecord]) -> None:
     with running(engine, tokenizer) as at:
         at.open(post(b"{", "Content-Length: 99")).close()

@@ -152,6 +152,11 @@ def test_other_names_of_the_model(serve: Serve, engine: FakeEngine) -> None:
     assert at.http.post("/v1/chat/completions", json={"messages": ASK}).json()["model"] == "reader"
     assert at.http.post("/v1/responses", json={"input": "a", "model": "gpt-4o"}).json()["model"] == "gpt-4o"
     assert at.http.post("/v1/chat/completions", json=CHAT | {"model": "gpt-5"}).status_code == 404
+    exact = serve(engine, model_aliases=("qwen[4b]?",))  # only `*` stands for others
+    for name, status in (("qwen[4b]?", 200), ("qwen4x", 404)):
+        assert exact.http.post("/v1/chat/completions", json=CHAT | {"model": name}).status_code == status
+    with pytest.raises(ValueError, match="`model_aliases` must be names"):
+        serve(engine, model_aliases=("",))
     some = serve(engine, model_aliases=("claude-*",))
     assert [model["id"] for model in some.http.get("/v1/models").json()["data"]] == ["reader"]
     for name, status in (("claude-sonnet", 200), ("gpt-5", 404)):

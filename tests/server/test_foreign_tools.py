@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.internals.server import Message
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 
@@ -163,6 +164,20 @@ def test_custom_tools(at: Listening, engine: FakeEngine, tokenizer: Any, stream:
     response = at.http.post("/v1/responses", json=asked | {"input": back, "stream": False})
     assert not _ignored(response)
     assert "Done." in tokenizer.decode(engine.job.ids)
+
+
+def test_calls_of_custom_tools_in_chats(at: Listening, tokenizer: Any) -> None:
+    custom = {"id": "c1", "type": "custom", "custom": {"name": "apply_patch", "input": PATCHED}}
+    said = {"role": "assistant", "tool_calls": [custom]}
+    [call] = Message.model_validate(said).body["tool_calls"]
+    function = {"name": "apply_patch", "arguments": {"input": PATCHED}}
+    assert call == {"id": "c1", "type": "function", "function": function}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "Done."}
+    response = at.http.post("/v1/chat/completions", json={"messages": [*ASK, said, result]})
+    assert (response.status_code, _ignored(response)) == (200, [])
+    for wrong in ({"type": "custom"}, {"type": "custom", "custom": {"name": "apply_patch", "input": 1}}):
+        said = {"role": "assistant", "tool_calls": [wrong]}
+        assert at.http.post("/v1/chat/completions", json={"messages": [*ASK, said]}).status_code == 400
 
 
 def test_a_custom_tool_that_must_be_called(at: Listening, engine: FakeEngine) -> None:

@@ -66,6 +66,16 @@ def test_an_answer_that_has_begun(at: Listening, engine: FakeEngine, tokenizer: 
         assert _ask(at, path="/count_tokens", messages=[*ASK, said]) == {"input_tokens": len(engine.job.ids)}
 
 
+@pytest.mark.parametrize("blocks", [[], [{"type": "text", "text": ""}]])
+def test_a_turn_without_text_is_a_turn(
+    at: Listening, engine: FakeEngine, tokenizer: Any, blocks: list[dict[str, str]]
+) -> None:
+    said, turn = {"role": "assistant", "content": "Anna."}, dict[str, Any](role="user", content=blocks)
+    for messages in ([turn], [{"role": "user", "content": "Who?"}, said, turn]):
+        assert at.http.post("/v1/messages", json={"max_tokens": 9, "messages": messages}).status_code == 200
+        assert tokenizer.decode(engine.job.ids).count("user\n") == sum(one["role"] == "user" for one in messages)
+
+
 def test_events_of_a_stream(at: Listening, engine: FakeEngine) -> None:
     engine.says = ("I look. ", CALL[:20], CALL[20:])
     events = _events(at, tools=[TOOL])

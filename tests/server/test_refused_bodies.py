@@ -53,6 +53,19 @@ def _thinks(role: str) -> dict[str, Any]:
 
 CASES = [
     Case("must have one message at least where history names none", CHAT, {"messages": []}, {"messages": [ASK]}),
+    Case("stop.0: Input should be a valid string", CHAT, {"stop": [1]}, {"stop": ["1"]}),
+    Case(
+        "messages.0.content.0: Input should be a valid dictionary",
+        CHAT,
+        {"messages": [{"role": "user", "content": ["Who?"]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Who?"}]}]},
+    ),
+    Case(
+        "input.1.output: Input should be a valid string",
+        ANSWERS,
+        {"input": [ASK, {"type": "function_call_output", "call_id": "1", "output": {"on": True}}]},
+        {"input": [ASK, {"type": "function_call_output", "call_id": "1", "output": "on"}]},
+    ),
     Case("must be a number, got true", CHAT, {"max_tokens": True}, {"max_tokens": 1}),
     Case("max_tokens must be 1 or more without echo", TEXT, {"max_tokens": 0}, {"max_tokens": 0, "echo": True}),
     Case("best_of must be n, 3, or more, got 2", TEXT, {"n": 3, "best_of": 2}, {"n": 3, "best_of": 3}),
@@ -177,10 +190,15 @@ CASES = [
     Case("history needs prompt_cache_key", CHAT, {"history": True}, {"history": False}),
     # Of those that know the model
     Case("Tokens must be from 0 to", TEXT, {"prompt": [WORDS]}, {"prompt": [WORDS - 1]}),
-    Case("Tokens must be below", CHAT, {"logit_bias": {str(WORDS): 1}}, {"logit_bias": {str(WORDS - 1): 1}}),
-    Case("Tokens must be below", CHAT, {"stop_token_ids": [WORDS]}, {"stop_token_ids": [WORDS - 1]}),
     Case(
-        "It must not be above max_tokens, 4, got 5",
+        "Tokens of logit_bias must be below",
+        CHAT,
+        {"logit_bias": {str(WORDS): 1}},
+        {"logit_bias": {str(WORDS - 1): 1}},
+    ),
+    Case("stop_token_ids must be below", CHAT, {"stop_token_ids": [WORDS]}, {"stop_token_ids": [WORDS - 1]}),
+    Case(
+        "min_tokens must not be above max_tokens, 4, got 5",
         CHAT,
         {"max_tokens": 4, "min_tokens": 5},
         {"max_tokens": 4, "min_tokens": 4},

@@ -96,6 +96,14 @@ def test_a_page_that_has_given_the_server_a_name_reads_nothing(serve: Serve, eng
     assert narrow.http.get("/v1/models", headers=evil | bearer("key")).status_code == 421
 
 
+@pytest.mark.parametrize(
+    "name", ["https://a.example", "a.example:8000", "2001:db8::1", "b\u00fccher.example", "a*", ""]
+)
+def test_names_that_no_request_has_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="`allowed_hosts` must be names without scheme and port"):
+        replace(SETTINGS, allowed_hosts=("a.example", "*.b.example", "[2001:db8::1]", name))
+
+
 # Keys
 
 
@@ -136,8 +144,9 @@ def test_keys_of_flags_files_and_the_environment(tmp_path: Path) -> None:
     add_secrets(options, {"KVBOOST_HF_API_KEY": " "})  # which would let nobody in
     with pytest.raises(ValueError, match="not empty"):
         server_settings(options, "reader", None)
-    with pytest.raises(ValueError, match="without space around them"):
-        replace(settings, api_keys=(" a",))
+    for wrong in (" a", "a\nb", "a\0"):
+        with pytest.raises(ValueError, match="printable ASCII characters, not empty, and without space around them"):
+            replace(settings, api_keys=(wrong,))
 
 
 def test_the_figures_of_all_are_for_the_operator(serve: Serve, engine: FakeEngine) -> None:

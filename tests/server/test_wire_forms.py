@@ -3,15 +3,17 @@
 import asyncio
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from starlette.exceptions import HTTPException
 
 from tests.internals.server import Grammars, Unpacked, regex
-from tests.server.conftest import Listening, Serve
+from tests.server.conftest import SETTINGS, Listening, Serve
 from tests.server.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.daily
@@ -269,7 +271,7 @@ def asked(**more: str) -> dict[str, str]:
     return told | {"access-control-request-headers": "authorization, content-type, x-stainless-os"} | more
 
 
-@pytest.mark.parametrize("origins", [("*",), (PAGE,), (f"{PAGE}/",)])
+@pytest.mark.parametrize("origins", [("*",), (PAGE,), (f"{PAGE}/",), (PAGE.upper(),)])
 def test_a_page_of_the_internet_may_ask_for_a_private_network(
     serve: Serve, engine: FakeEngine, origins: tuple[str, ...]
 ) -> None:
@@ -282,6 +284,12 @@ def test_a_page_of_the_internet_may_ask_for_a_private_network(
     assert "access-control-allow-private-network" not in at.http.options(PATH, headers=asked()).headers
     sent = at.http.post(PATH, json=CHAT, headers={"origin": PAGE})
     assert "X-KVBoost-Length" in sent.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize("origin", ["page.example", f"{PAGE}/chat", "https://*.example", "https://", ""])
+def test_origins_that_no_page_has_are_refused(origin: str) -> None:
+    with pytest.raises(ValueError, match=rf"`cors_origins` must be origins .*, got {re.escape(repr(origin))}"):
+        replace(SETTINGS, cors_origins=("app://localhost", "null", origin))
 
 
 def test_other_pages_may_not(serve: Serve, engine: FakeEngine) -> None:

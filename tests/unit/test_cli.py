@@ -178,8 +178,9 @@ def test_prompts_on_lines_that_begin_with_brackets(tmp_path: Path) -> None:
     assert read_prompts(file) == prompts
 
 
-def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check"]) == 0
+@pytest.mark.parametrize("named", [(), ("--model", "embedded")])
+def test_check(named: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *named]) == 0
     assert "exact reuse: yes" in capsys.readouterr().out
 
 

@@ -201,10 +201,13 @@ class RouteContext:
         """The `SamplingOptions` of one choice of a request."""
         bias = request.logit_bias or {}
         if any(token >= self.engine.vocab_size for token in bias):
-            raise refused("logit_bias", f"Tokens must be below {self.engine.vocab_size}, got {max(bias)}.")
+            raise refused(
+                "logit_bias", f"Tokens of logit_bias must be below {self.engine.vocab_size}, got {max(bias)}."
+            )
         least = request.min_tokens or 0
         if least > length.tokens and length.limited_by == "request":
-            raise refused("min_tokens", f"It must not be above max_tokens, {length.tokens}, got {least}. Lower it.")
+            why = f"min_tokens must not be above max_tokens, {length.tokens}, got {least}. Lower it."
+            raise refused("min_tokens", why)
         chosen = {name: getattr(request, name) for name in self.sampling.body}
         return SamplingOptions(
             max_tokens=length.tokens,
@@ -295,7 +298,7 @@ class RouteContext:
             return job
         ends = frozenset(asked.stop_token_ids or ())
         if ends and max(ends) >= self.engine.vocab_size:
-            raise refused("stop_token_ids", f"Tokens must be below {self.engine.vocab_size}, got {max(ends)}.")
+            raise refused("stop_token_ids", f"stop_token_ids must be below {self.engine.vocab_size}, got {max(ends)}.")
         return replace(
             job,
             stop=asked.stops,

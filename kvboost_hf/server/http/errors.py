@@ -75,13 +75,20 @@ def refused(param: str, message: str) -> ApiError:
 
 
 def most_telling(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The error to name: a value that fits no kind of a union has one for each, and those of its own kind say more."""
+    """The error to name: a value that fits no kind of a union has one for each, and those of its own kind say more.
+
+    So do those that lie deeper in the body: what is around them is of the right kind.
+    """
 
     def is_of_other_kind(one: dict[str, Any]) -> bool:
         word = one["type"] == "literal_error" and isinstance(one.get("input"), dict | list)
         return word or str(one["type"]).endswith("_type")
 
-    return min(errors, key=is_of_other_kind)
+    def rank(one: dict[str, Any]) -> tuple[bool, int]:
+        other = is_of_other_kind(one)
+        return other, -len(one["loc"]) if other else 0
+
+    return min(errors, key=rank)
 
 
 def api_error(error: Exception) -> ApiError:

@@ -279,6 +279,8 @@ class RequestGuard:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may have read the other one
+            return ApiError(400, "A body has Content-Length or Transfer-Encoding, but not both. Leave one out.")
         if not body.whole and (unknown := body.unpacked.refusal) is not None:
             return unknown
         if body.length > self._settings.max_body_bytes:

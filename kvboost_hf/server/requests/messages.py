@@ -113,14 +113,36 @@ class CalledFunction(Body):
         return found if isinstance(found, dict) else self.arguments
 
 
+def input_arguments(text: str) -> str:
+    """The input of a custom tool as the arguments of a function.
+
+    Example:
+        >>> input_arguments("ls")
+        '{"input": "ls"}'
+    """
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
 class MadeCall(Body):
-    """A call of an earlier answer."""
+    """A call of an earlier answer. That of a custom tool counts as one of a function with the argument `input`."""
 
     place: ClassVar = "messages.tool_calls"
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, given: Any) -> Any:
+        custom = given.get("custom") if isinstance(given, dict) and given.get("type") == "custom" else None
+        if not isinstance(custom, dict) or not isinstance(custom.get("input"), str):
+            return given
+        function = {"name": custom.get("name"), "arguments": input_arguments(custom["input"])}
+        return {name: value for name, value in given.items() if name != "custom"} | {
+            "type": "function",
+            "function": function,
+        }
 
 
 class Message(Body):

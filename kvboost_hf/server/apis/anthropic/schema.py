@@ -172,7 +172,7 @@ class Turn(Body):
                 found.append(Message(role=role, content=_joined(blocks)))
             else:
                 found += [block.message for block in blocks if isinstance(block, ResultBlock)]
-        return found
+        return found or [Message(role=role, content="")]
 
     def up_to(self, blocks: int) -> "Turn":
         """The same with its first blocks only."""

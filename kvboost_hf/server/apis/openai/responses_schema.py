@@ -22,6 +22,7 @@ from kvboost_hf.server.requests.messages import (
     MadeCall,
     Message,
     MessageContent,
+    input_arguments,
     joined_thoughts,
 )
 
@@ -70,8 +71,7 @@ class CustomCallItem(_Call):
     @property
     def function(self) -> CalledFunction:
         """The call as chats have it."""
-        arguments = json.dumps({"input": self.input}, ensure_ascii=False)
-        return CalledFunction(name=whole_name(self.namespace, self.name), arguments=arguments)
+        return CalledFunction(name=whole_name(self.namespace, self.name), arguments=input_arguments(self.input))
 
 
 class ResultItem(Body):
