@@ -1,10 +1,12 @@
 """`ServerSettings`: the settings of a server, with its files of TLS and of API keys, and the salts made of keys."""
 
+import glob
 import re
 import ssl
 import stat
 import sys
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from kvboost_hf.engine.settings import ALIKE
@@ -163,9 +165,8 @@ class ServerSettings:
 
     def is_name(self, name: str) -> bool:
         """Whether requests may give the model this name."""
-        return name == self.model_name or any(
-            re.fullmatch(re.escape(alias).replace(r"\*", ".*"), name, re.DOTALL) for alias in self.model_aliases
-        )
+        patterns = ("*".join(map(glob.escape, alias.split("*"))) for alias in self.model_aliases)
+        return name == self.model_name or any(fnmatchcase(name, pattern) for pattern in patterns)
 
     def __post_init__(self) -> None:
         if not self.model_name:
