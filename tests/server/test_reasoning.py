@@ -413,6 +413,14 @@ def test_reasoning_of_several_places_stays_in_its_turn(
     assert text.count("So.") == text.count("<think>") == 1
 
 
+def test_reasoning_that_is_the_last_item(family: Family, engine: FakeEngine) -> None:
+    at = family("qwen")
+    answer = at.http.post("/v1/responses", json={"input": [*ASK, _thought("So."), _thought("Then.")]})
+    assert answer.status_code == 200, answer.text
+    text = at.server.config.app.state.context.tokenizer.decode(engine.job.ids)
+    assert "<|im_start|>assistant\n<think>So.\n\nThen.</think><|im_end|>" in text
+
+
 def test_the_streaming_helper_of_the_sdk(family: Family) -> None:
     with family("qwen").openai.responses.stream(model="reader", input="Who?") as stream:
         for _ in stream:

@@ -372,8 +372,8 @@ class ResponseRequest(ReasoningFields, TextRequest):
         for item in self.input:
             match item:
                 case SaidItem():
-                    if reasoning is not None and item.role != "assistant":  # an answer that was cut before its text
-                        found.append(Message(role="assistant", content="", reasoning_content=reasoning))
+                    if reasoning is not None and item.role != "assistant":
+                        found.append(_unsaid(reasoning))
                         reasoning = None
                     found.append(Message(role=item.role, content=item.content, reasoning_content=reasoning))
                     reasoning = None
@@ -390,4 +390,11 @@ class ResponseRequest(ReasoningFields, TextRequest):
                     told = {"tool_calls": calls, "reasoning_content": joined_thoughts(found[-1].thoughts, reasoning)}
                     found[-1], reasoning = found[-1].model_copy(update=told), None
                     calls.append(call)
+        if reasoning is not None:
+            found.append(_unsaid(reasoning))
         return found
+
+
+def _unsaid(reasoning: str) -> Message:
+    """An answer that was cut before its text."""
+    return Message(role="assistant", content="", reasoning_content=reasoning)
