@@ -46,7 +46,7 @@ from kvboost_hf.server.generation.answer import Sampler, TextStream, choose_rows
 from kvboost_hf.server.generation.batch import BatchKV, _BatchLayer
 from kvboost_hf.server.generation.prefix_tree import PrefixTree
 from kvboost_hf.server.generation.sharing import choose_attention, sharing_reason
-from kvboost_hf.server.generation.speculation import DraftedText, RowDrafts
+from kvboost_hf.server.generation.speculation import AnswerDrafts, RowDrafts
 from kvboost_hf.server.grammars import program
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.grammars.fitting import fit

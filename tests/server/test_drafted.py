@@ -14,7 +14,7 @@ from kvboost_hf.assets import load_embedded, load_embedded_draft
 from tests.architectures.models import make_architecture
 from tests.conftest import make_model, random_ids
 from tests.internals.assisted import Branches, TreeDraft
-from tests.internals.server import BatchKV, DraftedText, Finished, Job, Meter, ModelEngine, Progress, SamplingOptions
+from tests.internals.server import AnswerDrafts, BatchKV, Finished, Job, Meter, ModelEngine, Progress, SamplingOptions
 from tests.parity.test_assistants import noisy
 from tests.server.test_worker import Told, numbers
 
@@ -142,7 +142,7 @@ def test_ends_and_stop_texts_within_a_tree(make: Make) -> None:
 def test_others_come_and_go(shared: bool, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """From rounds into the batch and back, several times."""
     ways: list[str] = []
-    for kind, name, way in ((DraftedText, "run", "round"), (BatchKV, "step", "batch"), (BatchKV, "check", "batch")):
+    for kind, name, way in ((AnswerDrafts, "run", "round"), (BatchKV, "step", "batch"), (BatchKV, "check", "batch")):
         run = getattr(kind, name)
 
         def noting(self: Any, *args: Any, run: Any = run, way: str = way) -> Any:

@@ -20,8 +20,8 @@ from tests.internals.assisted import LookupDraft
 from tests.internals.cache import ChunkReuseCache, records_of
 from tests.internals.disk import DiskTier
 from tests.internals.server import (
+    AnswerDrafts,
     BatchKV,
-    DraftedText,
     Finished,
     Job,
     JobEvent,
@@ -276,7 +276,7 @@ def test_a_batch_that_cannot_let_a_row_go_spares_prompts(opened: Opened, monkeyp
 
 
 @pytest.mark.parametrize(
-    "place", [(LookupDraft, "grow"), (DraftedText, "__init__")], ids=["drafting", "its beginning"]
+    "place", [(LookupDraft, "grow"), (AnswerDrafts, "__init__")], ids=["drafting", "its beginning"]
 )
 def test_drafts_that_fail_cost_no_answer(
     place: tuple[type, str], opened: Opened, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from kvboost_hf.server.fair_share import FairTurns
 from kvboost_hf.server.generation.batch import Again, BatchKV, KeysValues
 from kvboost_hf.server.generation.speculation import (
     Add,
-    DraftedText,
+    AnswerDrafts,
     Drafts,
     PredictedText,
     RowDrafts,
@@ -327,11 +327,11 @@ class Speculation:
             task.predicted = PredictedText(self._runner.model, self._runner.device, job, task.sampler)
         return task.predicted.draft(task.ids)
 
-    def _drafted(self, task: Task, drafts: Drafts) -> DraftedText | None:
+    def _drafted(self, task: Task, drafts: Drafts) -> AnswerDrafts | None:
         """The drafting of a task's answer; None, and no drafts any more, where it cannot be made."""
         try:
             if task.drafted is None and task.sampler is not None:
-                task.drafted = DraftedText(drafts, task.job, task.sampler, self._runner.store)
+                task.drafted = AnswerDrafts(drafts, task.job, task.sampler, self._runner.store)
         except Exception as error:
             drafts.give_up(error)
         return task.drafted

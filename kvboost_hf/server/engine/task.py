@@ -16,7 +16,7 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.config import Progressive
 from kvboost_hf.server.engine.belongings import Beginnings, Belongings
 from kvboost_hf.server.generation.answer import Sampler, TextStream, score
-from kvboost_hf.server.generation.speculation import DraftedText, PredictedText
+from kvboost_hf.server.generation.speculation import AnswerDrafts, PredictedText
 from kvboost_hf.server.jobs import (
     FIRST_TOKENS,
     Finished,
@@ -150,7 +150,7 @@ class Task:
     passed: int = 0  # pieces of other prompts since the last one of this
     ids: list[int] = field(default_factory=list)  # of the answer
     sampler: Sampler | None = None
-    drafted: DraftedText | None = None  # made when it first runs alone
+    drafted: AnswerDrafts | None = None  # made when it first runs alone
     predicted: PredictedText | None = None  # likewise
     text: TextStream | None = None
     joined: int = 0  # tokens that its own cache holds while it is in the batch

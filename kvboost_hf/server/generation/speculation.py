@@ -186,7 +186,7 @@ class _Guarded:
             raise _DraftFailedError from error
 
 
-class DraftedText:
+class AnswerDrafts:
     """The drafting of one answer, with the draft model's K/V."""
 
     def __init__(self, drafts: Drafts, job: Job, sampler: Sampler, store: TextStore) -> None:
@@ -245,7 +245,7 @@ class RowDrafts:
     """
 
     def __init__(
-        self, drafts: Drafts, texts: Sequence[DraftedText | None], show: Callable[[int, TextStates], None]
+        self, drafts: Drafts, texts: Sequence[AnswerDrafts | None], show: Callable[[int, TextStates], None]
     ) -> None:
         self._drafts, self._texts, self._show = drafts, texts, show
         self._account, self._clock = drafts.account(len(texts)), drafts.rounds.clock
@@ -416,7 +416,7 @@ class PredictedText:
         return [int(token) for token in self._text[self._at : self._at + min(self._length, room)]]
 
     def run(self, cache: ChunkReuseCache, ids: Sequence[int], draft: Sequence[int], add: Add) -> FinishReason | None:
-        """Check a draft in one forward, which adds the tokens that are right and one more; see `DraftedText.run`."""
+        """Check a draft in one forward, which adds the tokens that are right and one more; see `AnswerDrafts.run`."""
         tree, parent = Tree(), ROOT
         for token in draft:
             parent = tree.add(token, parent)
