@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from kvboost_hf import KVQuantConfig
 from tests.attention import UNIT, Problem
+from tests.conftest import make_model
 from tests.internals.attention import (
     AttentionCall,
     Visibility,
@@ -277,3 +280,20 @@ def test_a_step_that_asks_for_more_than_a_plain_output_is_none() -> None:
     assert dense._columns_of_step(AttentionCall(query, 0.2, Visibility()), key, key) == slice(0, 5)
     for more in ({"softcap": 5.0}, {"partial": True}, {"sinks": torch.zeros(2)}):
         assert dense._columns_of_step(AttentionCall(query, 0.2, Visibility(), **more), key, key) is None
+
+
+@pytest.mark.parametrize(
+    ("first_column", "sees", "compact"),
+    [(0, causal_mask_function, True), (4, causal_mask_function, False), (0, bidirectional_mask_function, False)],
+)
+def test_masks_where_the_first_query_is_a_tensor(first_column: int, sees: Any, compact: bool) -> None:
+    """One number for each column says where queries stand, and takes layers for causal and whole."""
+    model = make_model("llama")
+    model.set_attn_implementation("kvboost_fa2")
+    given = {"kv_offset": first_column, "mask_function": sees, "config": model.config, "device": "cpu"}
+    mask = AttentionMaskInterface()["kvboost_fa2"](1, 2, 8, torch.tensor(first_column + 3), **given)
+    assert mask.dtype == (torch.int32 if compact else torch.bool)
+    if not compact:
+        at = torch.arange(8)
+        seen = at[None] <= at[3:5, None] if sees is causal_mask_function else torch.ones(2, 8, dtype=torch.bool)
+        assert torch.equal(mask[0, 0], seen)
