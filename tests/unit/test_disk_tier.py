@@ -549,6 +549,25 @@ def test_a_full_disk(
     assert kept(tier, 1, 2) == [1, 2]
 
 
+def test_a_full_disk_gives_up_no_more_than_a_blob_takes(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes as much is enough, and what a blob goes on from stays."""
+    monkeypatch.setattr("kvboost_hf.cache.tiers.disk._ROOM_BYTES", 0)
+    tier, replace, tried = opened(), os.replace, []
+    for n in range(4):
+        put(tier, n)
+
+    def full_at_first(*names: str, **folders: int) -> None:
+        tried.append(names)
+        if len(tried) % 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(*names, **folders)
+
+    monkeypatch.setattr(disk_files.os, "replace", full_at_first)  # type: ignore[attr-defined]
+    assert put(tier, 4)
+    assert not put(tier, 5, parent=key_of(1))
+    assert kept(tier, *range(6)) == [1, 2, 3, 4]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 def test_a_really_full_disk(tmp_path: Path) -> None:
     place = tmp_path / "mounted"
