@@ -214,6 +214,38 @@ class Around(torch.nn.Module):
         return table[ids]
 
 
+@torch.no_grad()
+def test_pieces_of_a_prompt_in_somebodys_own_loop(llama: PreTrainedModel) -> None:
+    """Each counts, reused or not, and shows at once that somebody has changed what is held."""
+    ids = random_ids(70)
+    for how, reason in (({}, "all tokens are wanted"), ({"logits_to_keep": 1}, "changed by somebody else")):
+        cache = ChunkReuseCache(llama)
+        llama(ids[:, :60], past_key_values=cache, **how)
+        cache.layers[0].keys.zero_()
+        llama(ids[:, 60:], past_key_values=cache, **how)
+        llama(ids[:, :1], past_key_values=cache, **how)  # a step, which is no part of the prompt
+        assert reason in str(cache.report.bypass_reason)
+        assert (cache.report.prompt_tokens, cache.report.forwarded_tokens) == (70, 70)
+
+
+@torch.no_grad()
+def test_a_step_over_what_was_changed_is_told_of_where_nothing_was_reused(llama: PreTrainedModel) -> None:
+    """It is of no concern to a prompt that was reused before, unless more of the prompt follows."""
+    ids, store = random_ids(80), ChunkStore(llama, chunk_size=16)
+    llama(ids, past_key_values=ChunkReuseCache(llama, store), logits_to_keep=1)
+    for first, new, live, stored, is_told in ((0, 1, 0, 64, False), (32, 1, 32, 32, False), (0, 6, 0, 64, True)):
+        cache = ChunkReuseCache(llama, store)
+        if first:
+            llama(ids[:, :first], past_key_values=cache, logits_to_keep=1)
+            cache.begin_anew()
+        llama(ids[:, :65], past_key_values=cache, logits_to_keep=1)
+        assert (cache.report.tier_tokens["live"], cache.report.reused_tokens) == (live, live + stored)
+        cache.layers[0].keys.zero_()
+        llama(ids[:, :new], past_key_values=cache, logits_to_keep=1)
+        assert ("changed by somebody else" in str(cache.report.bypass_reason)) == is_told
+        assert cache.get_seq_length() == 65 + new
+
+
 @pytest.mark.parametrize("plain", [True, False])
 def test_embeddings_are_a_module_of_somebody_else(plain: bool) -> None:
     model = make_model()
