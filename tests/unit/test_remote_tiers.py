@@ -712,6 +712,19 @@ def test_on_a_full_disk_what_was_used_longest_ago_makes_room(tmp_path, monkeypat
     assert (tier.stats()["errors"], tier.stats()["bytes"]) == (0, 9000)
 
 
+def test_a_disk_that_fails_and_is_not_full_gives_nothing_up(tmp_path, monkeypatch):
+    tier, entries = FilesystemTier(tmp_path.as_uri()), [make_entry(n) for n in range(3)]
+    write(tier, *entries[:2])
+
+    def broken(*args: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvboost_hf.cache.tiers.filesystem.os.replace", broken)
+        assert not tier.write(entries[2], make_blob(entries[2]))
+    assert set(tier.find(keys(entries))) == set(keys(entries[:2]))
+
+
 @pytest.mark.parametrize("change", ["write", "delete", "announce", "clean"])
 def test_what_cannot_be_written_to_is_read(tmp_path, monkeypatch, caplog, change):
     tier, entry, other = FilesystemTier(tmp_path.as_uri(), cooldown_s=60.0), make_entry(1), make_entry(2)
