@@ -761,6 +761,8 @@ def test_who_has_heard_none_of_many_notices_may_have_missed_some(tmp_path, monke
             assert early.heard(place).complete == (number == 7)
         others.announce(b"%d" % number)
         seen = others.heard(seen).place
+        if number == 15:
+            assert len(list((tmp_path / "notices").iterdir())) == 16
     later = early.heard(place)
     assert (b"0" in later.notices, later.complete) == (False, False)
     assert early.heard(later.place).complete
