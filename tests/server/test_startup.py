@@ -212,7 +212,7 @@ def test_which_drafts_there_are(tmp_path: Path) -> None:
     assert _kind_of_drafts(lookup_assistant(model), None) == "text that repeats"
     assert _kind_of_drafts(model, None) == "auto"
     assert _kind_of_drafts(model, DraftTreeConfig(policy="chain")) == "chain"
-    heads = make_pair("eagle", tmp_path).heads
+    heads = make_pair("blocks", tmp_path).heads
     assert _kind_of_drafts(heads, None) == type(heads).__name__
 
 
