@@ -202,6 +202,21 @@ def test_halves_of_characters(tokenizer: Any, written: str, read_as: str) -> Non
     assert json.loads(call.arguments) == {"city": read_as}
 
 
+@pytest.mark.daily
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ("\nParis\n</function>", {"city": "Paris"}),  # and no more: neither the value's tag, nor the call's
+        ("\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>", {"city": "", "days": 3}),
+    ],
+)
+def test_values_end_where_their_call_does_and_may_be_empty(tokenizer: Any, written: str, found: object) -> None:
+    text = f"<tool_call>\n<function=get_weather>\n<parameter=city>{written}"
+    for pieces in ([text], [*text]):
+        [call] = joined(read(tokenizer, RECORDED["QWEN_XML"][0], pieces, streams=False, cut=False)).calls
+        assert (json.loads(call.arguments), call.cut) == (found, False)
+
+
 @pytest.mark.parametrize(("spaces", "calls"), [(501, 1), (502, 0)])
 def test_a_head_has_its_length(tokenizer: Any, spaces: int, calls: int) -> None:
     """512 characters before the mark that ends it."""
