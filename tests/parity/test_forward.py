@@ -246,6 +246,20 @@ def test_a_step_that_cannot_be_reused_is_told_of_where_nothing_was(llama: PreTra
         assert cache.get_seq_length() == 65 + new
 
 
+@torch.no_grad()
+def test_when_a_text_begins(llama: PreTrainedModel) -> None:
+    """At a start of a prompt that somebody has told of, and in a forward that may be one."""
+    cache, told, within = ChunkReuseCache(llama), list[bool](), list[bool]()
+    hook = llama.lm_head.register_forward_pre_hook(lambda *given: within.append(cache.begins_text))
+    for begin in (lambda: None, cache.begin_anew, lambda: setattr(cache, "_is_user_defined", True)):
+        begin()
+        told.append(cache.begins_text)
+        llama(random_ids(9), past_key_values=cache, logits_to_keep=1)
+        told += [within[-1], cache.begins_text]  # before it there may be probes
+    hook.remove()
+    assert told == [False, True, False, True, True, False, True, True, False]
+
+
 @pytest.mark.parametrize("plain", [True, False])
 def test_embeddings_are_a_module_of_somebody_else(plain: bool) -> None:
     model = make_model()

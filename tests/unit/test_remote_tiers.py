@@ -371,6 +371,21 @@ def test_a_key_of_another_type_is_removed(shared_server, connect, caplog, name, 
     assert errors <= 2
 
 
+def test_a_sum_that_is_no_number_is_made_anew(shared_server, connect):
+    tier = connect(shared_server.url, prefix=(prefix := uuid4().hex))
+    write(tier, make_entry(1), make_entry(2))
+    with valkey.Valkey.from_url(shared_server.url) as client:
+        client.set(f"{prefix}:bytes", "what is no number")
+    assert (tier.stats()["bytes"], tier.stats()["errors"]) == (6000, 0)
+
+
+def test_the_hits_of_all_chunks_are_read(shared_server, connect):
+    tier, entries = connect(shared_server.url, prefix=uuid4().hex), [make_entry(n) for n in range(3)]
+    write(tier, *entries)
+    tier.touch(keys(entries))
+    assert tier.hits() == dict.fromkeys(keys(entries), 1)
+
+
 def test_what_the_server_gave_up_counts_once_when_it_is_written_again(shared_server, connect):
     """Else the budget seemed to be taken up, and all the rest was given up for it."""
     tier = connect(shared_server.url, prefix=(prefix := uuid4().hex), max_bytes=12_000)
