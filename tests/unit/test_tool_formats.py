@@ -17,6 +17,7 @@ from tests.internals.server import (
     ToolSupport,
     format_of,
     joined,
+    json_of,
     tool_calls,
     tool_formats,
 )
@@ -215,6 +216,13 @@ def test_values_end_where_their_call_does_and_may_be_empty(tokenizer: Any, writt
     for pieces in ([text], [*text]):
         [call] = joined(read(tokenizer, RECORDED["QWEN_XML"][0], pieces, streams=False, cut=False)).calls
         assert (json.loads(call.arguments), call.cut) == (found, False)
+
+
+def test_values_that_hold_nothing() -> None:
+    for text in ("[]", "{}", '{"a": [], "b": [[], {}, 1]}'):
+        assert json_of(text) == text
+    assert json_of("]") is None
+    assert json_of('{"a": }') is None
 
 
 @pytest.mark.parametrize(("spaces", "calls"), [(501, 1), (502, 0)])
