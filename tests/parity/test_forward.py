@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
 from tests.conftest import as_inputs, counted, left_pad, make_model, pickles_models, random_ids
+from tests.internals.compat import require_known_ids
 
 BASE = random_ids(200, seed=1)
 
@@ -260,6 +261,26 @@ def test_when_a_text_begins(llama: PreTrainedModel) -> None:
     assert told == [False, True, False, True, True, False, True, True, False]
 
 
+def test_which_ids_a_model_has_embeddings_for() -> None:
+    """As many as its table has, or its module says; and any that its configuration names, or that somebody reads."""
+    model = make_model()
+    embeddings: Any = model.get_input_embeddings()
+    model.config.vocab_size = 150  # of an earlier table
+    for said, known in ((100, 200), (300, 300)):  # a part of the table may be here alone
+        embeddings.num_embeddings = said
+        require_known_ids(model, np.array([[0, known - 1]]), "Ids")
+        for ids, unknown in (([-1, 0], -1), ([5, known], known)):
+            with pytest.raises(ValueError, match=f"Ids must be from 0 to {known - 1}, .* got {unknown}\\."):
+                require_known_ids(model, np.array([ids]), "Ids")
+    model.config.image_token_id = 5000
+    require_known_ids(model, np.array([[5000, 7]]), "Ids")
+    with pytest.raises(ValueError, match=r"got 5001\."):
+        require_known_ids(model, np.array([[5000, 5001]]), "Ids")
+    embeddings.register_forward_pre_hook(lambda *given: None)
+    require_known_ids(model, np.array([[5001]]), "Ids")
+
+
+@pytest.mark.daily
 @pytest.mark.parametrize("plain", [True, False])
 def test_embeddings_are_a_module_of_somebody_else(plain: bool) -> None:
     model = make_model()
