@@ -25,6 +25,7 @@ from tests.internals.cache import (
     Guard,
     Tier,
     ValkeyTier,
+    _is_foreign,
     _member,
     open_tier,
     pack_entry,
@@ -369,6 +370,11 @@ def test_a_key_of_another_type_is_removed(shared_server, connect, caplog, name, 
     stats = tier.stats()
     assert (stats["chunks"], stats["bytes"], stats["errors"], stats["state"]) == (2, 6000, errors, "open")
     assert errors <= 2
+
+
+def test_only_what_has_another_type_is_removed():
+    told = ["WRONGTYPE Operation against a key", "value is not an integer or out of range", "OOM command not allowed"]
+    assert [_is_foreign(valkey.ResponseError(each)) for each in told] == [True, True, False]
 
 
 def test_a_sum_that_is_no_number_is_made_anew(shared_server, connect):
