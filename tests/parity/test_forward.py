@@ -247,6 +247,11 @@ def test_a_step_that_cannot_be_reused_is_told_of_where_nothing_was(llama: PreTra
         assert cache.get_seq_length() == 65 + new
 
 
+def test_how_many_columns_a_cache_has_room_for(llama: PreTrainedModel) -> None:
+    caches = [ChunkReuseCache(llama, max_cache_len=size) for size in (None, 128)]
+    assert [cache.max_cache_len for cache in caches] == [-1, 128]  # as PEFT reads it
+
+
 @torch.no_grad()
 def test_when_a_text_begins(llama: PreTrainedModel) -> None:
     """At a start of a prompt that somebody has told of, and in a forward that may be one."""
