@@ -466,6 +466,17 @@ def test_a_chat_goes_on_from_layers_that_cannot_be_taken_apart() -> None:
 
 
 @torch.no_grad()
+def test_states_of_unknown_tokens_have_a_length() -> None:
+    """No layer has columns that could be counted."""
+    model = make_architecture("mamba2")
+    cache = ChunkReuseCache(model)
+    model(BASE[:, :40], cache=cache, logits_to_keep=1)
+    model(inputs_embeds=model.get_input_embeddings()(BASE[:, 40:45]), cache=cache)
+    assert "no input_ids" in str(cache.report.bypass_reason)
+    assert cache.get_seq_length() == 45
+
+
+@torch.no_grad()
 def test_the_state_of_a_convolution_has_the_columns_of_its_kernel() -> None:
     """Also while earlier ones are kept for a rewind."""
     model, states = make_architecture("lfm2"), list[torch.Tensor]()

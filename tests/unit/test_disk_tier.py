@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -556,7 +557,7 @@ def test_a_full_disk_gives_up_no_more_than_a_blob_takes(opened: Open, monkeypatc
     for n in range(4):
         put(tier, n)
 
-    def full_at_first(*names: str, **folders: int) -> None:
+    def full_at_first(*names: str, **folders: Any) -> None:
         tried.append(names)
         if len(tried) % 2:
             raise OSError(errno.ENOSPC, "No space left on device")
