@@ -82,8 +82,8 @@ def test_a_server_claims_what_its_store_and_its_requests_may_come_to_use(monkeyp
     model, claimed = make_model(), list[int]()
     monkeypatch.setattr(MemoryPlans, "claim", lambda plans, nbytes: claimed.append(nbytes))
     store, per_token = ChunkStore(model, max_bytes=10**6), 2 * bytes_per_token(model)
-    for told, longest in ({}, 500), ({"max_model_len": 10}, 20):  # of two requests
-        settings = ServerSettings(model_name="reader", max_live_tokens=500, max_batch_size=2, **told)
+    for most, longest in ((None, 500), (10, 20)):  # of two requests
+        settings = ServerSettings(model_name="reader", max_live_tokens=500, max_batch_size=2, max_model_len=most)
         assert _live_tokens(model, None, store, settings) == 500
         assert claimed.pop() == 10**6 + longest * per_token
 
