@@ -222,6 +222,7 @@ class Judge:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Judge all mutants in place of running all tests."""
+        gc.unfreeze()  # tests/conftest.py froze them, and what is frozen is not listed
         for each in gc.get_objects():
             # Not isinstance(), which asks the object.
             if type(each) is FunctionType and each.__code__.co_filename.startswith(f"{self._folder}/kvboost_hf"):

@@ -155,7 +155,7 @@ from kvboost_hf.cache.tiers.record import (
     read_tier_key,
     unpack_entry,
 )
-from kvboost_hf.cache.tiers.valkey import ValkeyTier, _member
+from kvboost_hf.cache.tiers.valkey import ValkeyTier, _is_foreign, _member
 from kvboost_hf.device_link import Staging
 from kvboost_hf.scoring import plan_batches
 

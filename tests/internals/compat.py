@@ -25,6 +25,7 @@ from kvboost_hf.compat import (
     kv_bytes_per_token,
     loader_of,
     probe_reason,
+    require_known_ids,
     rope_regime,
     run_model,
     steps_reason,

@@ -89,7 +89,7 @@ from kvboost_hf.server.requests.fields import Body
 from kvboost_hf.server.requests.messages import Message, images_left_out, text_of_media
 from kvboost_hf.server.requests.texts import CompletionRequest, WarmRequest
 from kvboost_hf.server.routing import BELOW, GONE, MEMORY, News, Place, PrefixRouter, prompt_keys
-from kvboost_hf.server.serve import _kind_of_drafts, _warm, serve, start_engine
+from kvboost_hf.server.serve import _kind_of_drafts, _live_tokens, _warm, serve, start_engine
 from kvboost_hf.server.settings import ServerSettings, TlsFiles, read_keys
 from kvboost_hf.server.startup import Chosen, Startup, TextLines, write_log
 from kvboost_hf.server.tier_check import InTiers, unfound

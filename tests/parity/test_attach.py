@@ -63,10 +63,11 @@ def test_later_calls_reuse(attached: PreTrainedModel) -> None:
         {"num_beams": 3},
         {"prompt_lookup_num_tokens": 3},
         {"prefill_chunk_size": 50},
-        {"prefill_chunk_size": 17},  # the last piece has one token
+        pytest.param({"prefill_chunk_size": 17}, marks=pytest.mark.daily),  # the last piece has one token
         {"logits_to_keep": 4},
         {"num_return_sequences": 2},
-        {"guidance_scale": 1.5},  # whose forwards of another text have no report
+        # Its forwards of another text have no report.
+        pytest.param({"guidance_scale": 1.5}, marks=pytest.mark.daily),
         {"guidance_scale": 1.5, "policy": ReusePolicy(keep_logprobs=True)},
     ],
 )

@@ -95,6 +95,7 @@ def test_moved_text_is_no_prefix() -> None:
     assert numbers(found.documents) == [0, 1, 2]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("mode", ["exact", "blend"])
 @pytest.mark.parametrize(
     ("ids", "error", "told"),

@@ -246,6 +246,7 @@ class TestWhichCall:
         expected = llama(torch.cat([BASE[:, :50], NEXT], dim=1)).logits[:, 50:]
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
+    @pytest.mark.daily
     @pytest.mark.parametrize("reason", ["use_cache is False", "is given the cache"])
     def test_use_cache_false(self, llama: PreTrainedModel, store: ChunkStore, reason: str) -> None:
         batch = left_pad(BASE, BASE[:, :40])
@@ -265,6 +266,16 @@ class TestWhichCall:
 
 
 class TestTheUnsupported:
+    def test_pieces_of_a_prompt_without_reuse_count(self, llama: PreTrainedModel) -> None:
+        hook = llama.model.layers[0].register_forward_hook(lambda *given: None, with_kwargs=True)
+        cache = ChunkReuseCache(llama)
+        llama(BASE[:, :50], past_key_values=cache)
+        assert "is given the cache" in str(cache.report.bypass_reason)
+        assert cache.report.prompt_tokens == cache.report.forwarded_tokens == 50
+        llama.generate(**as_inputs(BASE[:, :90]), past_key_values=cache, max_new_tokens=2, prefill_chunk_size=40)
+        hook.remove()
+        assert cache.report.prompt_tokens == cache.report.forwarded_tokens == 90
+
     def test_candidates_are_no_tokens_of_a_prompt_that_is_computed_as_it_stands(self, llama: PreTrainedModel) -> None:
         mask, cache = torch.ones(1, 120, dtype=torch.long), ChunkReuseCache(llama)
         mask[0, 5] = 0  # a hole

@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
 from tests.conftest import as_inputs, counted, left_pad, make_model, pickles_models, random_ids
+from tests.internals.compat import require_known_ids
 
 BASE = random_ids(200, seed=1)
 
@@ -214,6 +215,77 @@ class Around(torch.nn.Module):
         return table[ids]
 
 
+@torch.no_grad()
+def test_pieces_of_a_prompt_in_somebodys_own_loop(llama: PreTrainedModel) -> None:
+    """Each counts, reused or not, and shows at once that somebody has changed what is held."""
+    ids = random_ids(70)
+    for how, reason in (({}, "all tokens are wanted"), ({"logits_to_keep": 1}, "changed by somebody else")):
+        cache = ChunkReuseCache(llama)
+        llama(ids[:, :60], past_key_values=cache, **how)
+        cache.layers[0].keys.zero_()
+        llama(ids[:, 60:], past_key_values=cache, **how)
+        llama(ids[:, :1], past_key_values=cache, **how)  # a step, which is no part of the prompt
+        assert reason in str(cache.report.bypass_reason)
+        assert (cache.report.prompt_tokens, cache.report.forwarded_tokens) == (70, 70)
+
+
+@torch.no_grad()
+def test_a_step_that_cannot_be_reused_is_told_of_where_nothing_was(llama: PreTrainedModel) -> None:
+    """To a prompt that was reused it is of no concern, unless more of the prompt follows."""
+    ids, store = random_ids(80), ChunkStore(llama, chunk_size=16)
+    llama(ids, past_key_values=ChunkReuseCache(llama, store), logits_to_keep=1)
+    for first, new, live, stored, is_told in ((0, 1, 0, 64, False), (32, 1, 32, 32, False), (0, 6, 0, 64, True)):
+        cache = ChunkReuseCache(llama, store)
+        if first:
+            llama(ids[:, :first], past_key_values=cache, logits_to_keep=1)
+            cache.begin_anew()
+        llama(ids[:, :65], past_key_values=cache, logits_to_keep=1)
+        assert (cache.report.tier_tokens["live"], cache.report.reused_tokens) == (live, live + stored)
+        embeds = llama.get_input_embeddings()(ids[:, :new])
+        llama(inputs_embeds=embeds, past_key_values=cache, logits_to_keep=1)
+        assert ("no input_ids were passed" in str(cache.report.bypass_reason)) == is_told
+        assert cache.get_seq_length() == 65 + new
+
+
+def test_how_many_columns_a_cache_has_room_for(llama: PreTrainedModel) -> None:
+    caches = [ChunkReuseCache(llama, max_cache_len=size) for size in (None, 128)]
+    assert [cache.max_cache_len for cache in caches] == [-1, 128]  # as PEFT reads it
+
+
+@torch.no_grad()
+def test_when_a_text_begins(llama: PreTrainedModel) -> None:
+    """At a start of a prompt that somebody has told of, and in a forward that may be one."""
+    cache, told, within = ChunkReuseCache(llama), list[bool](), list[bool]()
+    hook = llama.lm_head.register_forward_pre_hook(lambda *given: within.append(cache.begins_text))
+    for begin in (lambda: None, cache.begin_anew, lambda: setattr(cache, "_is_user_defined", True)):
+        begin()
+        told.append(cache.begins_text)
+        llama(random_ids(9), past_key_values=cache, logits_to_keep=1)
+        told += [within[-1], cache.begins_text]  # before it there may be probes
+    hook.remove()
+    assert told == [False, True, False, True, True, False, True, True, False]
+
+
+def test_which_ids_a_model_has_embeddings_for() -> None:
+    """As many as its table has, or its module says; and any that its configuration names, or that somebody reads."""
+    model = make_model()
+    embeddings: Any = model.get_input_embeddings()
+    model.config.vocab_size = 150  # of an earlier table
+    for said, known in ((100, 200), (300, 300)):  # a part of the table may be here alone
+        embeddings.num_embeddings = said
+        require_known_ids(model, np.array([[0, known - 1]]), "Ids")
+        for ids, unknown in (([-1, 0], -1), ([5, known], known)):
+            with pytest.raises(ValueError, match=f"Ids must be from 0 to {known - 1}, .* got {unknown}\\."):
+                require_known_ids(model, np.array([ids]), "Ids")
+    model.config.image_token_id = 5000
+    require_known_ids(model, np.array([[5000, 7]]), "Ids")
+    with pytest.raises(ValueError, match=r"got 5001\."):
+        require_known_ids(model, np.array([[5000, 5001]]), "Ids")
+    embeddings.register_forward_pre_hook(lambda *given: None)
+    require_known_ids(model, np.array([[5001]]), "Ids")
+
+
+@pytest.mark.daily
 @pytest.mark.parametrize("plain", [True, False])
 def test_embeddings_are_a_module_of_somebody_else(plain: bool) -> None:
     model = make_model()

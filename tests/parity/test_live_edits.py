@@ -285,6 +285,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("edits", "message"), REFUSED)
 def test_refused_edits_change_nothing(edits: dict[str, Any], message: str) -> None:
     model = make_model("llama")

@@ -126,6 +126,18 @@ def test_a_loop_of_somebody_else_may_pass_any_mask(attention: str, monkeypatch: 
         torch.testing.assert_close(found, plain, atol=2e-4, rtol=2e-4)
 
 
+@torch.no_grad()
+def test_steps_need_no_mask() -> None:
+    model = make_model("llama")
+    model.set_attn_implementation("kvboost_fa2")
+    cache, ids = ChunkReuseCache(model), random_ids(24, seed=1)
+    cache.in_own_loop = True
+    for at, stop in ((0, 20), (20, 21), (21, 22), (22, 23)):
+        given: Given = {"position_ids": torch.arange(at, stop)[None], CACHE: cache}
+        found = model(ids[:, at:stop], logits_to_keep=1, **given).logits
+        torch.testing.assert_close(found, model(ids[:, :stop]).logits[:, -1:], atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.parametrize("piece", [1, 2, 3, 4])
 @pytest.mark.parametrize("attention", ["sdpa", "kvboost_fa2"])
 def test_padding_on_the_right_that_comes_with_a_later_piece(attention: str, piece: int) -> None:

@@ -246,7 +246,9 @@ def test_without_heads_it_looks_text_up(name: str, caplog: pytest.LogCaptureFixt
     assert torch.equal(model.generate(repeating, **GREEDY, **given, past_key_values=cache), plain)
 
 
-def test_heads_that_do_not_fit_are_refused(llama: PreTrainedModel, tmp_path: Any) -> None:
+def test_heads_that_do_not_fit_are_refused(
+    llama: PreTrainedModel, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With both numbers, and what would fit."""
     with pytest.raises(ValueError, match="Without `target`, load_assistant"):
         load_assistant("a name")
@@ -269,6 +271,9 @@ def test_heads_that_do_not_fit_are_refused(llama: PreTrainedModel, tmp_path: Any
     ):
         with pytest.raises(ValueError, match=reason):
             load_assistant(drafter, target=llama)
+    monkeypatch.delattr("transformers.utils.output_capturing.selected_hidden_states")
+    with pytest.raises(ValueError, match=r"in another form than is known here\. Install transformers 5\.24"):
+        load_assistant(fits, target=llama)
 
 
 def test_layers_that_were_loaded_before_make_the_generator_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -465,6 +465,34 @@ def test_a_chat_goes_on_from_layers_that_cannot_be_taken_apart() -> None:
     assert check(model, cache, as_inputs(join(told, OTHER[:, :30]))) == 31  # the answer's last token, and what is new
 
 
+@torch.no_grad()
+def test_states_of_unknown_tokens_have_a_length() -> None:
+    """No layer has columns that could be counted."""
+    model = make_architecture("mamba2")
+    cache = ChunkReuseCache(model)
+    model(BASE[:, :40], cache=cache, logits_to_keep=1)
+    model(inputs_embeds=model.get_input_embeddings()(BASE[:, 40:45]), cache=cache)
+    assert "no input_ids" in str(cache.report.bypass_reason)
+    assert cache.get_seq_length() == 45
+
+
+@torch.no_grad()
+def test_the_state_of_a_convolution_has_the_columns_of_its_kernel() -> None:
+    """Also while earlier ones are kept for a rewind."""
+    model, states = make_architecture("lfm2"), list[torch.Tensor]()
+    for is_recording in (False, True):
+        cache = ChunkReuseCache(model)
+        model(BASE[:, :40], cache=cache, logits_to_keep=1)
+        if is_recording:
+            cache.activate_past_recording()
+        model(BASE[:, 40:45], cache=cache)
+        found = cache.get_conv_state(0)
+        assert found is not None
+        states.append(found)
+    assert states[0].shape[-1] == 3
+    assert torch.equal(*states)
+
+
 def test_bare_forwards_of_a_model_that_must_be_given_positions() -> None:
     model, ids = make_architecture("bamba"), BASE[:, :120]
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))

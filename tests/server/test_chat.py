@@ -50,6 +50,13 @@ def test_a_stream_tells_its_role_then_pieces_then_the_reason_then_the_usage(at: 
     assert len(chunks) == 7
 
 
+def test_a_stream_of_no_text_begins_with_an_empty_one(at: Listening, engine: FakeEngine) -> None:
+    engine.says = []
+    first, last = at.openai.chat.completions.create(model="reader", messages=ASK, stream=True)
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert last.choices[0].finish_reason == "stop"
+
+
 def test_a_stream_without_options_tells_no_usage_and_ends_with_done(at: Listening) -> None:
     body = {"model": "reader", "messages": ASK, "stream": True}
     lines = at.http.post("/v1/chat/completions", json=body).text.split("\n\n")

@@ -108,6 +108,12 @@ def test_what_is_not_served_is_named(at: Listening, engine: FakeEngine, change: 
     assert not engine.tickets
 
 
+def test_answers_to_choose_from_have_chances(at: Listening, engine: FakeEngine) -> None:
+    for told, logprobs in (({}, None), ({"best_of": 3}, 0), ({"best_of": 3, "logprobs": 2}, 2), ({"n": 3}, None)):
+        assert at.http.post("/v1/completions", json={"prompt": "a", **told}).status_code == 200
+        assert engine.job.options.logprobs == logprobs
+
+
 @pytest.mark.parametrize("field", ["n", "best_of"])
 def test_the_field_with_too_many_answers_is_named(at: Listening, field: str) -> None:
     response = at.http.post("/v1/completions", json={"model": "reader", "prompt": "a", field: 17})

@@ -170,6 +170,7 @@ def test_forms_beside_tools(at: Listening) -> None:
     assert _ask(at, "chat/completions", CALLS | {"regex": "a", "tool_choice": "none"}).status_code == 200
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("schema", "stays"),
     [
@@ -188,6 +189,8 @@ def test_forms_beside_tools(at: Listening) -> None:
         ({"$defs": 5, "items": {"allOf": [SCHEMA]}, "properties": {}}, True),
         ({"anyOf": 5}, True),
         ({"allOf": 5, "properties": {}}, True),
+        ({"allOf": [True], "properties": {}}, True),
+        ({"properties": {"a": {"allOf": [{"pattern": "^a"}, {"pattern": "b$"}]}}}, False),  # of one text
         ({"type": "object", "additionalProperties": {"type": "integer"}}, True),
     ],
     ids=str,

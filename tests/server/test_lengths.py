@@ -208,6 +208,7 @@ def test_an_overflow_as_anthropic_says_it(serve: Serve, engine: FakeEngine) -> N
     assert int(counted[1]) > int(counted[2]) == CONTEXT
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("times", [1, 500])
 @pytest.mark.parametrize(("route", "count"), [("/v1/messages", "count_tokens"), ("/v1/responses", "input_tokens")])
 def test_tokens_of_what_is_too_long_are_counted(

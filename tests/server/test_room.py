@@ -16,7 +16,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.assets import load_embedded
 from tests.conftest import make_model, random_ids
 from tests.internals.compat import bytes_per_token
-from tests.internals.server import BatchKV, MemoryPlans, ModelEngine, ServerSettings, tokens_that_fit
+from tests.internals.server import BatchKV, MemoryPlans, ModelEngine, ServerSettings, _live_tokens, tokens_that_fit
 from tests.internals.server import memory as room
 from tests.server.conftest import Listening
 
@@ -76,6 +76,16 @@ def test_prompts_without_room(serve: Callable[..., Listening]) -> None:
         assert cut["choices"][0]["text"].strip() == tokenizer.decode(plain[0, 40:], skip_special_tokens=True).strip()
     finally:
         engine.close()
+
+
+def test_a_server_claims_what_its_store_and_its_requests_may_come_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, claimed = make_model(), list[int]()
+    monkeypatch.setattr(MemoryPlans, "claim", lambda plans, nbytes: claimed.append(nbytes))
+    store, per_token = ChunkStore(model, max_bytes=10**6), 2 * bytes_per_token(model)
+    for most, longest in ((None, 500), (10, 20)):  # of two requests
+        settings = ServerSettings(model_name="reader", max_live_tokens=500, max_batch_size=2, max_model_len=most)
+        assert _live_tokens(model, None, store, settings) == 500
+        assert claimed.pop() == 10**6 + longest * per_token
 
 
 def test_settings_that_are_none() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from kvboost_hf import DraftTreeConfig, lookup_assistant
 from kvboost_hf.assets import load_embedded
+from tests.heads import make_pair
 from tests.internals.engine import EngineSettings
 from tests.internals.server import (
     Chosen,
@@ -205,12 +206,14 @@ def test_it_serves_until_a_signal(ends: str, tmp_path: Path, caplog: Any, signal
         assert sum(line.startswith(what) for line in said) == whole, (what, said)
 
 
-def test_which_drafts_there_are() -> None:
+def test_which_drafts_there_are(tmp_path: Path) -> None:
     model, _ = load_embedded()
     assert _kind_of_drafts(None, None) is None
     assert _kind_of_drafts(lookup_assistant(model), None) == "text that repeats"
     assert _kind_of_drafts(model, None) == "auto"
     assert _kind_of_drafts(model, DraftTreeConfig(policy="chain")) == "chain"
+    heads = make_pair("blocks", tmp_path).heads
+    assert _kind_of_drafts(heads, None) == type(heads).__name__
 
 
 def test_k_v_of_another_salt_is_held_and_not_found(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Who is let in: by which name, with which key, over TLS; and what the log says of it."""
 
 import argparse
+import asyncio
 import json
 import logging
 import socket
@@ -336,6 +337,16 @@ def test_no_character_of_a_client_reaches_a_terminal(
         assert line.isprintable()
         assert len(line) < 2000
     assert json.loads(lines[0])["path"].startswith("/a\x1b[2J\x9b2J\u202e")
+
+
+def test_the_address_that_a_request_comes_to_is_one_of_the_server(engine: FakeEngine, tokenizer: Any) -> None:
+    transport = httpx.ASGITransport(make_app(engine, tokenizer, SETTINGS))
+
+    async def ask(host: str) -> int:
+        async with httpx.AsyncClient(transport=transport, base_url="http://10.1.2.3") as client:
+            return (await client.get("/v1/models", headers={"Host": host})).status_code
+
+    assert [asyncio.run(ask(host)) for host in ("10.1.2.3", "10.1.2.4")] == [200, 421]
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,12 @@ def test_the_host_of_a_whole_url_counts(at: Listening) -> None:
     assert read(at, "http://localhost/v1/models", "evil.example") == 200
     for host in ("evil.example", "user@localhost", ""):
         assert read(at, f"http://{host}/v1/models", "localhost") == 421, host
+    sent: dict[str, Any] = {
+        "headers": {"X-Request-Id": "mine"},
+        "extensions": {"target": b"http://localhost/v1/models"},
+    }
+    told = at.http.get(at.url, **sent)
+    assert (told.json()["object"], told.headers["x-request-id"]) == ("list", "mine")
 
 
 def test_other_apis_behind_a_wrong_base(at: Listening) -> None:

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -547,6 +548,25 @@ def test_a_full_disk(
     assert caplog.text.count("No space left on device") == 1  # once a minute
     assert put(tier, 2)
     assert kept(tier, 1, 2) == [1, 2]
+
+
+def test_a_full_disk_gives_up_no_more_than_a_blob_takes(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes as much is enough, and what a blob goes on from stays."""
+    monkeypatch.setattr("kvboost_hf.cache.tiers.disk._ROOM_BYTES", 0)
+    tier, replace, tried = opened(), os.replace, []
+    for n in range(4):
+        put(tier, n)
+
+    def full_at_first(*names: str, **folders: Any) -> None:
+        tried.append(names)
+        if len(tried) % 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(*names, **folders)
+
+    monkeypatch.setattr(disk_files.os, "replace", full_at_first)  # type: ignore[attr-defined]
+    assert put(tier, 4)
+    assert not put(tier, 5, parent=key_of(1))
+    assert kept(tier, *range(6)) == [1, 2, 3, 4]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")

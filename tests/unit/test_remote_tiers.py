@@ -25,6 +25,7 @@ from tests.internals.cache import (
     Guard,
     Tier,
     ValkeyTier,
+    _is_foreign,
     _member,
     open_tier,
     pack_entry,
@@ -371,6 +372,26 @@ def test_a_key_of_another_type_is_removed(shared_server, connect, caplog, name, 
     assert errors <= 2
 
 
+def test_only_what_has_another_type_is_removed():
+    told = ["WRONGTYPE Operation against a key", "value is not an integer or out of range", "OOM command not allowed"]
+    assert [_is_foreign(valkey.ResponseError(each)) for each in told] == [True, True, False]
+
+
+def test_a_sum_that_is_no_number_is_made_anew(shared_server, connect):
+    tier = connect(shared_server.url, prefix=(prefix := uuid4().hex))
+    write(tier, make_entry(1), make_entry(2))
+    with valkey.Valkey.from_url(shared_server.url) as client:
+        client.set(f"{prefix}:bytes", "what is no number")
+    assert (tier.stats()["bytes"], tier.stats()["errors"]) == (6000, 0)
+
+
+def test_the_hits_of_all_chunks_are_read(shared_server, connect):
+    tier, entries = connect(shared_server.url, prefix=uuid4().hex), [make_entry(n) for n in range(3)]
+    write(tier, *entries)
+    tier.touch(keys(entries))
+    assert tier.hits() == dict.fromkeys(keys(entries), 1)
+
+
 def test_what_the_server_gave_up_counts_once_when_it_is_written_again(shared_server, connect):
     """Else the budget seemed to be taken up, and all the rest was given up for it."""
     tier = connect(shared_server.url, prefix=(prefix := uuid4().hex), max_bytes=12_000)
@@ -712,6 +733,19 @@ def test_on_a_full_disk_what_was_used_longest_ago_makes_room(tmp_path, monkeypat
     assert (tier.stats()["errors"], tier.stats()["bytes"]) == (0, 9000)
 
 
+def test_a_disk_that_fails_and_is_not_full_gives_nothing_up(tmp_path, monkeypatch):
+    tier, entries = FilesystemTier(tmp_path.as_uri()), [make_entry(n) for n in range(3)]
+    write(tier, *entries[:2])
+
+    def broken(*args: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvboost_hf.cache.tiers.filesystem.os.replace", broken)
+        assert not tier.write(entries[2], make_blob(entries[2]))
+    assert set(tier.find(keys(entries))) == set(keys(entries[:2]))
+
+
 @pytest.mark.parametrize("change", ["write", "delete", "announce", "clean"])
 def test_what_cannot_be_written_to_is_read(tmp_path, monkeypatch, caplog, change):
     tier, entry, other = FilesystemTier(tmp_path.as_uri(), cooldown_s=60.0), make_entry(1), make_entry(2)
@@ -744,8 +778,12 @@ def test_who_has_heard_none_of_many_notices_may_have_missed_some(tmp_path, monke
     early, others = (FilesystemTier(tmp_path.as_uri()) for _ in range(2))
     place, seen = early.heard(None).place, others.heard(None).place
     for number in range(30):
+        if number in (7, 8):  # of 16 that stay
+            assert early.heard(place).complete == (number == 7)
         others.announce(b"%d" % number)
         seen = others.heard(seen).place
+        if number == 15:
+            assert len(list((tmp_path / "notices").iterdir())) == 16
     later = early.heard(place)
     assert (b"0" in later.notices, later.complete) == (False, False)
     assert early.heard(later.place).complete

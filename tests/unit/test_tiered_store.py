@@ -276,6 +276,14 @@ def test_how_fast_a_tier_is_is_found_out_with_what_it_has(folder: Path, nbytes: 
     tier.close()
 
 
+@pytest.mark.daily
+@pytest.mark.parametrize(("room", "is_probed"), [(2**22, True), (2**22 - 1, False)])
+def test_an_empty_tier_is_probed_where_two_blobs_fit(folder: Path, room: int, is_probed: bool) -> None:
+    tier = DiskTier(folder, room)
+    assert (MeasuredTier(tier).seconds_per_byte > 0) == is_probed
+    tier.close()
+
+
 def test_a_probe_that_was_left_behind_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(DiskTier, "delete", lambda self, keys: None)  # killed before it

@@ -17,6 +17,7 @@ from tests.internals.server import (
     ToolSupport,
     format_of,
     joined,
+    json_of,
     tool_calls,
     tool_formats,
 )
@@ -200,6 +201,28 @@ def test_halves_of_characters(tokenizer: Any, written: str, read_as: str) -> Non
     text = f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{written}"}}}}\n</tool_call>'
     [call] = joined([stream.push(text), stream.finish()]).calls
     assert json.loads(call.arguments) == {"city": read_as}
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ("\nParis\n</function>", {"city": "Paris"}),  # and no more: neither the value's tag, nor the call's
+        ("\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>", {"city": "", "days": 3}),
+    ],
+)
+def test_values_end_where_their_call_does_and_may_be_empty(tokenizer: Any, written: str, found: object) -> None:
+    text = f"<tool_call>\n<function=get_weather>\n<parameter=city>{written}"
+    for pieces in ([text], [*text]):
+        [call] = joined(read(tokenizer, RECORDED["QWEN_XML"][0], pieces, streams=False, cut=False)).calls
+        assert (json.loads(call.arguments), call.cut) == (found, False)
+
+
+def test_values_that_hold_nothing() -> None:
+    for text in ("[]", "{}", '{"a": [], "b": [[], {}, 1]}'):
+        assert json_of(text) == text
+    assert json_of("]") is None
+    assert json_of('{"a": }') is None
 
 
 @pytest.mark.parametrize(("spaces", "calls"), [(501, 1), (502, 0)])

@@ -88,9 +88,9 @@ async def count_tokens(context: RouteContext, body: ChatRequest, request: Reques
     try:
         return len(await context.encode_chat(body, request))
     except TooLongError as error:
-        if error.tokens is None:
-            raise
-        return error.tokens
+        too_long = error
+    assert too_long.tokens is not None  # the encoder counts them, or estimates
+    return too_long.tokens
 
 
 @dataclass(frozen=True, slots=True)
