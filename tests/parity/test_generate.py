@@ -301,6 +301,22 @@ def test_text_that_never_comes_again_is_no_longer_stored(
     assert reused == [0, 0, 0, 0, 0, 192]
 
 
+def test_serving_pays_for_what_was_stored_and_for_no_more(llama: PreTrainedModel) -> None:
+    """A token that serves pays for four that were stored, up to 65,536 of which may be unpaid."""
+    payback = history.Payback(4, llama)
+    payback.note_stored(70_000)
+    assert not payback.admits(b"a")
+    payback.note_served(1_000)
+    assert not payback.admits(b"b")
+    payback.note_served(200)
+    assert payback.admits(b"c")
+    payback.note_served(1_000_000)
+    payback.note_stored(65_535)
+    assert payback.admits(b"d")
+    payback.note_stored(1)
+    assert not payback.admits(b"e")
+
+
 def test_what_other_processes_may_ask_for_is_always_stored(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, disk: str
 ) -> None:
