@@ -41,6 +41,7 @@ class TagsReader:
         self._out: list[str] = []
         self._held = ""  # of a tag, or of a value
         self._key: str | None = None  # of the value that is read
+        self._types: set[str] = set()  # that the value may have
         self._keys: set[str] = set()
         self._is_text = self._starts = self._muted = self._any = False
 
@@ -88,7 +89,7 @@ class TagsReader:
                 continue
             found = self._open.match(self._held, partial=True)
             if found is not None and not found.partial:
-                self._begin(found["key"].strip())
+                self._begin(found["key"].strip(), found.groupdict().get("text"))
                 return text[at:]
             if found is not None and len(self._held) <= _MAX_TAG:
                 continue
@@ -101,12 +102,15 @@ class TagsReader:
             return rest
         return ""
 
-    def _begin(self, key: str) -> None:
+    def _begin(self, key: str, text: str | None) -> None:
         self._key, self._held, self._starts = key, "", self._tags.lines
         self._muted = key in self._keys
         self._keys.add(key)
         types = types_of(self._property(key), self._schema)
-        self._is_text = not types - {"string"}
+        if text is not None:  # the model says whether the value is a text, which a schema may leave open
+            known = types or {*_KINDS.values()}
+            types = (known & {"string"} if text == "true" else known - {"string"}) or types
+        self._types, self._is_text = types, not types - {"string"}
         if self._is_text:
             self._write_key()
             self._write('"')
@@ -168,8 +172,7 @@ class TagsReader:
 
     def _typed(self, value: str) -> str:
         """A value as JSON of one of its types; as a text if it is of none of them."""
-        schema, bare = self._property(self._key or ""), value.strip()
-        types, values = types_of(schema, self._schema), values_in(schema)
+        types, values, bare = self._types, values_in(self._property(self._key or "")), value.strip()
         if "null" in types and bare in ("null", "None"):
             return "null"
         if "string" not in types or (values is not None and value not in values):
