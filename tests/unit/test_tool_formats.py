@@ -114,6 +114,22 @@ def test_a_call_that_ends_before_its_arguments_is_none(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "mark", "text"),
+    [
+        ("KIMI", "<|tool_calls_section_end|>", "<b>\n<|tool_call_begin|> so"),
+        ("DEEPSEEK", "<｜tool▁calls▁end｜>", "a < b\n\n<｜tool▁call▁begin｜>"),
+        ("HUNYUAN", "</tool_calls:opensource>", "<b>\n<tool_call:opensource>"),
+    ],
+)
+def test_white_space_of_what_is_no_call_stays(tokenizer: Any, name: str, mark: str, text: str) -> None:
+    """Behind a mark that is left out, too, however the answer is cut."""
+    for size in (1, 2, 3, 5, 100):
+        whole = mark + text
+        pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+        assert joined(read(tokenizer, RECORDED[name][0], pieces, streams=False)) == Parsed(text)
+
+
+@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("QWEN_XML", "<tool_call>\n<function=get_weather>\n<parameter=days>\n3"),

@@ -386,7 +386,7 @@ GEMMA = ToolFormat(
 )
 LFM = ToolFormat(
     name="LFM2 and 2.5",
-    sign=r"<\|tool_(call|list)_start\|>|\A(?!(?s:.*)<tool_call>)(?s:.*)List of tools: \[",  # 2.5 names no mark
+    sign=r"<\|tool_(call|list)_start\|>|\A(?!(?s:.*)<tool_call>)(?s:.*)List of tools: [\[\"']",  # 2.5 names no mark
     fields=_regions("<|tool_call_start|>", "<|tool_call_end|>"),
     head=_PYTHON_NAME + r"\s*(?P<args>\()",
     python=True,
