@@ -471,6 +471,28 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
             ),
         ],
     ),
+    "MINICPM": (
+        '{% if tools %}{{ tools }}<function name="function-name"><param name="param-name">value</param></function>{% endif %}',
+        [
+            Recorded(
+                'I look.\n<function name="get_weather"><param name="city">Paris</param><param name="days">3</param>'
+                '</function>\n<function name="get_time"></function>',
+                [PARIS, TIME],
+                "I look.",
+            ),
+            Recorded(
+                '<function name="write_file"><param name="path">src/main.py</param><param name="content"><![CDATA['
+                + CODE
+                + "]]></param></function>",
+                [FILE],
+            ),
+            Recorded(
+                '<function name="search">\n<param name="query"><![CDATA[</param>]]></param>\n<param name="tags">'
+                '<![CDATA[["a"]]]></param>\n<param name="exact">true</param>\n</function>',
+                [("search", {"query": "</param>", "tags": ["a"], "exact": True})],
+            ),
+        ],
+    ),
     "DSML": (
         "{% set mark = '｜DSML｜' %}{{ tools }}Write a <{{ mark }}function_calls> block.",
         [

@@ -41,6 +41,8 @@ class TagsReader:
         self._out: list[str] = []
         self._held = ""  # of a tag, or of a value
         self._key: str | None = None  # of the value that is read
+        self._opening = ""  # what may still stand before the value
+        self._close = ""  # what ends the value
         self._types: set[str] = set()  # that the value may have
         self._keys: set[str] = set()
         self._is_text = self._starts = self._muted = self._any = False
@@ -68,7 +70,7 @@ class TagsReader:
                 self._end(self._held[: found.start()])
         exact = self._key is None and not self._held
         if self._key is not None and self._is_text:
-            self._write(_escaped(self._held) + '"')
+            self._write(_escaped("" if self._opening else self._held) + '"')
         if exact or self._any:
             self._finish()
         return exact
@@ -104,6 +106,7 @@ class TagsReader:
 
     def _begin(self, key: str, text: str | None) -> None:
         self._key, self._held, self._starts = key, "", self._tags.lines
+        self._opening, self._close = self._tags.quotes[0], self._tags.close
         self._muted = key in self._keys
         self._keys.add(key)
         types = types_of(self._property(key), self._schema)
@@ -123,15 +126,22 @@ class TagsReader:
 
     def _read_value(self, text: str) -> str:
         held = self._held + text
+        if self._opening:
+            if self._opening.startswith(held):
+                self._held = held
+                return ""
+            if held.startswith(self._opening):
+                held, self._close = held.removeprefix(self._opening), self._tags.quotes[1] + self._close
+            self._opening = ""
         if self._starts:
             held, self._starts = held.removeprefix("\n"), False
-        end = held.find(self._tags.close)
+        end = held.find(self._close)
         unclosed = self._unclosed(held, end if end >= 0 else None)
         if unclosed is not None and not unclosed.partial:
             self._end(held[: unclosed.start()])
             return held[unclosed.start() :]
         if end < 0:
-            sure = len(held) - max(overlap(held, self._tags.end), overlap(held, self._tags.close))
+            sure = len(held) - max(overlap(held, self._tags.end), overlap(held, self._close))
             sure = sure if unclosed is None else min(sure, unclosed.start())
             if self._is_text:
                 self._write(_escaped(held[:sure]))
@@ -140,7 +150,7 @@ class TagsReader:
             return ""
         value = held[:end]
         self._end(value.removesuffix("\n") if self._tags.lines else value)
-        return held[end + len(self._tags.close) :]
+        return held[end + len(self._close) :]
 
     def _end(self, value: str) -> None:
         """End the value that is read; `value` is all of it, of a text what was not told yet."""

@@ -24,6 +24,7 @@ class Tags(NamedTuple):
     lines: bool  # whether a line end at each end of a value belongs to the tags
     written: str  # a tag with `{key}` and `{value}`, as the model writes it
     behind: str = ""  # the text behind a call, by which its end is known where a value lacks its closing tag
+    quotes: tuple[str, str] = ("", "")  # texts that may stand around a value within its tags
 
     @property
     def end(self) -> str:
@@ -245,6 +246,23 @@ SOLAR_CHANNELS = ToolFormat(
     marker="<|tool_call",
     heads=("<|begin|>", "<|content|>"),
     always=True,
+)
+MINICPM = ToolFormat(
+    name="MiniCPM 5",
+    sign=r"<function name=\\?\"(?s:.*)<param name=",
+    fields=_regions(['<function name="'], "</function>"),
+    head=r"(?P<name>[^<>\"]{1,128})\"\s*>",
+    tags=Tags(
+        r"<param name=\"(?P<key>[^<>\"]+)\"\s*>",
+        "</param>",
+        "",
+        False,
+        '<param name="{key}">{value}</param>',
+        quotes=("<![CDATA[", "]]>"),
+    ),
+    call=('<function name="', '">', "</function>"),
+    between="\n",
+    marker='<function name="',
 )
 _MISTRAL_FIELDS = _regions("[TOOL_CALLS]", r"re:(?=\[TOOL_CALLS\])")
 _MISTRAL_HEAD = _NAME + r"(?:\[CALL_ID\](?P<id>\w{0,64}))?(?:\[ARGS\])?\s*(?P<args>\{)"
@@ -496,6 +514,7 @@ FORMATS = (  # the first whose sign a template has
     SOLAR_CHANNELS,
     GLM,
     QWEN_XML,
+    MINICPM,
     DSML,
     DEEPSEEK,
     KIMI,
