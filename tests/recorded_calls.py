@@ -385,6 +385,151 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
             Recorded("<|message|>Yes <b>.<|end|><|start|>assistant<|message|> No.<|end|>", [], "Yes <b>. No."),
         ],
     ),
+    "LONGCAT": (
+        "{{ tools }}{{ '<longcat_tool_call>\n' + call + '\n</longcat_tool_call>' }}",
+        [
+            Recorded(
+                'I look.<longcat_tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
+                '</longcat_tool_call><longcat_tool_call>\n{"name": "get_time", "arguments": {}}\n</longcat_tool_call>',
+                [PARIS, TIME],
+                "I look.",
+            ),
+            Recorded(
+                f'<longcat_tool_call>\n{{"name": "write_file", "arguments": {_FILE_JSON}}}\n</longcat_tool_call>',
+                [FILE],
+            ),
+        ],
+    ),
+    "LONGCAT_TAGS": (
+        "{{ tools }}<longcat_tool_call>{function-name}\n<longcat_arg_key>{arg-key-1}</longcat_arg_key>",
+        [
+            Recorded(
+                "I look.\n<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n<longcat_arg_value>"
+                "Paris</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n<longcat_arg_value>3"
+                "</longcat_arg_value>\n</longcat_tool_call>\n<longcat_tool_call>get_time\n</longcat_tool_call>",
+                [PARIS, TIME],
+                "I look.",
+            ),
+            Recorded(
+                '<longcat_tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
+                "</longcat_tool_call>",
+                [PARIS],
+            ),
+        ],
+    ),
+    "HUNYUAN": (
+        "{% set mark = ':opensource' %}{{ tools }}{{ '<tool_sep{}>'.format(mark) + '<arg_key{}>'.format(mark) }}",
+        [
+            Recorded(
+                "I look.<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n"
+                "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Paris</arg_value:opensource>\n"
+                "<arg_key:opensource>days</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n"
+                "</tool_call:opensource>\n<tool_call:opensource>get_time<tool_sep:opensource>\n</tool_call:opensource>\n"
+                "</tool_calls:opensource>",
+                [PARIS, TIME],
+                "I look.",
+            ),
+        ],
+    ),
+    "SOLAR": (
+        "{{ tools }}{{ '<|tool_call:start|>' + name + '\n' }}",
+        [
+            Recorded(
+                "I look.\n<|tool_call:start|>get_weather\n<|tool_arg:start|>city<|tool_arg:value|>Paris<|tool_arg:end|>\n"
+                "<|tool_arg:start|>days<|tool_arg:value|>3<|tool_arg:end|>\n<|tool_call:end|>\n<|tool_call:start|>"
+                "get_time\n<|tool_call:end|>",
+                [PARIS, TIME],
+                "I look.",
+            ),
+            Recorded(
+                "<|tool_call:start|>write_file\n<|tool_arg:start|>path<|tool_arg:value|>src/main.py<|tool_arg:end|>\n"
+                f"<|tool_arg:start|>content<|tool_arg:value|>{CODE}<|tool_arg:end|>\n<|tool_call:end|>",
+                [FILE],
+            ),
+        ],
+    ),
+    "SOLAR_CHANNELS": (
+        "{{ tools }}{{ '<|begin|>assistant<|tool_calls|>' + '<|tool_call:begin|>' + id }}<|think|>",
+        [
+            Recorded(
+                "<|think|>I need both.<|end|><|begin|>assistant<|content|>I look.<|end|><|begin|>assistant<|tool_calls|>"
+                '<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather<|tool_call:args|>{"city": "Paris", "days": 3}'
+                "<|tool_call:end|><|tool_call:begin|>f6g7h8i9j0<|tool_call:name|>get_time<|tool_call:args|>{}"
+                "<|tool_call:end|><|calls|>",
+                [PARIS, TIME],
+                "I look.",
+                "I need both.",
+                ids=("a1b2c3d4e5", "f6g7h8i9j0"),
+            ),
+            Recorded("<|think|>Hm.<|end|><|begin|>assistant<|content|>It is 7.<|flush|>", [], "It is 7.", "Hm."),
+            Recorded("<|content|>It is 7.", [], "It is 7."),
+            Recorded(
+                f"<|tool_calls|><|tool_call:begin|>0<|tool_call:name|>write_file<|tool_call:args|>{_FILE_JSON}"
+                "<|tool_call:end|>",
+                [FILE],
+                ids=("0",),
+            ),
+        ],
+    ),
+    "MINICPM": (
+        '{% if tools %}{{ tools }}<function name="function-name"><param name="param-name">value</param></function>{% endif %}',
+        [
+            Recorded(
+                'I look.\n<function name="get_weather"><param name="city">Paris</param><param name="days">3</param>'
+                '</function>\n<function name="get_time"></function>',
+                [PARIS, TIME],
+                "I look.",
+            ),
+            Recorded(
+                '<function name="write_file"><param name="path">src/main.py</param><param name="content"><![CDATA['
+                + CODE
+                + "]]></param></function>",
+                [FILE],
+            ),
+            Recorded(
+                '<function name="search">\n<param name="query"><![CDATA[</param>]]></param>\n<param name="tags">'
+                '<![CDATA[["a"]]]></param>\n<param name="exact">true</param>\n</function>',
+                [("search", {"query": "</param>", "tags": ["a"], "exact": True})],
+            ),
+        ],
+    ),
+    "DSML": (
+        "{% set mark = '｜DSML｜' %}{{ tools }}Write a <{{ mark }}function_calls> block.",
+        [
+            Recorded(
+                'I look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" '
+                'string="true">Paris</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3'
+                '</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="get_time">\n</｜DSML｜invoke>\n'
+                "</｜DSML｜function_calls>",
+                [PARIS, TIME],
+                "I look.",
+            ),
+            Recorded(
+                '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="write_file">\n<｜DSML｜parameter name="path" string="true">'
+                'src/main.py</｜DSML｜parameter>\n<｜DSML｜parameter name="content" string="true">'
+                f"{CODE}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+                [FILE],
+            ),
+            Recorded(
+                '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_time">\n<｜DSML｜parameter name="a" string="false">[1]'
+                '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="true">[1]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+                "</｜DSML｜tool_calls>",
+                [("get_time", {"a": [1], "b": "[1]"})],
+            ),
+        ],
+    ),
+    "APERTUS": (
+        "{% set calls_token = '<|tools_prefix|>' %}{{ tools }}{{ calls_token + '[' }}",
+        [
+            Recorded(
+                'I look.<|tools_prefix|>[{"get_weather": {"city": "Paris", "days": 3}}, {"get_time": {}}]<|tools_suffix|>',
+                [PARIS, TIME],
+                "I look.",
+            ),
+            Recorded(f'<|tools_prefix|>[{{"write_file": {_FILE_JSON}}}]', [FILE]),  # the last mark ends the answer
+            Recorded(f'<|tools_prefix|>[{{"search": {_FOUND_JSON}}}]<|tools_suffix|>', [FOUND]),
+        ],
+    ),
     "COHERE": (
         '{% if tools %}{{ tools }}{% endif %}<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": }]<|END_ACTION|>',
         [
@@ -433,6 +578,16 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
                 '<|"|>b<|"|>],exact:true,limit:null}<tool_call|>',
                 [FOUND],
                 "I look.",
+            ),
+            Recorded(
+                '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|><|tool_call>call:get_time{}'
+                "<tool_call|>",
+                [PARIS, TIME],
+            ),
+            Recorded(
+                '<|tool_call>call:get_time{<|"|>a b<|"|>:<|"|>{"k": 1}<|"|>,$top:-1.5,@id:{x/y:[{},[]]},no:false}'
+                "<tool_call|>",
+                [("get_time", {"a b": '{"k": 1}', "$top": -1.5, "@id": {"x/y": [{}, []]}, "no": False})],
             ),
         ],
     ),

@@ -270,6 +270,36 @@ def test_arguments_of_any_length_are_told_apart() -> None:
             assert USER["content"] in text
 
 
+@pytest.mark.parametrize("function", ["tool", "tool.function"])
+def test_tools_are_written_as_the_template_takes_them(function: str) -> None:
+    """The template of Apertus takes functions alone, and refuses OpenAI's objects around them."""
+    tokenizer: Any = load_embedded()[1]
+    tokenizer.chat_template = (
+        f"{{% for tool in tools or [] %}}{{% set f = {function} %}}{{{{ '// ' + f.description + ' type ' + f.name }}}}"
+        "{% endfor %}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+        "{{ '<|tools_prefix|>[{\"' + f.name + '\": ' + f.arguments }}{% endfor %}{% endfor %}"
+    )
+    engine = FakeEngine('<|tools_prefix|>[{"look": {"at": "the lamp"}}]')
+    look = {"name": "look", "description": "Looks around.", "parameters": {"type": "object", "properties": {}}}
+    call = {"id": "a1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    said = [
+        USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a1", "content": "Ah."},
+    ]
+    with listening(make_app(engine, tokenizer, SETTINGS)) as at:
+        for messages in ([USER], said):
+            body = {"messages": messages, "tools": [{"type": "function", "function": look}]}
+            response = at.http.post("/v1/chat/completions", json=body)
+            assert response.status_code == 200, response.text
+            text = tokenizer.decode(engine.job.ids)
+            assert "// Looks around. type look" in text
+            assert text.count('<|tools_prefix|>[{"look": {}') == len(messages) // 3
+            [found] = response.json()["choices"][0]["message"]["tool_calls"]
+            assert found["function"] == {"name": "look", "arguments": '{"at": "the lamp"}'}
+
+
 def test_what_templates_do() -> None:
     tokenizer: Any = load_embedded()[1]
 

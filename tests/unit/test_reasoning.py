@@ -82,6 +82,7 @@ def test_calls_behind_reasoning() -> None:
         ("{{ '<|think:start|>' }}", "<|think:start|>So.<|think:end|>Yes."),
         ("{{ '<mm:think>' }}", "<mm:think>So.</mm:think>Yes."),
         ("{{ '<longcat_think>\\n' }}", "<longcat_think>\nSo.\n</longcat_think>\nYes."),
+        ("{{ '<think{}>'.format(mark) }}", "<think:opensource>So.</think:opensource>Yes."),
         ("{{ '◁think▷' }}", "◁think▷So.◁/think▷Yes."),
         ("{{ message.split('</think>')[-1] }}", "<think>\nSo.\n</think>\n\nYes."),
     ],
@@ -102,7 +103,18 @@ XML = (
 )
 
 
-@pytest.mark.parametrize(("template", "call"), [(TEMPLATES["hermes"], CALL), (XML_TEMPLATE, XML)], ids=["JSON", "XML"])
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    '{"a": 1, "b": true}<|tool_call_end|><|tool_calls_section_end|>'
+)
+KINDS = {
+    "JSON": (TEMPLATES["hermes"], CALL),
+    "XML": (XML_TEMPLATE, XML),
+    "Kimi": ("{% if tools %}{{ tools }}{% endif %}<|tool_call_begin|>", KIMI),
+}
+
+
+@pytest.mark.parametrize(("template", "call"), KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(
     ("text", "reasoning"),
     [

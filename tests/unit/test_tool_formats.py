@@ -1,4 +1,4 @@
-# ruff: noqa: E501
+# ruff: noqa: E501, RUF001
 """Calls are found in what models of each format write, whole and in a stream, however it is cut."""
 
 import json
@@ -55,9 +55,16 @@ def test_every_format_is_recorded() -> None:
     assert len(tool_formats.FORMATS) == len(known)
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_templates_show_their_format(tokenizer: Any, name: str) -> None:
-    tokenizer.chat_template = RECORDED[name][0]
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        *((name, template) for name, (template, _) in RECORDED.items()),
+        ("LFM", '{% set ns.system = ns.system + "List of tools: [" %}{{ tools }}'),  # LFM 2.5, in which no mark stands
+        ("HERMES", 'List of tools: [{{ tools }}] Call them so: <tool_call>{"name": f, "arguments": {}}</tool_call>'),
+    ],
+)
+def test_templates_show_their_format(tokenizer: Any, name: str, template: str) -> None:
+    tokenizer.chat_template = template
     assert format_of(tokenizer, TOOLS) is getattr(tool_formats, name)
 
 
@@ -105,6 +112,22 @@ def test_a_call_that_ends_before_its_arguments_is_none(tokenizer: Any) -> None:
         for streams in (False, True):
             parsed = joined(read(tokenizer, RECORDED["HERMES"][0], [text], streams=streams))
             assert (parsed.calls, parsed.content) == ((), text)
+
+
+@pytest.mark.parametrize(
+    ("name", "mark", "text"),
+    [
+        ("KIMI", "<|tool_calls_section_end|>", "<b>\n<|tool_call_begin|> so"),
+        ("DEEPSEEK", "<｜tool▁calls▁end｜>", "a < b\n\n<｜tool▁call▁begin｜>"),
+        ("HUNYUAN", "</tool_calls:opensource>", "<b>\n<tool_call:opensource>"),
+    ],
+)
+def test_white_space_of_what_is_no_call_stays(tokenizer: Any, name: str, mark: str, text: str) -> None:
+    """Behind a mark that is left out, too, however the answer is cut."""
+    for size in (1, 2, 3, 5, 100):
+        whole = mark + text
+        pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+        assert joined(read(tokenizer, RECORDED[name][0], pieces, streams=False)) == Parsed(text)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +201,36 @@ def test_values_in_tags_have_a_type_of_their_schema(tokenizer: Any, schema: Any,
     tokenizer.chat_template = RECORDED["QWEN_XML"][0]
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    for streams in (False, True):
+        stream = ToolCallStream(tokenizer, [tool], streams=streams)
+        [call] = joined([*map(stream.push, text), stream.finish()]).calls
+        found = json.loads(call.arguments)["x"]
+        assert (found, type(found)) == (read_as, type(read_as))
+
+
+@pytest.mark.parametrize(
+    ("schema", "told", "written", "read_as"),
+    [
+        ({}, "true", "5", "5"),
+        ({}, "false", "5", 5),
+        ({}, "false", "[1, {}]", [1, {}]),
+        ({}, "false", "Oslo", "Oslo"),
+        ({"type": ["string", "integer"]}, "true", "5", "5"),
+        ({"type": ["string", "integer"]}, "false", "5", 5),
+        ({"type": ["string", "null"]}, "true", "null", "null"),
+        ({"type": ["string", "null"]}, "false", "null", None),
+        ({"type": "string"}, "false", "5", "5"),
+        ({"type": "integer"}, "true", "5", 5),
+    ],
+)
+def test_a_model_may_say_whether_a_value_is_a_text(
+    tokenizer: Any, schema: Any, told: str, written: str, read_as: Any
+) -> None:
+    tokenizer.chat_template = RECORDED["DSML"][0]
+    parameters = {"type": "object", "properties": {"x": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    value = f'<｜DSML｜parameter name="x" string="{told}">{written}</｜DSML｜parameter>'
+    text = f'<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n{value}\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
     for streams in (False, True):
         stream = ToolCallStream(tokenizer, [tool], streams=streams)
         [call] = joined([*map(stream.push, text), stream.finish()]).calls
@@ -429,7 +482,7 @@ def test_tags_need_properties_at_the_top(tokenizer: Any) -> None:
         assert all(map(forced, taken))
 
 
-@pytest.mark.parametrize("name", ["LFM", "OLMO", "PYTHONIC", "GEMMA"])
+@pytest.mark.parametrize("name", ["LFM", "OLMO", "PYTHONIC", "GEMMA", "DSML"])
 def test_calls_that_cannot_be_forced(tokenizer: Any, name: str) -> None:
     tokenizer.chat_template = RECORDED[name][0]
     with pytest.raises(ValueError, match="cannot be forced with this model"):
@@ -439,7 +492,7 @@ def test_calls_that_cannot_be_forced(tokenizer: Any, name: str) -> None:
 def test_what_a_start_says_of_tools(tokenizer: Any) -> None:
     for template, told, served, unknown in (
         (RECORDED["QWEN_XML"][0], "Qwen 3 Coder", True, False),
-        (RECORDED["LFM"][0], "LFM2; tool_choice cannot force them", True, False),
+        (RECORDED["LFM"][0], "LFM2 and 2.5; tool_choice cannot force them", True, False),
         ("{{ tools }}", "no format of calls that is known", False, True),
         ("{{ messages }}", "no place for them", False, False),
         (None, "no place for them", False, False),

@@ -144,9 +144,10 @@ class CallsReader:
 
     def _begin(self, char: str) -> None:
         call = _Call(self._known, self._tools, streams=self._streams)
-        if char == "{":
+        head = self._known.head
+        if char == "{" and not (head and regex.match(head, char, partial=True)):
             self._call, self._reader = call, _ObjectCall(call, self._known)
-        elif self._known.head is not None:
+        elif head is not None:
             self._call, self._reader = call, _HeadedCall(call, self._known, self._tools, self._ids)
         else:
             self.stuck = True

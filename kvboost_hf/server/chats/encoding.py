@@ -49,6 +49,7 @@ _PROBED_TOOLS: Told = [
         "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
     }
 ]
+_PROBED: Told = [{"role": "user", "content": "Who?"}]
 _ERROR_CHARS = 300  # of a template's error, which may quote the whole chat
 # For tokenizers that may drop some of a text, such as white space, or take any number of characters for one token.
 UNSURE_CHARS = 256
@@ -84,6 +85,7 @@ class Encoder:
         self._tools = KnownTools()
         # What the template does with messages: by template, with tools or without, and by a hash of its arguments.
         self._abilities: dict[tuple[str, bool, bytes], Abilities] = {}
+        self._bare_tools: dict[str, bool] = {}  # whether a template takes functions alone
 
     async def text(
         self,
@@ -148,12 +150,13 @@ class Encoder:
     ) -> Start:
         """As `chat_start`, in this thread; without a tokenizer of its own only while nobody else encodes."""
         tokenizer, limit = self._tokenizer if tokenizer is None else tokenizer, self._limit(0, False, True)
+        shown = self._as_shown(tools)
 
         def encode(way: Messages, answer: bool) -> list[int]:
             chat = _Chat([dict(message) for message in way], tools, replace(rendering, answer=answer))
             return self._chat(tokenizer, chat, owner, limit)
 
-        template = ChatTemplate(tokenizer, tools=tools, arguments=rendering.arguments)
+        template = ChatTemplate(tokenizer, tools=shown, arguments=rendering.arguments)
         try:
             ids = chat_start(messages, encode, ApiError)
             return Start(ids, template.why_not_always(messages))
@@ -193,6 +196,7 @@ class Encoder:
         if other:
             note_changed("tools-in-known-order")
             chat = replace(chat, tools=tools)
+        chat = replace(chat, tools=self._as_shown(chat.tools))
         rendered, chat = self._rendered(chat)
         text = limit.tried(tokenizer, limit.kept(rendered, "messages"), "messages")
         cut = self._markers.cut(chat.given)
@@ -230,7 +234,7 @@ class Encoder:
         found = self._abilities.get(key)
         if found is None:
             rendering = replace(chat.rendering, answer=True, continues=None)
-            tools = _PROBED_TOOLS if chat.tools else []
+            tools = self._as_shown(_PROBED_TOOLS) if chat.tools else []
 
             def render(messages: Told) -> str | None:
                 try:
@@ -243,6 +247,22 @@ class Encoder:
                 self._abilities.clear()
             self._abilities[key] = found
         return found
+
+    def _as_shown(self, tools: Told) -> Told:
+        """Tools as the template writes them: that of Apertus takes functions without the object around them."""
+        template = str(self._tokenizer.chat_template)
+        bare = [dict(tool["function"]) for tool in _PROBED_TOOLS]
+        if tools and template not in self._bare_tools:
+            self._bare_tools[template] = not self._shows(_PROBED_TOOLS) and self._shows(bare)
+        return [tool["function"] for tool in tools] if tools and self._bare_tools[template] else tools
+
+    def _shows(self, tools: Told) -> bool:
+        """Whether the template writes these tools, of which the first one is described."""
+        function = tools[0].get("function", tools[0])
+        try:
+            return function["description"] in _Chat(_PROBED, tools, Rendering()).rendered(self._tokenizer)
+        except ApiError:
+            return False
 
     def _apart(self, tokenizer: Any, cut: CutText, rendered: str) -> list[int]:
         """Tokens of a chat in which clients have written what could be taken for special tokens."""

@@ -31,15 +31,17 @@ _KNOWN = (  # the first that a template has: those of one family come before `<t
     ReasoningMarks("<mm:think>", "</mm:think>"),  # MiniMax M3
     ReasoningMarks("<longcat_think>", "</longcat_think>"),
     ReasoningMarks("◁think▷", "◁/think▷"),  # Kimi VL
+    ReasoningMarks("<think:opensource>", "</think:opensource>"),  # Hunyuan 3
     ReasoningMarks("<think>", "</think>"),
 )
 # What may follow the text that a call begins with: more of a mark, an object, or a name and its arguments.
-_MAY_CALL = re.compile(r"\S*>|\s*(?:\Z|[\[{<]|[\w.:/-]+\s*(?:\Z|[\[({<]))")
+_MAY_CALL = re.compile(r"\S*(?:>|\Z)|\s*(?:\Z|[\[{<]|[\w.:/-]+\s*(?:\Z|[\[({<]))")
 
 
 @lru_cache(maxsize=16)
 def marks_in(template: str) -> ReasoningMarks | None:
     """The marks that a model writes, by its chat template; None for none that are known."""
+    template = template.replace("{}>", ":opensource>")  # Hunyuan 3 makes its marks with `format`
     return next((marks for marks in _KNOWN if marks.open in template or marks.close in template), None)
 
 

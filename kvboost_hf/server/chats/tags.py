@@ -41,6 +41,9 @@ class TagsReader:
         self._out: list[str] = []
         self._held = ""  # of a tag, or of a value
         self._key: str | None = None  # of the value that is read
+        self._opening = ""  # what may still stand before the value
+        self._close = ""  # what ends the value
+        self._types: set[str] = set()  # that the value may have
         self._keys: set[str] = set()
         self._is_text = self._starts = self._muted = self._any = False
 
@@ -67,7 +70,7 @@ class TagsReader:
                 self._end(self._held[: found.start()])
         exact = self._key is None and not self._held
         if self._key is not None and self._is_text:
-            self._write(_escaped(self._held) + '"')
+            self._write(_escaped("" if self._opening else self._held) + '"')
         if exact or self._any:
             self._finish()
         return exact
@@ -88,7 +91,7 @@ class TagsReader:
                 continue
             found = self._open.match(self._held, partial=True)
             if found is not None and not found.partial:
-                self._begin(found["key"].strip())
+                self._begin(found["key"].strip(), found.groupdict().get("text"))
                 return text[at:]
             if found is not None and len(self._held) <= _MAX_TAG:
                 continue
@@ -101,12 +104,16 @@ class TagsReader:
             return rest
         return ""
 
-    def _begin(self, key: str) -> None:
+    def _begin(self, key: str, text: str | None) -> None:
         self._key, self._held, self._starts = key, "", self._tags.lines
+        self._opening, self._close = self._tags.quotes[0], self._tags.close
         self._muted = key in self._keys
         self._keys.add(key)
         types = types_of(self._property(key), self._schema)
-        self._is_text = not types - {"string"}
+        if text is not None:  # the model says whether the value is a text, which a schema may leave open
+            known = types or {*_KINDS.values()}
+            types = (known & {"string"} if text == "true" else known - {"string"}) or types
+        self._types, self._is_text = types, not types - {"string"}
         if self._is_text:
             self._write_key()
             self._write('"')
@@ -119,15 +126,22 @@ class TagsReader:
 
     def _read_value(self, text: str) -> str:
         held = self._held + text
+        if self._opening:
+            if self._opening.startswith(held):
+                self._held = held
+                return ""
+            if held.startswith(self._opening):
+                held, self._close = held.removeprefix(self._opening), self._tags.quotes[1] + self._close
+            self._opening = ""
         if self._starts:
             held, self._starts = held.removeprefix("\n"), False
-        end = held.find(self._tags.close)
+        end = held.find(self._close)
         unclosed = self._unclosed(held, end if end >= 0 else None)
         if unclosed is not None and not unclosed.partial:
             self._end(held[: unclosed.start()])
             return held[unclosed.start() :]
         if end < 0:
-            sure = len(held) - max(overlap(held, self._tags.end), overlap(held, self._tags.close))
+            sure = len(held) - max(overlap(held, self._tags.end), overlap(held, self._close))
             sure = sure if unclosed is None else min(sure, unclosed.start())
             if self._is_text:
                 self._write(_escaped(held[:sure]))
@@ -136,7 +150,7 @@ class TagsReader:
             return ""
         value = held[:end]
         self._end(value.removesuffix("\n") if self._tags.lines else value)
-        return held[end + len(self._tags.close) :]
+        return held[end + len(self._close) :]
 
     def _end(self, value: str) -> None:
         """End the value that is read; `value` is all of it, of a text what was not told yet."""
@@ -168,8 +182,7 @@ class TagsReader:
 
     def _typed(self, value: str) -> str:
         """A value as JSON of one of its types; as a text if it is of none of them."""
-        schema, bare = self._property(self._key or ""), value.strip()
-        types, values = types_of(schema, self._schema), values_in(schema)
+        types, values, bare = self._types, values_in(self._property(self._key or "")), value.strip()
         if "null" in types and bare in ("null", "None"):
             return "null"
         if "string" not in types or (values is not None and value not in values):

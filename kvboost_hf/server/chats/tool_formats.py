@@ -18,12 +18,13 @@ Fields = Mapping[str, Mapping[str, Any]]
 class Tags(NamedTuple):
     """How arguments are written as tags, one for each."""
 
-    open: str  # a pattern of what comes before a value, with its `key`
+    open: str  # a pattern of what comes before a value, with its `key`, and a `text` of "true" or "false" if told
     close: str  # the text behind a value
     call_close: str  # the text behind the last value
     lines: bool  # whether a line end at each end of a value belongs to the tags
     written: str  # a tag with `{key}` and `{value}`, as the model writes it
     behind: str = ""  # the text behind a call, by which its end is known where a value lacks its closing tag
+    quotes: tuple[str, str] = ("", "")  # texts that may stand around a value within its tags
 
     @property
     def end(self) -> str:
@@ -159,6 +160,110 @@ GLM = ToolFormat(
     between="\n",
     marker="<tool_call>",
 )
+LONGCAT_TAGS = ToolFormat(
+    name="LongCat Flash Lite and Thinking",
+    sign=r"<longcat_arg_key>",
+    fields=_regions("<longcat_tool_call>", "</longcat_tool_call>"),
+    head=r"(?P<name>[\w.:/-]{1,128})(?P<args>[\s<])",
+    tags=Tags(
+        r"<longcat_arg_key>\s*(?P<key>[^<>]+?)\s*</longcat_arg_key>\s*<longcat_arg_value>",
+        "</longcat_arg_value>",
+        "",
+        False,
+        "<longcat_arg_key>{key}</longcat_arg_key>\n<longcat_arg_value>{value}</longcat_arg_value>\n",
+    ),
+    call=("<longcat_tool_call>", "\n", "</longcat_tool_call>"),
+    between="\n",
+    marker="<longcat_tool_call>",
+)
+LONGCAT = ToolFormat(
+    name="LongCat Flash Chat",
+    sign=r"<longcat_tool_call>",
+    fields=_regions("<longcat_tool_call>", "</longcat_tool_call>"),
+    call=('<longcat_tool_call>\n{"name": "', '", "arguments": ', "}\n</longcat_tool_call>"),
+    between="",
+    marker="<longcat_tool_call>",
+)
+HUNYUAN = ToolFormat(
+    name="Hunyuan 3",
+    sign=r"<tool_sep(\{\}|:opensource)>",
+    fields=_regions(
+        r"re:(?:<tool_calls:opensource>\s*)?<tool_call:opensource>",
+        "</tool_call:opensource>",
+        marks=_left_out("</tool_calls:opensource>"),
+    ),
+    head=r"\s*(?P<name>[\w.:/-]{1,128})\s*<tool_sep:opensource>",
+    tags=Tags(
+        r"<arg_key:opensource>\s*(?P<key>[^<>]+?)\s*</arg_key:opensource>\s*<arg_value:opensource>",
+        "</arg_value:opensource>",
+        "",
+        False,
+        "<arg_key:opensource>{key}</arg_key:opensource>\n<arg_value:opensource>{value}</arg_value:opensource>\n",
+    ),
+    before="<tool_calls:opensource>\n",
+    call=("<tool_call:opensource>", "<tool_sep:opensource>\n", "</tool_call:opensource>\n"),
+    between="",
+    after="</tool_calls:opensource>",
+    marker="<tool_call",
+)
+SOLAR = ToolFormat(
+    name="Solar Open 2",
+    sign=r"<\|tool_call:start\|>",
+    fields=_regions("<|tool_call:start|>", "<|tool_call:end|>"),
+    head=r"(?P<name>[\w.:/-]{1,128})(?P<args>[\s<])",
+    tags=Tags(
+        r"<\|tool_arg:start\|>\s*(?P<key>[^<>|]+?)\s*<\|tool_arg:value\|>",
+        "<|tool_arg:end|>",
+        "",
+        False,
+        "<|tool_arg:start|>{key}<|tool_arg:value|>{value}<|tool_arg:end|>\n",
+    ),
+    call=("<|tool_call:start|>", "\n", "<|tool_call:end|>"),
+    between="\n",
+    marker="<|tool_call:start|>",
+)
+SOLAR_CHANNELS = ToolFormat(
+    name="Solar Open",
+    sign=r"<\|tool_call:begin\|>",
+    fields=_regions(
+        r"re:(?:(?:<\|begin\|>assistant)?<\|tool_calls\|>\s*)?<\|tool_call:begin\|>",
+        "<|tool_call:end|>",
+        thinking={
+            "open": ["<|think|>", "<|begin|>assistant<|think|>"],
+            "close": ["<|end|>", "<|flush|>"],
+            "repeats": True,
+        },
+        marks=_left_out(
+            r"<\|begin\|>assistant<\|content\|>|<\|(?:content|end|flush|calls)\|>|"
+            r"<\|begin\|>assistant(?=<\|think\|>)"
+        ),
+    ),
+    head=r"\s*(?P<id>[\w-]{1,64})\s*<\|tool_call:name\|>(?P<name>[\w.:/-]{1,128})\s*<\|tool_call:args\|>",
+    before="<|tool_calls|>",
+    call=("<|tool_call:begin|>0<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>"),
+    between=None,
+    after="<|calls|>",
+    marker="<|tool_call",
+    heads=("<|begin|>", "<|content|>"),
+    always=True,
+)
+MINICPM = ToolFormat(
+    name="MiniCPM 5",
+    sign=r"<function name=\\?\"(?s:.*)<param name=",
+    fields=_regions(['<function name="'], "</function>"),
+    head=r"(?P<name>[^<>\"]{1,128})\"\s*>",
+    tags=Tags(
+        r"<param name=\"(?P<key>[^<>\"]+)\"\s*>",
+        "</param>",
+        "",
+        False,
+        '<param name="{key}">{value}</param>',
+        quotes=("<![CDATA[", "]]>"),
+    ),
+    call=('<function name="', '">', "</function>"),
+    between="\n",
+    marker='<function name="',
+)
 _MISTRAL_FIELDS = _regions("[TOOL_CALLS]", r"re:(?=\[TOOL_CALLS\])")
 _MISTRAL_HEAD = _NAME + r"(?:\[CALL_ID\](?P<id>\w{0,64}))?(?:\[ARGS\])?\s*(?P<args>\{)"
 MISTRAL_NAMED = ToolFormat(
@@ -196,6 +301,22 @@ DEEPSEEK = ToolFormat(
     between="",
     after="<｜tool▁calls▁end｜>",
     marker="<｜tool▁call",
+)
+DSML = ToolFormat(
+    name="DeepSeek V3.2 and V4",
+    sign="｜DSML｜",
+    fields=_regions(
+        ["<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"], ["</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"]
+    ),
+    head=r"<｜DSML｜invoke name=\"(?P<name>[^<>\"]{1,128})\"\s*>",
+    tags=Tags(
+        r"<｜DSML｜parameter name=\"(?P<key>[^<>\"]+)\"(?:\s+string=\"(?P<text>true|false)\")?\s*>",
+        "</｜DSML｜parameter>",
+        "</｜DSML｜invoke>",
+        False,
+        '<｜DSML｜parameter name="{key}">{value}</｜DSML｜parameter>\n',
+    ),
+    marker="<｜DSML｜",
 )
 KIMI = ToolFormat(
     name="Kimi K2",
@@ -282,8 +403,8 @@ GEMMA = ToolFormat(
     marker="<start_function_call>",
 )
 LFM = ToolFormat(
-    name="LFM2",
-    sign=r"<\|tool_(call|list)_start\|>",
+    name="LFM2 and 2.5",
+    sign=r"<\|tool_(call|list)_start\|>|\A(?!(?s:.*)<tool_call>)(?s:.*)List of tools: [\[\"']",  # 2.5 names no mark
     fields=_regions("<|tool_call_start|>", "<|tool_call_end|>"),
     head=_PYTHON_NAME + r"\s*(?P<args>\()",
     python=True,
@@ -296,6 +417,17 @@ OLMO = ToolFormat(
     head=_PYTHON_NAME + r"\s*(?P<args>\()",
     python=True,
     marker="<function_calls>",
+)
+APERTUS = ToolFormat(
+    name="Apertus",
+    sign=r"<\|tools_prefix\|>",
+    fields=_regions("<|tools_prefix|>", "<|tools_suffix|>"),
+    head=r'\{\s*"(?P<name>[^"\\]{1,128})"\s*:\s*(?P<args>\{)',
+    before="<|tools_prefix|>[",
+    call=('{"', '": ', "}"),
+    between=", ",
+    after="]<|tools_suffix|>",
+    marker="<|tools_prefix|>",
 )
 INTERN = ToolFormat(
     name="InternLM 2.5",
@@ -316,7 +448,7 @@ TOOLCALL = ToolFormat(
     marker="<TOOLCALL>",
 )
 TOOL_CALLS = ToolFormat(
-    name="Jamba, MiniMax M1, Hunyuan",
+    name="Jamba, MiniMax M1, older Hunyuan",
     sign=r"<tool_calls>",
     fields=_regions("<tool_calls>", "</tool_calls>"),
     before="<tool_calls>[",
@@ -375,14 +507,22 @@ FORMATS = (  # the first whose sign a template has
     HARMONY,
     SEED,
     MINIMAX,
+    LONGCAT_TAGS,
+    LONGCAT,
+    HUNYUAN,
+    SOLAR,
+    SOLAR_CHANNELS,
     GLM,
     QWEN_XML,
+    MINICPM,
+    DSML,
     DEEPSEEK,
     KIMI,
     COHERE,
     LFM,
     GEMMA,
     OLMO,
+    APERTUS,
     INTERN,
     TOOLCALL,
     HERMES,

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvboost_hf.server.chats.calls import CallsReader, ToolCall, new_id
 from kvboost_hf.server.chats.tool_formats import Tool, ToolFormat, format_of, known_format, template_for
-from kvboost_hf.server.chats.values import arguments_of, without_half_mark
+from kvboost_hf.server.chats.values import arguments_of, overlap, without_half_mark
 
 REASONING_FIELDS = ("thinking", "reasoning", "reasoning_content")
 _RESCANNED = 64  # characters of what only began like a call, in which a call may begin
@@ -263,7 +263,10 @@ class ToolCallStream:
         self._called = self._called and not whole
         content = whole.rstrip()
         self._spaces = whole[len(content) :]
-        self._untold = self._untold.partition(content)[2] if content else self._untold
+        if content:
+            _, found, rest = self._untold.partition(content)
+            # The first character of a text may have shown the end of a mark, and been forgotten with it.
+            self._untold = rest if found else self._untold[overlap(content, f"{self._untold} ") :]
         return content
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 _SPACE = " \t\r\n\ufeff\u00a0"
 _WORD = re.compile(r"[\w.+\-]+")
+_BARE_KEY = re.compile(r"[^\s:=,{}\[\]()<>\"']+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _RUN = {'"': re.compile(r'[^"\\\ud800-\udfff]+'), "'": re.compile(r"[^'\\\ud800-\udfff]+")}
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "/": "/", "\\": "\\"}
@@ -24,7 +25,7 @@ class Spelling(NamedTuple):
     """How a family of models writes values, besides JSON."""
 
     bare_keys: bool = False  # whether keys stand without quotes
-    delimiters: tuple[str, ...] = ()  # texts that begin and end strings in which nothing is escaped
+    delimiters: tuple[str, ...] = ()  # texts that begin and end strings and keys in which nothing is escaped
 
 
 JSON = Spelling()
@@ -135,7 +136,7 @@ class ValueReader:
         if self._open and self._open[-1].keys is None and char == self._open[-1].close:
             return self._leave(at)
         if any(delimiter.startswith(char) for delimiter in self._spelling.delimiters):
-            self._state, self._held = self._delimiter, ""
+            self._state, self._held, self._is_key = self._delimiter, "", False
             return at
         if _WORD.match(char):
             self._state, self._held = self._word, ""
@@ -192,14 +193,17 @@ class ValueReader:
         if char in "\"'" and container.equals == ":":
             self._begin_string(char, is_key=True)
             return at + 1
-        if (self._spelling.bare_keys or container.equals == "=") and _WORD.match(char):
+        if any(delimiter.startswith(char) for delimiter in self._spelling.delimiters):
+            self._state, self._held, self._is_key = self._delimiter, "", True
+            return at
+        if (self._spelling.bare_keys or container.equals == "=") and _BARE_KEY.match(char):
             self._state, self._held = self._bare_key, ""
             return at
         self.stuck = True
         return at
 
     def _bare_key(self, text: str, at: int) -> int:
-        found = _WORD.match(text, at)
+        found = _BARE_KEY.match(text, at)
         if found is None:
             self._named(self._held)
             return at
@@ -328,7 +332,7 @@ class ValueReader:
     def _delimiter(self, text: str, at: int) -> int:
         held = self._held + text[at]
         if held in self._spelling.delimiters:
-            self._begin_string(held, is_key=False)
+            self._begin_string(held, is_key=self._is_key)
             self._state = self._delimited
         elif any(delimiter.startswith(held) for delimiter in self._spelling.delimiters):
             self._held = held
@@ -339,11 +343,13 @@ class ValueReader:
 
     def _delimited(self, text: str, at: int) -> int:
         self._held += text[at]
-        if self._held.endswith(self._end):
+        if self._held.endswith(self._end) and self._is_key:
+            self._named(self._held.removesuffix(self._end))
+        elif self._held.endswith(self._end):
             self._chars(self._held.removesuffix(self._end))
             self._write('"')
             self._ended()
-        elif (sure := len(self._held) - overlap(self._held, self._end)) > 0:
+        elif not self._is_key and (sure := len(self._held) - overlap(self._held, self._end)) > 0:
             chars, self._held = self._held[:sure], self._held[sure:]
             self._chars(chars)
         return at + 1
