@@ -485,6 +485,15 @@ def test_messages_of_the_system_that_are_no_first_ones(ability: Any, dropped_onl
         assert adapted(chat, late, dropped_only=dropped_only) == (wanted, changes)
 
 
+def test_calls_that_a_template_leaves_out_are_told() -> None:
+    """It writes their results, as that of LFM 2.5."""
+    told = abilities_of(lambda messages: "".join(message["content"] for message in messages))
+    assert (told.named_calls, told.tool, told.many_calls) == ("dropped", "taken", "taken")
+    for dropped_only in (False, True):
+        assert adapted([U, CALL, ONE], told, dropped_only=dropped_only) == ([U, CALL, ONE], ["calls-left-out"])
+        assert adapted([U, A, U], told, dropped_only=dropped_only) == ([U, A, U], [])
+
+
 def test_ids_that_a_template_may_refuse() -> None:
     every: Any = dict.fromkeys(Abilities.__slots__, "taken")
     for id in LONG:

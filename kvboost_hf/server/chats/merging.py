@@ -43,6 +43,7 @@ class Abilities:
     user_after_tool: Ability = "refused"  # with one of the user behind a result
     calls: Ability = "refused"  # with calls whose arguments are objects
     text_calls: Ability = "refused"  # with calls whose arguments are JSON as a text
+    named_calls: Ability = "refused"  # with calls, which it may leave out where it shows their results
     many_calls: Ability = "refused"  # with several calls in one message
     reasoned_calls: Ability = "refused"  # with calls behind a text and reasoning
     long_ids: Ability = "refused"  # with ids of calls that are longer than nine characters
@@ -70,6 +71,7 @@ def abilities_of(render: Callable[[Messages], str | None]) -> Abilities:
         user_after_tool=try_all("uctu", "uctuau", **how),
         calls=calls,
         text_calls="taken" if as_text else "refused",
+        named_calls=try_all("uct", named=True, **how),
         many_calls=try_all("uctt", many=True, **how),
         reasoned_calls=try_all("uct", reasons=True, **how),
         long_ids=try_all("uct", long_id=True, **how),
@@ -81,6 +83,7 @@ def _try(
     chat: str,
     *,
     as_text: bool = False,
+    named: bool = False,
     many: bool = False,
     reasons: bool = False,
     long_id: bool = False,
@@ -88,7 +91,7 @@ def _try(
     """What a template does with a chat, given by the first letters of its roles, and "c" for a call."""
     ids = [each + "jklmno" * long_id for each in ("abcdefghi", "bbcdefghi")]
     arguments = json.dumps({"a": "b"}) if as_text else {"a": "b"}
-    names = ("probefirst", "probesecond") if many else ("look",)
+    names = ("probefirst", "probesecond") if many else ("probefirst",) if named else ("look",)
     messages: Messages = []
     results = 0
     for n, letter in enumerate(chat):
@@ -108,7 +111,7 @@ def _try(
     if text is None:
         return "refused"
     shown = all(message["content"] in text for message in messages)
-    lost = many and "probefirst" in text and "probesecond" not in text
+    lost = (many and "probefirst" in text and "probesecond" not in text) or (named and "probefirst" not in text)
     return "taken" if shown and not lost else "dropped"
 
 
@@ -137,7 +140,10 @@ def adapted(messages: Messages, abilities: Abilities, *, dropped_only: bool = Fa
         found = [_without_tools(message, changes) for message in found]
     elif lacks(abilities.many_calls):
         found = list(_with_one_call_each(found, changes))
-    if not (lacks(abilities.tool) or dropped_only) and any(message.get("tool_calls") for message in found):
+    calls = not lacks(abilities.tool) and any(message.get("tool_calls") for message in found)
+    if calls and abilities.named_calls == "dropped":  # nothing is written in their place: models repeat what they read
+        changes["calls-left-out"] = None
+    if calls and not dropped_only:
         if abilities.calls == "refused" and abilities.text_calls == "taken":
             found = [_with_text_arguments(message, changes) for message in found]
         if abilities.reasoned_calls == "refused":
