@@ -476,6 +476,11 @@ def test_crop_reset_and_rows_by_hand(llama: PreTrainedModel, warm: ChunkStore) -
         held.batch_select_indices(torch.tensor([0, 2]))
     ids = random_ids(20, seed=9, batch=2)
     close(llama(ids, past_key_values=cache).logits, llama(ids, past_key_values=stock).logits)
+    for keeps, left in ((200, 140), (140, 140), (90, 90)):  # a number of columns to keep, as it was once told
+        cache.crop(keeps)
+        assert cache.get_seq_length() == left
+    ids = torch.cat([BASE[:, :90], ids[:1, :9]], dim=1)
+    close(llama(ids[:, 90:].expand(2, -1), past_key_values=cache).logits, llama(ids).logits[:, 90:].expand(2, -1, -1))
     cache.reset()
     assert cache.get_seq_length() == 0
     llama(BASE, past_key_values=cache, logits_to_keep=1)

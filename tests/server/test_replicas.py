@@ -407,6 +407,17 @@ def test_a_writer_that_was_killed_in_a_line_loses_that_line_alone(tmp_path: Path
     assert not later.complete  # nobody knows what it was to tell
 
 
+def test_a_file_that_was_only_touched_tells_nothing_and_loses_nothing(tmp_path: Path) -> None:
+    file = NoticeFile(tmp_path / "notices")
+    file.append(b"one")
+    heard = file.read(None)
+    os.utime(tmp_path / "notices", (1, 1))
+    later = file.read(heard.place)
+    assert (list(later.notices), later.complete) == ([], True)
+    file.append(b"two")
+    assert list(file.read(later.place).notices) == [b"two"]
+
+
 def test_a_file_that_was_shortened_is_read_on(tmp_path: Path) -> None:
     file = NoticeFile(tmp_path / "notices", max_bytes=2000)
     heard = file.read(None)
