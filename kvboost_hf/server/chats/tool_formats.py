@@ -82,6 +82,12 @@ def _left_out(pattern: str) -> dict[str, Any]:
     return {"open_pattern": pattern, "close_pattern": "", "repeats": True}
 
 
+def _pairs(key: str, value: str) -> Tags:
+    """Arguments as two elements each, of these names."""
+    opened = rf"<{key}>\s*(?P<key>[^<>]+?)\s*</{key}>\s*<{value}>"
+    return Tags(opened, f"</{value}>", "", False, f"<{key}>{{key}}</{key}>\n<{value}>{{value}}</{value}>\n")
+
+
 _NAME = r"(?P<name>[\w.:/-]{1,128})"
 _PYTHON_NAME = r"(?P<name>[^\W\d][\w.-]{0,127})"
 
@@ -149,13 +155,7 @@ GLM = ToolFormat(
     sign=r"<arg_key>",
     fields=_regions("<tool_call>", "</tool_call>"),
     head=r"(?P<name>[\w.:/-]{1,128})(?P<args>[\s<])",
-    tags=Tags(
-        r"<arg_key>\s*(?P<key>[^<>]+?)\s*</arg_key>\s*<arg_value>",
-        "</arg_value>",
-        "",
-        False,
-        "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
-    ),
+    tags=_pairs("arg_key", "arg_value"),
     call=("<tool_call>", "\n", "</tool_call>"),
     between="\n",
     marker="<tool_call>",
@@ -165,13 +165,7 @@ LONGCAT_TAGS = ToolFormat(
     sign=r"<longcat_arg_key>",
     fields=_regions("<longcat_tool_call>", "</longcat_tool_call>"),
     head=r"(?P<name>[\w.:/-]{1,128})(?P<args>[\s<])",
-    tags=Tags(
-        r"<longcat_arg_key>\s*(?P<key>[^<>]+?)\s*</longcat_arg_key>\s*<longcat_arg_value>",
-        "</longcat_arg_value>",
-        "",
-        False,
-        "<longcat_arg_key>{key}</longcat_arg_key>\n<longcat_arg_value>{value}</longcat_arg_value>\n",
-    ),
+    tags=_pairs("longcat_arg_key", "longcat_arg_value"),
     call=("<longcat_tool_call>", "\n", "</longcat_tool_call>"),
     between="\n",
     marker="<longcat_tool_call>",
@@ -193,13 +187,7 @@ HUNYUAN = ToolFormat(
         marks=_left_out("</tool_calls:opensource>"),
     ),
     head=r"\s*(?P<name>[\w.:/-]{1,128})\s*<tool_sep:opensource>",
-    tags=Tags(
-        r"<arg_key:opensource>\s*(?P<key>[^<>]+?)\s*</arg_key:opensource>\s*<arg_value:opensource>",
-        "</arg_value:opensource>",
-        "",
-        False,
-        "<arg_key:opensource>{key}</arg_key:opensource>\n<arg_value:opensource>{value}</arg_value:opensource>\n",
-    ),
+    tags=_pairs("arg_key:opensource", "arg_value:opensource"),
     before="<tool_calls:opensource>\n",
     call=("<tool_call:opensource>", "<tool_sep:opensource>\n", "</tool_call:opensource>\n"),
     between="",
