@@ -56,7 +56,6 @@ _OPTIONS = [
     *("--ignore", "tests/server/test_schema.py"),
 ]
 _START_S = 60.0  # of pytest, at most, on a busy machine
-_TESTS_S = 60.0  # of the tests of one mutant
 
 
 Entered = dict[str, tuple[float, list[str]]]  # by test, its seconds, and the functions that it enters
@@ -203,6 +202,7 @@ class Judge:
         mutants: To be judged, in order.
         notes: What tests enter, and how long they take.
         minutes: No mutant is begun later.
+        seconds: How long the tests of one mutant may take.
         output: The descriptor to write to; pytest has its own.
     """
 
@@ -212,10 +212,11 @@ class Judge:
         mutants: list[Mutant],
         notes: Entered,
         minutes: float,
+        seconds: float,
         output: int,
     ) -> None:
         self._folder, self._mutants, self._notes, self._output = folder, mutants, notes, output
-        self._seconds = minutes * 60
+        self._minutes, self._seconds = minutes, seconds
         self._functions: dict[str, list[FunctionType]] = defaultdict(list)  # by file, wherever they are kept
         self.counts: dict[str, int] = defaultdict(int)
 
@@ -230,7 +231,7 @@ class Judge:
         gc.freeze()
         items, begun = {item.nodeid: item for item in session.items}, time.monotonic()
         for mutant in self._mutants:
-            if time.monotonic() - begun > self._seconds:
+            if time.monotonic() - begun > self._minutes * 60:
                 break
             outcome = self._outcome(mutant, session, items)
             self.counts[outcome] += 1
@@ -245,7 +246,7 @@ class Judge:
 
     def _outcome(self, mutant: Mutant, session: pytest.Session, items: dict[str, pytest.Item]) -> str:
         """`noticed`, `timed out`, `NOT NOTICED`, or `not entered` by any test."""
-        named, seconds = tests_of(mutant, self._notes)
+        named, seconds = tests_of(mutant, self._notes, self._seconds)
         chosen = [items[name] for name in named if name in items]
         if not chosen:
             return "unknown: delete the map" if named else "not entered"
@@ -338,12 +339,12 @@ def copy_into(folder: Path) -> None:
             (folder / name).symlink_to((ROOT / name).resolve())
 
 
-def tests_of(mutant: Mutant, notes: Entered) -> tuple[list[str], float]:
-    """The tests that enter a mutant's function, the most special ones first, up to a minute; and their seconds."""
+def tests_of(mutant: Mutant, notes: Entered, most: float) -> tuple[list[str], float]:
+    """The tests that enter a mutant's function, the most special ones first, up to `most` seconds; and their seconds."""
     place = f"{mutant.file}:{mutant.function}"
     chosen, seconds = list[str](), 0.0
     for name, (duration, names) in sorted(notes.items(), key=lambda noted: len(noted[1][1])):
-        if place in names and (not chosen or seconds + duration <= _TESTS_S):
+        if place in names and (not chosen or seconds + duration <= most):
             chosen.append(name)
             seconds += duration
     return chosen, seconds
@@ -355,6 +356,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
     parser.add_argument("--count", type=int, default=10, help="how many mutants")
     parser.add_argument("--minutes", type=float, default=30.0, help="no mutant is begun later, the first run left out")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long the tests of one mutant may take")
     parser.add_argument("--rooms", nargs="+", default=_ROOMS, help="folders of the package, within these")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="where tests are looked for")
     parser.add_argument("--map", type=Path, help="a file with what tests enter; it is made if it is missing")
@@ -379,7 +381,7 @@ def main() -> int:
         files = sorted(str(path.relative_to(ROOT)) for room in args.rooms for path in (ROOT / room).rglob("*.py"))
         possible = [mutant for file in files for mutant in mutants_in(file, (folder / file).read_bytes())]
         random.Random(args.seed).shuffle(possible)
-        judge = Judge(folder, possible[: args.count], notes, args.minutes, os.dup(1))
+        judge = Judge(folder, possible[: args.count], notes, args.minutes, args.seconds, os.dup(1))
         status = in_fork(lambda: run_pytest(folder, args.tests, [judge]), None)
         if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             say((folder / "pytest.log").read_text()[-2000:])

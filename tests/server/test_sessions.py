@@ -338,7 +338,7 @@ def served(engine: ModelEngine, **more: Any) -> Iterator[Listening]:
 
 def say(at: Listening, text: str, key: str = "none", name: str | None = None) -> int:
     """Ask; returns the cached tokens."""
-    body = {"model": "reader", "prompt": text, "max_tokens": 2, "prompt_cache_key": name}
+    body = {"model": "reader", "prompt": text, "max_tokens": 2, "temperature": 0, "prompt_cache_key": name}
     answer = at.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
     assert answer.status_code == 200
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
