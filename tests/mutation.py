@@ -340,7 +340,7 @@ def copy_into(folder: Path) -> None:
 
 
 def tests_of(mutant: Mutant, notes: Entered, most: float) -> tuple[list[str], float]:
-    """The tests that enter a mutant's function, the most special ones first, up to `most` seconds; and their seconds."""
+    """Tests that enter a mutant's function, the most special ones first, up to `most` seconds, and their seconds."""
     place = f"{mutant.file}:{mutant.function}"
     chosen, seconds = list[str](), 0.0
     for name, (duration, names) in sorted(notes.items(), key=lambda noted: len(noted[1][1])):

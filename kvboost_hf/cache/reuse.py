@@ -543,8 +543,8 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
 
     def _settle_here(self) -> None:
         """For whoever only reads, and may do so in another thread than the call's."""
-        if self._unsettled is not None:
-            self._unsettled.settle_here()
+        if (unsettled := self._unsettled) is not None:
+            unsettled.settle_here()
 
     def _settle(self) -> None:
         """Before a change from outside: no interrupted forward, and no compiled step that is not taken over."""
@@ -615,7 +615,7 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         """Counts for the last prompt."""
         self._settle_here()
         ledger, riding = self._live.ledger, None
-        if ledger is None and self._live.static is not None:
+        if ledger is None and self._live.static is not None and not self._use.is_elsewhere:
             self._live.catch_up()
         if ledger is not None and ledger.blended is not None:
             riding = reason_against_riding(self._live, self._parts.binding.model())

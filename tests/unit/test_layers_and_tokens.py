@@ -1,5 +1,7 @@
 """GrowingLayer against DynamicLayer, and the record of ids beside it."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -156,6 +158,42 @@ class TestTokenLog:
         log.append(torch.tensor([[0, 2, 3]]))
         log.append(torch.tensor([[4]]), None, MaskShape.of(torch.tensor(mask)))
         assert log.trusted is trusted
+
+    def test_who_reads_it_meanwhile_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Such as whoever asks for a report while the K/V of the ids is computed again in another thread."""
+        log, reserve = TokenLog(np.array([0])), TokenLog._reserve
+        log.append(torch.tensor([[1, 2, 3]]), torch.tensor([[0, 1, 4]]))
+        reached, go_on = threading.Event(), threading.Event()
+
+        def halted(self: TokenLog, length: int) -> None:
+            reached.set()
+            assert go_on.wait(30)
+            reserve(self, length)
+
+        monkeypatch.setattr(TokenLog, "_reserve", halted)
+        with ThreadPoolExecutor(3) as pool:
+            first = pool.submit(log.columns)
+            assert reached.wait(30)
+            second, trusted = pool.submit(log.columns), pool.submit(lambda: log.trusted)
+            wait((second, trusted), timeout=0.1)
+            go_on.set()
+            assert first.result().tolist() == second.result().tolist() == [[1, 2, 3]]
+            assert not trusted.result()
+
+    def test_an_interrupt_while_it_is_read_loses_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        log = TokenLog(np.array([0]))
+        log.append(torch.tensor([[1, 2, 3]]))
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TokenLog, "_reserve", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                log.columns()
+        log.append(torch.tensor([[4]]), torch.tensor([[3]]))
+        assert log.columns().tolist() == [[1, 2, 3, 4]]
+        assert log.trusted
 
 
 class Told:

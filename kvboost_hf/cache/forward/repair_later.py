@@ -52,10 +52,12 @@ def may_repair(live: LiveKV, *, at_once: bool = False) -> bool:
 
 
 def reason_against_riding(live: LiveKV, model: PreTrainedModel | None) -> str | None:
-    """Why new tokens do not take the tainted columns of a cache along, as far as that is known; None if they do."""
+    """Why new tokens do not take the tainted columns of a cache along, as far as that is known.
+
+    None if they do, or if there are none. Any thread may ask.
+    """
     ledger = live.ledger
-    assert ledger is not None
-    if ledger.progressive is True:
+    if ledger is None or ledger.blended is None or ledger.progressive is True:
         return None
     if ledger.progressive is False:
         return RIDING_UNWANTED

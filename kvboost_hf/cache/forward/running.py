@@ -508,6 +508,12 @@ class CacheUse:
             self._require_free(None)
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether a generate() call of another thread has the cache."""
+        config = self._config
+        return config is not None and config() is not None and self._thread != threading.get_ident()
+
+    @property
     def call_has_ended(self) -> bool:
         """Whether a generate() call has had the cache, and has returned."""
         return self._config is not None and self._config() is None

@@ -18,9 +18,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import Tokens, shifted_ids
 
 _PLACE_AND_THREE = 4
+_settling = forks.lock()  # while what is pending in a log is read: for all logs, as it takes a moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,10 @@ class Prompt:
 
 
 class TokenLog:
-    """Column ids (`planning/chunks.py`) of a batch whose rows start with `pads[row]` columns of padding."""
+    """Column ids (`planning/chunks.py`) of a batch whose rows start with `pads[row]` columns of padding.
+
+    One thread changes it. Others may read it meanwhile: what is pending is read once, whoever asks first.
+    """
 
     def __init__(self, pads: NDArray[np.int64]) -> None:
         self.pads = pads
@@ -110,12 +115,12 @@ class TokenLog:
     def row(self, row: int) -> Tokens:
         """All ids of a row, padding left out."""
         self._settle()
-        return self._ids[row, self.pads[row] : self.length]
+        return self._ids[row, self.pads[row] : self._settled]
 
     def columns(self) -> Tokens:
         """All ids [batch, length], padding included."""
         self._settle()
-        return self._ids[:, : self.length]
+        return self._ids[:, : self._settled]
 
     @property
     def trusted(self) -> bool:
@@ -147,15 +152,20 @@ class TokenLog:
         """Read the pending ids, positions and masks, in one transfer each, and check them."""
         if not self._pending:
             return
-        pending, self._pending = self._pending, []
-        self._reserve(self.length)
-        ids = torch.cat([p.ids for p in pending], dim=1).cpu().numpy()
-        counted = [p for p in pending if p.position_ids is None or p.position_ids.ndim == 2]
-        if len(counted) < len(pending):
-            ids = shifted_ids(ids, self._shifts(pending))
-        self._ids[:, self._settled : self._settled + ids.shape[1]] = ids
-        self._settled += ids.shape[1]
-        self._trusted = self._trusted and self._positions_hold(counted) and self._masks_hold(pending)
+        with _settling:
+            pending = list(self._pending)
+            if not pending:  # another thread was faster
+                return
+            self._reserve(self.length)
+            ids = torch.cat([p.ids for p in pending], dim=1).cpu().numpy()
+            counted = [p for p in pending if p.position_ids is None or p.position_ids.ndim == 2]
+            if len(counted) < len(pending):
+                ids = shifted_ids(ids, self._shifts(pending))
+            start, stop = pending[0].start, pending[0].start + ids.shape[1]
+            self._ids[:, start:stop] = ids
+            self._trusted = self._trusted and self._positions_hold(counted) and self._masks_hold(pending)
+            self._settled = stop
+            del self._pending[: len(pending)]  # last: until then others wait, and an interrupt changes nothing
 
     def _shifts(self, pending: list[_Append]) -> NDArray[np.int64]:
         """The shift of each id's position from its place in the row, [batch, m]."""
@@ -274,8 +284,7 @@ def computed_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> torch.
     if compute is None:
         return None
     known = {**kwargs, "inputs_embeds": ids[..., None]}  # read for its shape and device
-    accepted = inspect.signature(compute).parameters.values()
-    given = {each.name: known.get(each.name) for each in accepted if each.name in known or each.default is each.empty}
+    given = {name: known.get(name) for name in inspect.signature(compute).parameters}
     positions: torch.Tensor | None = compute(**given)
     return positions
 
