@@ -298,6 +298,9 @@ USE = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
         ({"tool_choice": {"type": "tool"}}, "must name a tool"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"container": "c"}, "container"),
+        ({"thread": {"type": "create"}}, "thread: conversations are not stored; leave thread out"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "send all messages"),
+        ({"compaction": {"type": "summarize"}}, "compaction: the server makes no summaries"),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "ttl"),
     ],
 )
@@ -309,6 +312,9 @@ def test_what_is_refused(at: Listening, engine: FakeEngine, change: dict[str, An
     assert told["error"]["type"] == "invalid_request_error"
     assert says in told["error"]["message"]
     assert told["request_id"] == response.headers["request-id"]
+    # Without this code Anthropic's tool runner, which asks for a thread by itself, would end with the error.
+    code = {"error_code": "thread_unsupported_request"} if "thread" in change else None
+    assert told["error"].get("details") == code
     assert not engine.tickets
 
 

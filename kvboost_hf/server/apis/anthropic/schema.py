@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from kvboost_hf.server.http.errors import NO_THREADS
 from kvboost_hf.server.http.metrics import note_ignored
 from kvboost_hf.server.requests.chat import MAX_TOOLS, ChatRequest, ToolName
 from kvboost_hf.server.requests.fields import (
@@ -388,6 +389,10 @@ class MessagesRequest(CountRequest):
     top_p: Annotated[float, Field(ge=0, le=1), NUMBER] | None = None
     top_k: TopK = None
     """0 and -1 for all tokens."""
+    thread: Annotated[
+        Any, Refusal("conversations are not stored; leave thread out, and send all messages", code=NO_THREADS)
+    ] = None
+    compaction: Annotated[Any, Refusal("the server makes no summaries; leave compaction out, and ask for one")] = None
 
     def _chat_fields(self) -> dict[str, Any]:
         asked = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
