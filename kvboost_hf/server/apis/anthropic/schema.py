@@ -107,9 +107,75 @@ class ResultBlock(_Marked):
         return Message(role="tool", content=text, tool_call_id=self.tool_use_id)
 
 
+class OwnTool(_Marked):
+    """A tool that the client runs; `input_schema` is a JSON schema."""
+
+    place: ClassVar = "tools"
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: JsonSchemaBody
+    strict: bool | None = None
+    """With true, what a grammar of a call cannot hold of `input_schema` is refused."""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As in a chat."""
+        function: dict[str, Any] = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+        }
+        function |= {} if self.strict is None else {"strict": self.strict}
+        return {"type": "function", "function": function}
+
+
+class NamedTool(Body):
+    """A tool of the request, or of an earlier addition."""
+
+    place: ClassVar = "messages.content.tool"
+    type: Literal["tool_reference"]
+    name: str
+
+
+class DefinedTool(Body):
+    """A tool that an addition brings."""
+
+    place: ClassVar = "messages.content.tool"
+    type: Literal["tool_definition"]
+    definition: OwnTool
+
+
+class AddedTool(_Marked):
+    """Offers a tool from here on."""
+
+    place: ClassVar = "messages.content"
+    type: Literal["tool_addition"]
+    tool: Annotated[NamedTool | DefinedTool, Field(discriminator="type")]
+
+
+class RemovedTool(_Marked):
+    """Offers a tool no longer."""
+
+    place: ClassVar = "messages.content"
+    type: Literal["tool_removal"]
+    tool: NamedTool
+
+
+def _is_of_client(kind: str, block: dict[str, Any]) -> bool:
+    """Whether no tool is added or removed that another than the client runs."""
+    match block.get("tool") if kind in _CHANGES else None:
+        case {"type": "tool_definition", "definition": {"type": str(of)}}:
+            return of == "custom"
+        case {"type": str(of)}:
+            return not of.startswith("mcp_")
+    return True
+
+
 _SAID = (TextBlock, ThinkingBlock, HiddenThinkingBlock, UseBlock)
-_ASKED = (TextBlock, ResultBlock)
-_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_ASKED = (TextBlock, ResultBlock, AddedTool, RemovedTool)
+_CHANGES = ("tool_addition", "tool_removal")
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", *_CHANGES)
 
 
 _MEDIA = ("image", "document", "audio", "video", "search_result")
@@ -122,7 +188,7 @@ def _without_servers(blocks: Any) -> Any:
     found = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and kind not in (*_BLOCKS, *_MEDIA):
+        if isinstance(kind, str) and (kind not in (*_BLOCKS, *_MEDIA) or not _is_of_client(kind, block)):
             note_ignored("messages.content", kind)
         else:
             found.append(block)
@@ -135,7 +201,10 @@ def _known_block(block: Any) -> Any:
 
 
 Block = Annotated[
-    Annotated[TextBlock | ThinkingBlock | HiddenThinkingBlock | UseBlock | ResultBlock, Field(discriminator="type")],
+    Annotated[
+        TextBlock | ThinkingBlock | HiddenThinkingBlock | UseBlock | ResultBlock | AddedTool | RemovedTool,
+        Field(discriminator="type"),
+    ],
     BeforeValidator(_known_block),
 ]
 
@@ -149,6 +218,13 @@ class Turn(Body):
     place: ClassVar = "messages"
     role: Literal["user", "assistant", "system"]
     content: Annotated[str | Many[Block], BeforeValidator(_without_servers)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_alone(cls, given: Any) -> Any:
+        """A turn of the system may have settings, and no content."""
+        settings = isinstance(given, dict) and given.get("role") == "system" and given.get("content") is None
+        return given | {"content": []} if settings and given.get("output_config") is not None else given
 
     @model_validator(mode="after")
     def _of_its_side(self) -> "Turn":
@@ -173,7 +249,13 @@ class Turn(Body):
                 found.append(Message(role=role, content=_joined(blocks)))
             else:
                 found += [block.message for block in blocks if isinstance(block, ResultBlock)]
-        return found or [Message(role=role, content="")]
+        return found or ([] if self.role == "system" else [Message(role=role, content="")])
+
+    @property
+    def changes(self) -> list[AddedTool | RemovedTool]:
+        """What it adds to the tools, and takes away, in order."""
+        blocks = self.content if isinstance(self.content, list) else []
+        return [block for block in blocks if isinstance(block, AddedTool | RemovedTool)]
 
     def up_to(self, blocks: int) -> "Turn":
         """The same with its first blocks only."""
@@ -210,29 +292,6 @@ def _merged(messages: Iterable[Message]) -> list[Message]:
         told = {"content": text, "tool_calls": calls or None, "reasoning_content": thoughts}
         found[-1] = last.model_copy(update=told)
     return found
-
-
-class OwnTool(_Marked):
-    """A tool that the client runs; `input_schema` is a JSON schema."""
-
-    place: ClassVar = "tools"
-    type: Literal["custom"] | None = None
-    name: ToolName
-    description: str | None = None
-    input_schema: JsonSchemaBody
-    strict: bool | None = None
-    """With true, what a grammar of a call cannot hold of `input_schema` is refused."""
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """As in a chat."""
-        function: dict[str, Any] = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.input_schema,
-        }
-        function |= {} if self.strict is None else {"strict": self.strict}
-        return {"type": "function", "function": function}
 
 
 class UseChoice(Body):
@@ -327,7 +386,7 @@ class CountRequest(Body):
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": [message.model_dump() for message in self._messages(self.messages)],
-            "tools": [tool.body for tool in self.tools or ()] or None,
+            "tools": [tool.body for tool in self._offered] or None,
             "continue_final_message": self.messages[-1].role == "assistant" or None,
         }
         if self.output_config is not None:
@@ -341,6 +400,22 @@ class CountRequest(Body):
         if (form := form or self.output_format) is not None:
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
         return fields
+
+    @property
+    def _offered(self) -> list[OwnTool]:
+        """The tools behind the last message."""
+        known = {tool.name: tool for tool in self.tools or ()}
+        offered = dict(known)
+        for turn in self.messages:
+            for change in turn.changes:
+                match change:
+                    case RemovedTool(tool=tool):
+                        offered.pop(tool.name, None)
+                    case AddedTool(tool=DefinedTool(definition=tool)):
+                        known[tool.name] = offered[tool.name] = tool
+                    case AddedTool(tool=NamedTool(name=name)) if name in known:
+                        offered[name] = known[name]
+        return list(offered.values())
 
     def _messages(self, turns: Iterable[Turn]) -> list[Message]:
         system = self.system
