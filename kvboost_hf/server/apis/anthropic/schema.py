@@ -336,7 +336,7 @@ class Thinking(Body):
     """Whether the model reasons before its answer."""
 
     place: ClassVar = "thinking"
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
 
 
 class Breakpoint(NamedTuple):
@@ -391,7 +391,7 @@ class CountRequest(Body):
         }
         if self.output_config is not None:
             fields["reasoning_effort"] = self.output_config.effort
-        thinks = self.thinking is not None and self.thinking.type != "disabled"
+        thinks = self.thinking is not None and self.thinking.type in ("enabled", "adaptive")
         fields |= {"enable_thinking": thinks, "include_reasoning": thinks}
         if self.tool_choice is not None:
             fields["tool_choice"] = self.tool_choice.body
