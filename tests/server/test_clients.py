@@ -367,6 +367,17 @@ class TestAnthropic:
         answer = client.messages.create(**self.TALK, **self.GREEDY, output_config={"format": form})
         assert Lamp.model_validate_json(answer.content[0].text)
 
+    def test_a_tool_runner_sends_all_that_was_said(
+        self, module: Any, at: Listening, engine: FakeEngine, tokenizer: Any
+    ) -> None:
+        engine.says = ('<tool_call>{"name": "look", "arguments": {"at": "lamp"}}</tool_call>',)
+        engine.before = lambda ticket, piece: setattr(engine, "says", ("Red.",))
+        with module.Anthropic(base_url=at.url, api_key="key", max_retries=0) as client:
+            runner = client.beta.messages.tool_runner(**self.TALK, tools=[module.beta_tool(look)])
+            assert runner.until_done().content[0].text == "Red."
+        prompt = tokenizer.decode(engine.job.ids)
+        assert all(said in prompt for said in (SYSTEM, ASK, look("lamp")))
+
     def test_many_at_once(self, module: Any, reading: Listening) -> None:
         async def ask() -> list[Any]:
             async with module.AsyncAnthropic(base_url=reading.url, auth_token="key", max_retries=0) as client:

@@ -71,7 +71,8 @@ def test_a_turn_without_text_is_a_turn(
     at: Listening, engine: FakeEngine, tokenizer: Any, blocks: list[dict[str, str]]
 ) -> None:
     said, turn = {"role": "assistant", "content": "Anna."}, dict[str, Any](role="user", content=blocks)
-    for messages in ([turn], [{"role": "user", "content": "Who?"}, said, turn]):
+    set_up: dict[str, Any] = {"role": "system", "output_config": {"effort": "low"}}  # says nothing
+    for messages in ([turn], [{"role": "user", "content": "Who?"}, set_up, said, turn, set_up]):
         assert at.http.post("/v1/messages", json={"max_tokens": 9, "messages": messages}).status_code == 200
         assert tokenizer.decode(engine.job.ids).count("user\n") == sum(one["role"] == "user" for one in messages)
 
@@ -139,6 +140,41 @@ def test_results_of_calls(at: Listening, engine: FakeEngine, tokenizer: Any) -> 
         "tool\nError: no lamp<|im_end|>\n",
         "user\nSo?\n\nHurry.<|im_end|>\n",
     ]
+
+
+_BASH = {"type": "tool_definition", "definition": {"type": "bash_20250124", "name": "bash"}}
+_LAMP: dict[str, Any] = {"type": "tool_reference", "name": "look"}
+_BELL: dict[str, Any] = {"type": "tool_definition", "definition": {"name": "ring", "input_schema": {}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "offered", "ignored"),
+    [
+        ([("addition", _BELL)], ["look", "ring"], ""),
+        ([("removal", _LAMP), ("addition", _BELL)], ["ring"], ""),
+        ([("removal", _LAMP), ("addition", _LAMP)], ["look"], ""),
+        ([("removal", _LAMP)], [], ""),
+        ([("addition", _LAMP | {"name": "other"}), ("removal", _LAMP | {"name": "another"})], ["look"], ""),
+        ([("addition", _BASH)], ["look"], "messages.content.tool_addition"),
+        (
+            [("removal", {"type": "mcp_toolset_reference", "server_name": "a"})],
+            ["look"],
+            "messages.content.tool_removal",
+        ),
+    ],
+)
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_tools_that_come_and_go(
+    at: Listening, engine: FakeEngine, tokenizer: Any, changes: Any, offered: list[str], ignored: str, in_turn: bool
+) -> None:
+    blocks = [{"type": f"tool_{kind}", "tool": tool} for kind, tool in changes]
+    system = {"role": "system", "content": [*blocks, *([_block("Go on.")] if in_turn else [])]}
+    body = BODY | {"messages": [*ASK, system], "tools": [TOOL]}
+    assert at.http.post("/v1/messages", json=body).headers.get("x-kvboost-ignored", "") == ignored
+    told = _prompt(engine, tokenizer)
+    assert [name for name in ("look", "ring") if f'"name": "{name}"' in told] == offered
+    assert told.count("user\n") == 1
+    assert ("Is it on?\n\nGo on." in told) == in_turn
 
 
 @pytest.mark.parametrize(
@@ -298,6 +334,12 @@ USE = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
         ({"tool_choice": {"type": "tool"}}, "must name a tool"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"container": "c"}, "container"),
+        ({"messages": [*ASK, {"role": "system"}]}, "messages.1.content: Field required"),
+        ({"messages": [{"role": "system", "output_config": {"effort": "low"}}]}, "must have one message at least"),
+        ({"messages": [*ASK, {"role": "system", "content": [{"type": "tool_removal", "tool": _BELL}]}]}, "tool.type"),
+        ({"thread": {"type": "create"}}, "thread: conversations are not stored; leave thread out"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "send all messages"),
+        ({"compaction": {"type": "summarize"}}, "compaction: the server makes no summaries"),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "ttl"),
     ],
 )
@@ -309,6 +351,9 @@ def test_what_is_refused(at: Listening, engine: FakeEngine, change: dict[str, An
     assert told["error"]["type"] == "invalid_request_error"
     assert says in told["error"]["message"]
     assert told["request_id"] == response.headers["request-id"]
+    # Without this code Anthropic's tool runner, which asks for a thread by itself, would end with the error.
+    code = {"error_code": "thread_unsupported_request"} if "thread" in change else None
+    assert told["error"].get("details") == code
     assert not engine.tickets
 
 

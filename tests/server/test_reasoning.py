@@ -456,7 +456,7 @@ def test_thinking_of_other_apis(family: Family, engine: FakeEngine) -> None:
     at = family("qwen")
     tokenizer = at.server.config.app.state.context.tokenizer
     body: dict[str, Any] = {"model": "reader", "max_tokens": 9, "messages": ASK}
-    for kind, end in (("enabled", "assistant\n"), ("disabled", "</think>\n\n")):
+    for kind, end in (("enabled", "assistant\n"), ("disabled", "</think>\n\n"), ("between_tools", "</think>\n\n")):
         told = at.http.post("/v1/messages", json=body | {"thinking": {"type": kind, "budget_tokens": 1024}}).json()
         kinds = ["thinking", "text"] if kind == "enabled" else ["text"]
         assert [block["type"] for block in told["content"]] == kinds

@@ -37,6 +37,9 @@ def test_an_answer(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
     assert (counted.object, counted.input_tokens) == ("response.input_tokens", len(engine.job.ids))
     assert answer.usage is not None
     assert answer.usage.input_tokens_details.cached_tokens == len(engine.job.ids) // 2
+    # The Agents SDK of JavaScript refuses anything else in a stream.
+    assert {type(count) for count in answer.usage.input_tokens_details.to_dict().values()} == {int}
+    assert answer.usage.model_dump()["prompt_tokens_details"]["cached_tokens_by_tier"]
     assert answer.usage.output_tokens == 4
 
 

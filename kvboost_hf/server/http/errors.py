@@ -60,7 +60,10 @@ class ApiError(Exception):
             return self.body
         kind = _ANTHROPIC_TYPES.get(_anthropic_status(self), "api_error" if self.status >= 500 else _INVALID)
         # By these words, and the numbers, Claude Code knows that it has to shorten a conversation, and by how much.
-        error = {"type": kind, "message": (f"prompt is too long: {self.counts}" if too_long else "") + self.message}
+        message = (f"prompt is too long: {self.counts}" if too_long else "") + self.message
+        error: dict[str, Any] = {"type": kind, "message": message}
+        if self.code == NO_THREADS:
+            error["details"] = {"error_code": self.code}
         return {"type": "error", "error": error, "request_id": scope.get("request_id")}
 
     def response(self, scope: Scope) -> JSONResponse:
@@ -164,6 +167,8 @@ def _no_method(request: Request, methods: set[str]) -> ApiError:
 
 
 _STORED = ("/v1/responses/", "/v1/conversations", "/v1/chat/completions/")
+# By this code Anthropic's SDK knows that it has to send whole conversations.
+NO_THREADS = "thread_unsupported_request"
 _PATH, _METHOD = 256, 16  # characters of a path, and of a method, in an error
 _INVALID, _TOO_LONG = "invalid_request_error", "context_length_exceeded"
 _CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large", 429: "busy"}
@@ -209,7 +214,8 @@ def _invalid(first: Mapping[str, Any], body: Any) -> ApiError:
         case "missing":
             param = ".".join(filter(None, (param, str(first["loc"][-1]))))
     message = str(first["msg"]).removeprefix("Value error, ").removesuffix(".")
-    return ApiError(400, f"{param or 'body'}: {message}.", param=param, code="invalid_value")
+    code = first.get("ctx", {}).get("code") or "invalid_value"
+    return ApiError(400, f"{param or 'body'}: {message}.", param=param, code=code)
 
 
 def _path(steps: Sequence[str | int], body: Any) -> str | None:

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
-from pydantic_core import CoreSchema, from_json
+from pydantic_core import CoreSchema, PydanticCustomError, from_json
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from kvboost_hf.server.http.metrics import PROMPT_CUT, note_changed, note_ignored
@@ -84,13 +84,14 @@ class Refusal:
 
     why: str  # what it asks for, and what to do
     accepted: Any = None  # a value that asks for nothing, besides empty ones
+    code: str | None = None  # by which clients know what to do; None for that of any invalid value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return no_info_after_validator_function(self._check, handler(source))
 
     def _check(self, given: Any) -> None:
         if given and given != self.accepted:
-            raise ValueError(self.why)
+            raise PydanticCustomError("refused", "{why}", {"why": self.why, "code": self.code})
 
 
 def absent(*values: Any) -> BeforeValidator:

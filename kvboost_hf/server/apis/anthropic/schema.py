@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from kvboost_hf.server.http.errors import NO_THREADS
 from kvboost_hf.server.http.metrics import note_ignored
 from kvboost_hf.server.requests.chat import MAX_TOOLS, ChatRequest, ToolName
 from kvboost_hf.server.requests.fields import (
@@ -106,9 +107,75 @@ class ResultBlock(_Marked):
         return Message(role="tool", content=text, tool_call_id=self.tool_use_id)
 
 
+class OwnTool(_Marked):
+    """A tool that the client runs; `input_schema` is a JSON schema."""
+
+    place: ClassVar = "tools"
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: JsonSchemaBody
+    strict: bool | None = None
+    """With true, what a grammar of a call cannot hold of `input_schema` is refused."""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As in a chat."""
+        function: dict[str, Any] = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+        }
+        function |= {} if self.strict is None else {"strict": self.strict}
+        return {"type": "function", "function": function}
+
+
+class NamedTool(Body):
+    """A tool of the request, or of an earlier addition."""
+
+    place: ClassVar = "messages.content.tool"
+    type: Literal["tool_reference"]
+    name: str
+
+
+class DefinedTool(Body):
+    """A tool that an addition brings."""
+
+    place: ClassVar = "messages.content.tool"
+    type: Literal["tool_definition"]
+    definition: OwnTool
+
+
+class AddedTool(_Marked):
+    """Offers a tool from here on."""
+
+    place: ClassVar = "messages.content"
+    type: Literal["tool_addition"]
+    tool: Annotated[NamedTool | DefinedTool, Field(discriminator="type")]
+
+
+class RemovedTool(_Marked):
+    """Offers a tool no longer."""
+
+    place: ClassVar = "messages.content"
+    type: Literal["tool_removal"]
+    tool: NamedTool
+
+
+def _is_of_client(kind: str, block: dict[str, Any]) -> bool:
+    """Whether no tool is added or removed that another than the client runs."""
+    match block.get("tool") if kind in _CHANGES else None:
+        case {"type": "tool_definition", "definition": {"type": str(of)}}:
+            return of == "custom"
+        case {"type": str(of)}:
+            return not of.startswith("mcp_")
+    return True
+
+
 _SAID = (TextBlock, ThinkingBlock, HiddenThinkingBlock, UseBlock)
-_ASKED = (TextBlock, ResultBlock)
-_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_ASKED = (TextBlock, ResultBlock, AddedTool, RemovedTool)
+_CHANGES = ("tool_addition", "tool_removal")
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", *_CHANGES)
 
 
 _MEDIA = ("image", "document", "audio", "video", "search_result")
@@ -121,7 +188,7 @@ def _without_servers(blocks: Any) -> Any:
     found = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and kind not in (*_BLOCKS, *_MEDIA):
+        if isinstance(kind, str) and (kind not in (*_BLOCKS, *_MEDIA) or not _is_of_client(kind, block)):
             note_ignored("messages.content", kind)
         else:
             found.append(block)
@@ -134,7 +201,10 @@ def _known_block(block: Any) -> Any:
 
 
 Block = Annotated[
-    Annotated[TextBlock | ThinkingBlock | HiddenThinkingBlock | UseBlock | ResultBlock, Field(discriminator="type")],
+    Annotated[
+        TextBlock | ThinkingBlock | HiddenThinkingBlock | UseBlock | ResultBlock | AddedTool | RemovedTool,
+        Field(discriminator="type"),
+    ],
     BeforeValidator(_known_block),
 ]
 
@@ -148,6 +218,13 @@ class Turn(Body):
     place: ClassVar = "messages"
     role: Literal["user", "assistant", "system"]
     content: Annotated[str | Many[Block], BeforeValidator(_without_servers)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_alone(cls, given: Any) -> Any:
+        """A turn of the system may have settings, and no content."""
+        settings = isinstance(given, dict) and given.get("role") == "system" and given.get("content") is None
+        return given | {"content": []} if settings and given.get("output_config") is not None else given
 
     @model_validator(mode="after")
     def _of_its_side(self) -> "Turn":
@@ -172,7 +249,13 @@ class Turn(Body):
                 found.append(Message(role=role, content=_joined(blocks)))
             else:
                 found += [block.message for block in blocks if isinstance(block, ResultBlock)]
-        return found or [Message(role=role, content="")]
+        return found or ([] if self.role == "system" else [Message(role=role, content="")])
+
+    @property
+    def changes(self) -> list[AddedTool | RemovedTool]:
+        """What it adds to the tools, and takes away, in order."""
+        blocks = self.content if isinstance(self.content, list) else []
+        return [block for block in blocks if isinstance(block, AddedTool | RemovedTool)]
 
     def up_to(self, blocks: int) -> "Turn":
         """The same with its first blocks only."""
@@ -209,29 +292,6 @@ def _merged(messages: Iterable[Message]) -> list[Message]:
         told = {"content": text, "tool_calls": calls or None, "reasoning_content": thoughts}
         found[-1] = last.model_copy(update=told)
     return found
-
-
-class OwnTool(_Marked):
-    """A tool that the client runs; `input_schema` is a JSON schema."""
-
-    place: ClassVar = "tools"
-    type: Literal["custom"] | None = None
-    name: ToolName
-    description: str | None = None
-    input_schema: JsonSchemaBody
-    strict: bool | None = None
-    """With true, what a grammar of a call cannot hold of `input_schema` is refused."""
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """As in a chat."""
-        function: dict[str, Any] = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.input_schema,
-        }
-        function |= {} if self.strict is None else {"strict": self.strict}
-        return {"type": "function", "function": function}
 
 
 class UseChoice(Body):
@@ -276,7 +336,7 @@ class Thinking(Body):
     """Whether the model reasons before its answer."""
 
     place: ClassVar = "thinking"
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
 
 
 class Breakpoint(NamedTuple):
@@ -326,12 +386,12 @@ class CountRequest(Body):
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": [message.model_dump() for message in self._messages(self.messages)],
-            "tools": [tool.body for tool in self.tools or ()] or None,
+            "tools": [tool.body for tool in self._offered] or None,
             "continue_final_message": self.messages[-1].role == "assistant" or None,
         }
         if self.output_config is not None:
             fields["reasoning_effort"] = self.output_config.effort
-        thinks = self.thinking is not None and self.thinking.type != "disabled"
+        thinks = self.thinking is not None and self.thinking.type in ("enabled", "adaptive")
         fields |= {"enable_thinking": thinks, "include_reasoning": thinks}
         if self.tool_choice is not None:
             fields["tool_choice"] = self.tool_choice.body
@@ -340,6 +400,22 @@ class CountRequest(Body):
         if (form := form or self.output_format) is not None:
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
         return fields
+
+    @property
+    def _offered(self) -> list[OwnTool]:
+        """The tools behind the last message."""
+        known = {tool.name: tool for tool in self.tools or ()}
+        offered = dict(known)
+        for turn in self.messages:
+            for change in turn.changes:
+                match change:
+                    case RemovedTool(tool=tool):
+                        offered.pop(tool.name, None)
+                    case AddedTool(tool=DefinedTool(definition=tool)):
+                        known[tool.name] = offered[tool.name] = tool
+                    case AddedTool(tool=NamedTool(name=name)) if name in known:
+                        offered[name] = known[name]
+        return list(offered.values())
 
     def _messages(self, turns: Iterable[Turn]) -> list[Message]:
         system = self.system
@@ -388,6 +464,10 @@ class MessagesRequest(CountRequest):
     top_p: Annotated[float, Field(ge=0, le=1), NUMBER] | None = None
     top_k: TopK = None
     """0 and -1 for all tokens."""
+    thread: Annotated[
+        Any, Refusal("conversations are not stored; leave thread out, and send all messages", code=NO_THREADS)
+    ] = None
+    compaction: Annotated[Any, Refusal("the server makes no summaries; leave compaction out, and ask for one")] = None
 
     def _chat_fields(self) -> dict[str, Any]:
         asked = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}

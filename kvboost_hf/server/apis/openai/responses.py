@@ -228,12 +228,16 @@ class _Reply:
 
 
 def _usage(found: dict[str, Any]) -> dict[str, Any]:
+    details = found["prompt_tokens_details"]
+    # The Agents SDK takes numbers alone there, and ends a stream with an error for anything else.
+    counts = {name: value for name, value in details.items() if isinstance(value, int) and not isinstance(value, bool)}
     return {
         "input_tokens": found["prompt_tokens"],
-        "input_tokens_details": found["prompt_tokens_details"],
+        "input_tokens_details": counts,
         "output_tokens": found["completion_tokens"],
         "output_tokens_details": {
             "reasoning_tokens": found.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
         },
         "total_tokens": found["total_tokens"],
+        "prompt_tokens_details": details,
     }
