@@ -333,8 +333,8 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
         ],
     ),
     "HARMONY": (
-        "{% if tools %}{{ tools }}{% endif %}{{- '<|start|>assistant to=functions.' + name + '<|channel|>commentary '"
-        " + content_type + '<|message|>' }}",
+        "{% if tools %}{{ tools }}{% endif %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking }}"
+        "{{- '<|start|>assistant to=' }}{{- 'functions.' + tool_call.name + '<|channel|>commentary ' }}",
         [
             Recorded(
                 "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary "

@@ -326,7 +326,7 @@ _BUILT_IN = r"\s*to=(?!functions\.|(?:all|user|assistant)[\s<])[^\s<]+"
 _MESSAGE = r"(?:\s*<\|constrain\|>\s*[^\s<]+|\s+(?!to=)[^\s<]+)?\s*<\|message\|>"  # behind the type of the content
 HARMONY = ToolFormat(
     name="gpt-oss",
-    sign=r"<\|channel\|>(?s:.*)to=functions|to=functions(?s:.*)<\|channel\|>",
+    sign=r"<\|channel\|>(?:analysis|commentary)",
     # A recipient stands in the section of the role, which the prompt may have begun, or in that of the channel.
     fields=_regions(
         r"re:(?:(?:<\|start\|>assistant)?<\|channel\|>\w+|<\|start\|>assistant|\A)\s*to=functions\.",
