@@ -18,18 +18,22 @@ Fields = Mapping[str, Mapping[str, Any]]
 class Tags(NamedTuple):
     """How arguments are written as tags, one for each."""
 
-    open: str  # a pattern of what comes before a value, with its `key`, and a `text` of "true" or "false" if told
-    close: str  # the text behind a value
+    # A pattern of what comes before a value, with its `key`, and, where models tell, its type as `text`: "true" and
+    # "string" for a text, all else for other values.
+    open: str
+    close: str  # the text behind a value, with its `{key}` if that is in it
     call_close: str  # the text behind the last value
     lines: bool  # whether a line end at each end of a value belongs to the tags
     written: str  # a tag with `{key}` and `{value}`, as the model writes it
     behind: str = ""  # the text behind a call, by which its end is known where a value lacks its closing tag
     quotes: tuple[str, str] = ("", "")  # texts that may stand around a value within its tags
+    empty: str = ""  # the text that may stand in place of arguments, and of `call_close`
+    nested: str = ""  # what tags in values begin with, where objects and lists are written as tags, too
 
-    @property
-    def end(self) -> str:
+    def end(self, key: str) -> str:
         """What ends a value, with its line end."""
-        return f"\n{self.close}" if self.lines else self.close
+        close = self.close.replace("{key}", key)
+        return f"\n{close}" if self.lines else close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,94 +86,159 @@ def _left_out(pattern: str) -> dict[str, Any]:
     return {"open_pattern": pattern, "close_pattern": "", "repeats": True}
 
 
-def _pairs(key: str, value: str) -> Tags:
-    """Arguments as two elements each, of these names."""
-    opened = rf"<{key}>\s*(?P<key>[^<>]+?)\s*</{key}>\s*<{value}>"
-    return Tags(opened, f"</{value}>", "", False, f"<{key}>{{key}}</{key}>\n<{value}>{{value}}</{value}>\n")
-
-
 _NAME = r"(?P<name>[\w.:/-]{1,128})"
 _PYTHON_NAME = r"(?P<name>[^\W\d][\w.-]{0,127})"
+_BARE_NAME = r"(?P<name>[^<>{}\s=\"]{1,128})"
+
+
+def _functions(name: str, sign: str, call: str, *, lines: bool, bare: bool = False) -> ToolFormat:
+    """Calls as `<function=…>` with `<parameter=…>` in an element `call`, whose opening tag may lack if `bare`."""
+    end = "\n" if lines else ""
+    return ToolFormat(
+        name=name,
+        sign=sign,
+        fields=_regions([f"<{call}>", *(["<function="] if bare else [])], f"</{call}>"),
+        head=rf"(?:<function=){'?' if bare else ''}{_BARE_NAME}\s*>",
+        tags=Tags(
+            r"<parameter=(?P<key>[^<>\n]+)>",
+            "</parameter>",
+            "</function>",
+            lines,
+            f"<parameter={{key}}>{end}{{value}}{end}</parameter>\n",
+            f"</{call}>" if bare else "",
+        ),
+        call=(f"<{call}>\n<function=", ">\n", f"</function>\n</{call}>"),
+        between="\n",
+        marker=f"<{call}>",
+    )
+
+
+def _invokes(name: str, sign: str, *blocks: str, mark: str = "", told: bool = False) -> ToolFormat:
+    """Calls as elements `invoke` with elements `parameter`, whose names begin with `mark`, in one of the `blocks`.
+
+    `told` says whether the model tells which values are texts, so that a grammar cannot have it.
+    """
+    begun = regex.escape(mark)
+    return ToolFormat(
+        name=name,
+        sign=sign,
+        fields=_regions([f"<{block}>" for block in blocks], [f"</{block}>" for block in blocks]),
+        head=rf"<{begun}invoke name=\"?(?P<name>[^<>\"]{{1,128}}?)\"?\s*(?:(?P<args>/>)|>)",
+        tags=Tags(
+            rf"<{begun}parameter name=\"?(?P<key>[^<>\"]+)\"?(?:\s+string=\"(?P<text>true|false)\")?\s*>",
+            f"</{mark}parameter>",
+            f"</{mark}invoke>",
+            False,
+            f'<{mark}parameter name="{{key}}">{{value}}</{mark}parameter>\n',
+            empty="/>",
+        ),
+        before=f"<{blocks[0]}>\n",
+        call=None if told else (f'<{mark}invoke name="', '">\n', f"</{mark}invoke>\n"),
+        between="",
+        after=f"</{blocks[0]}>",
+        marker=f"<{mark or blocks[0]}",
+    )
+
+
+def _pairs(name: str, sign: str, call: str, key: str, value: str, *, block: str = "", behind: str = "") -> ToolFormat:
+    """Calls as elements `call`, in a `block` if there is one: the name, `behind` it a text, and pairs of elements."""
+    opened, closed, line = f"<{call}>", f"</{call}>", "\n" if block else ""
+    fields = _regions(opened, closed)
+    if block:
+        found = rf"re:(?:{regex.escape(f'<{block}>')}\s*)?{regex.escape(opened)}"
+        fields = _regions(found, closed, marks=_left_out(regex.escape(f"</{block}>")))
+    return ToolFormat(
+        name=name,
+        sign=sign,
+        fields=fields,
+        head=_NAME + (rf"\s*{regex.escape(behind)}" if behind else r"(?P<args>[\s<])"),
+        tags=Tags(
+            rf"<{key}>\s*(?P<key>[^<>]+?)\s*</{key}>\s*<{value}>",
+            f"</{value}>",
+            "",
+            False,
+            f"<{key}>{{key}}</{key}>\n<{value}>{{value}}</{value}>\n",
+        ),
+        before=f"<{block}>\n" if block else "",
+        call=(opened, f"{behind}\n", f"{closed}{line}"),
+        between="" if block else "\n",
+        after=f"</{block}>" if block else "",
+        marker="<tool_call" if block else opened,
+    )
+
+
+def _hunyuan(name: str, sign: str, mark: str) -> ToolFormat:
+    names = (f"{each}{mark}" for each in ("tool_call", "arg_key", "arg_value"))
+    return _pairs(name, sign, *names, block=f"tool_calls{mark}", behind=f"<tool_sep{mark}>")
+
 
 HERMES = ToolFormat(
-    name="Hermes, Qwen 2.5 and 3, Granite 4, SmolLM 3, ERNIE",
-    sign=r"<tool_call>(\\n|[^\w<]|\{%.{0,40}?%\})*\\?[\"']?name",
+    name="Hermes, Qwen 2.5 and 3, Granite 4, SmolLM 3, ERNIE, EXAONE 4, Falcon-H1, Trinity",
+    sign=r"<tool_call>(\\n|[^\w<]|\{%.{0,40}?%\})*(\\?[\"']?name|\\?[\"']arguments)",
     fields=_regions("<tool_call>", "</tool_call>"),
     call=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
     between="\n",
     marker="<tool_call>",
 )
-QWEN_XML = ToolFormat(
-    name="Qwen 3 Coder, Qwen 3.5, Nemotron 3, Step 3.5",
-    sign=r"<tool_call>(\\n|\s|['\"+ -]|\}\}|\{\{)*<function=|<function=(example_function_name|name)>",
-    fields=_regions(["<tool_call>", "<function="], "</tool_call>"),
-    head=r"(?:<function=)?(?P<name>[^<>{}\s=\"]{1,128})\s*>",
-    tags=Tags(
-        r"<parameter=(?P<key>[^<>\n]+)>",
-        "</parameter>",
-        "</function>",
-        True,
-        "<parameter={key}>\n{value}\n</parameter>\n",
-        "</tool_call>",
-    ),
-    call=("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
-    between="\n",
-    marker="<tool_call>",
+MIMO = _functions(
+    "MiMo V2",
+    r"<tool_call>(\\n|\s)*<function=[\w-]+>(\\n|\s)*<parameter=[\w-]+>[^\\\s]",
+    "tool_call",
+    lines=False,
 )
-SEED = ToolFormat(
-    name="Seed-OSS",
-    sign=r"<seed:tool_call>",
-    fields=_regions(["<seed:tool_call>"], "</seed:tool_call>"),
-    head=r"<function=(?P<name>[^<>{}\s=\"]{1,128})\s*>",
-    tags=Tags(
-        r"<parameter=(?P<key>[^<>\n]+)>",
-        "</parameter>",
-        "</function>",
-        False,
-        "<parameter={key}>{value}</parameter>\n",
-    ),
-    call=("<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>"),
-    between="\n",
-    marker="<seed:tool_call>",
+QWEN_XML = _functions(
+    "Qwen 3 Coder, Qwen 3.5, Nemotron 3, Step 3.5, Granite 4.2",
+    r"<tool_call>(\\n|\s|['\"+ -]|\}\}|\{\{)*<function=|<function=(example_function_name|name)>",
+    "tool_call",
+    lines=True,
+    bare=True,
 )
-MINIMAX = ToolFormat(
-    name="MiniMax M2",
-    sign=r"<minimax:tool_call>",
-    fields=_regions("<minimax:tool_call>", "</minimax:tool_call>"),
-    head=r"<invoke name=\"?(?P<name>[^<>\"]{1,128})\"?\s*>",
+SEED = _functions("Seed-OSS", r"<seed:tool_call>", "seed:tool_call", lines=False)
+MINIMAX = _invokes("MiniMax M2", r"<minimax:tool_call>", "minimax:tool_call")
+DOTS = _invokes("dots 3", r"<dots_function_call>", "dots_function_call")
+DSML = _invokes(
+    "DeepSeek V3.2 and V4", "｜DSML｜", "｜DSML｜function_calls", "｜DSML｜tool_calls", mark="｜DSML｜", told=True
+)
+DSML_SPACED = _invokes("DeepSeek V4.1", "｜DSML｜ calls", "｜DSML｜ calls", mark="｜DSML｜ ", told=True)
+_MINIMAX = "]<]minimax[>["  # its first bracket may be taken for one too many behind a call
+MINIMAX_NESTED = ToolFormat(
+    name="MiniMax M3",
+    sign=regex.escape(_MINIMAX),
+    fields=_regions(f"{_MINIMAX}<tool_call>", f"{_MINIMAX}</tool_call>"),
+    head=rf"\]?{regex.escape(_MINIMAX[1:])}<invoke name=\"(?P<name>[^<>\"]{{1,128}})\"\s*>",
     tags=Tags(
-        r"<parameter name=\"?(?P<key>[^<>\"]+)\"?\s*>",
-        "</parameter>",
-        "</invoke>",
+        rf"{regex.escape(_MINIMAX)}<(?P<key>[^<>/]+)>",
+        f"{_MINIMAX}</{{key}}>",
+        f"{_MINIMAX}</invoke>",
         False,
-        '<parameter name="{key}">{value}</parameter>\n',
+        f"{_MINIMAX}<{{key}}>{{value}}{_MINIMAX}</{{key}}>",
+        nested=_MINIMAX,
     ),
-    before="<minimax:tool_call>\n",
-    call=('<invoke name="', '">\n', "</invoke>\n"),
+    before=f"{_MINIMAX}<tool_call>\n",
+    call=(f'{_MINIMAX}<invoke name="', '">', f"{_MINIMAX}</invoke>\n"),
     between="",
-    after="</minimax:tool_call>",
-    marker="<minimax:tool_call>",
+    after=f"{_MINIMAX}</tool_call>",
+    marker=f"{_MINIMAX}<tool_call>",
+    starts="]",
 )
-GLM = ToolFormat(
-    name="GLM 4.5 to 4.7",
-    sign=r"<arg_key>",
-    fields=_regions("<tool_call>", "</tool_call>"),
-    head=r"(?P<name>[\w.:/-]{1,128})(?P<args>[\s<])",
-    tags=_pairs("arg_key", "arg_value"),
-    call=("<tool_call>", "\n", "</tool_call>"),
-    between="\n",
-    marker="<tool_call>",
+GCML = _invokes("GigaChat 3.5", "｜GCML｜", "｜GCML｜tool_calls", mark="｜GCML｜", told=True)
+GLM = _pairs(
+    "GLM 4.5 to 5, HyperCLOVA X Think 32B, Ling 3, Laguna, Spark 2.5",
+    r"<arg_key>",
+    "tool_call",
+    "arg_key",
+    "arg_value",
 )
-LONGCAT_TAGS = ToolFormat(
-    name="LongCat Flash Lite and Thinking",
-    sign=r"<longcat_arg_key>",
-    fields=_regions("<longcat_tool_call>", "</longcat_tool_call>"),
-    head=r"(?P<name>[\w.:/-]{1,128})(?P<args>[\s<])",
-    tags=_pairs("longcat_arg_key", "longcat_arg_value"),
-    call=("<longcat_tool_call>", "\n", "</longcat_tool_call>"),
-    between="\n",
-    marker="<longcat_tool_call>",
+IQUEST = _pairs("IQuest", r"<iquest_tool_call>", "iquest_tool_call", "arg_key", "arg_value")
+LONGCAT_TAGS = _pairs(
+    "LongCat Flash Lite and Thinking",
+    r"<longcat_arg_key>",
+    "longcat_tool_call",
+    "longcat_arg_key",
+    "longcat_arg_value",
 )
+HUNYUAN = _hunyuan("Hunyuan 3", r"<tool_sep(\{\}|:opensource)>", ":opensource")
+HUNYUAN_PREVIEW = _hunyuan("Hunyuan 3 Preview", r"<tool_sep>(?s:.*)<arg_key>|<arg_key>(?s:.*)<tool_sep>", "")
 LONGCAT = ToolFormat(
     name="LongCat Flash Chat",
     sign=r"<longcat_tool_call>",
@@ -177,22 +246,6 @@ LONGCAT = ToolFormat(
     call=('<longcat_tool_call>\n{"name": "', '", "arguments": ', "}\n</longcat_tool_call>"),
     between="",
     marker="<longcat_tool_call>",
-)
-HUNYUAN = ToolFormat(
-    name="Hunyuan 3",
-    sign=r"<tool_sep(\{\}|:opensource)>",
-    fields=_regions(
-        r"re:(?:<tool_calls:opensource>\s*)?<tool_call:opensource>",
-        "</tool_call:opensource>",
-        marks=_left_out("</tool_calls:opensource>"),
-    ),
-    head=r"\s*(?P<name>[\w.:/-]{1,128})\s*<tool_sep:opensource>",
-    tags=_pairs("arg_key:opensource", "arg_value:opensource"),
-    before="<tool_calls:opensource>\n",
-    call=("<tool_call:opensource>", "<tool_sep:opensource>\n", "</tool_call:opensource>\n"),
-    between="",
-    after="</tool_calls:opensource>",
-    marker="<tool_call",
 )
 SOLAR = ToolFormat(
     name="Solar Open 2",
@@ -290,21 +343,25 @@ DEEPSEEK = ToolFormat(
     after="<｜tool▁calls▁end｜>",
     marker="<｜tool▁call",
 )
-DSML = ToolFormat(
-    name="DeepSeek V3.2 and V4",
-    sign="｜DSML｜",
+KIMI_XTML = ToolFormat(
+    name="Kimi K3",
+    sign=r"open_tag\('call'",
     fields=_regions(
-        ["<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"], ["</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"]
+        r"re:(?:<\|open\|>tools<\|sep\|>\s*)?<\|open\|>call(?=\s)",
+        "<|close|>call<|sep|>",
+        marks=_left_out(r"<\|(?:open|close)\|>response<\|sep\|>|<\|close\|>(?:tools|message)<\|sep\|>"),
     ),
-    head=r"<｜DSML｜invoke name=\"(?P<name>[^<>\"]{1,128})\"\s*>",
+    head=r"\s*tool=\"(?P<name>[^<>\"]{1,128})\"(?:\s+index=\"\d*\")?\s*<\|sep\|>",
     tags=Tags(
-        r"<｜DSML｜parameter name=\"(?P<key>[^<>\"]+)\"(?:\s+string=\"(?P<text>true|false)\")?\s*>",
-        "</｜DSML｜parameter>",
-        "</｜DSML｜invoke>",
+        r"<\|open\|>argument key=\"(?P<key>[^<>\"]+)\"(?:\s+type=\"(?P<text>\w+)\")?\s*<\|sep\|>",
+        "<|close|>argument<|sep|>",
+        "",
         False,
-        '<｜DSML｜parameter name="{key}">{value}</｜DSML｜parameter>\n',
+        '<|open|>argument key="{key}"<|sep|>{value}<|close|>argument<|sep|>',
     ),
-    marker="<｜DSML｜",
+    marker="<|open|>tools<|sep|>",
+    heads=("<|open|>", "<|close|>"),
+    always=True,
 )
 KIMI = ToolFormat(
     name="Kimi K2",
@@ -425,6 +482,15 @@ INTERN = ToolFormat(
     between=None,
     marker="<|action_start|>",
 )
+GIGACHAT = ToolFormat(
+    name="GigaChat 3 and 3.1",
+    sign=r"<\|function_call\|>|function call<\|role_sep\|>|<\|role_sep\|>(?s:.*)function call",
+    fields=_regions(r"re:<\|function_call\|>|(?:<\|message_sep\|>\s*)?function call<\|role_sep\|>", "<|message_sep|>"),
+    call=('<|function_call|>{"name": "', '", "arguments": ', "}"),
+    between=None,
+    marker="<|function_call|>",
+    starts="<f",
+)
 TOOLCALL = ToolFormat(
     name="Nemotron Nano 2",
     sign=r"<TOOLCALL>",
@@ -446,8 +512,8 @@ TOOL_CALLS = ToolFormat(
     marker="<tool_calls>",
 )
 GRANITE = ToolFormat(
-    name="Granite 3, Phi 4 mini",
-    sign=r"<\|tool_call\|>|<\|/tool\|>",
+    name="Granite 3, Phi 4 mini, FireFunction",
+    sign=r"<\|tool_call\|>|<\|/tool\|>|functools\[",
     fields=_regions(["<|tool_call|>", "functools["], "<|/tool_call|>"),
     before="<|tool_call|>[",
     call=('{"name": "', '", "arguments": ', "}"),
@@ -495,16 +561,24 @@ FORMATS = (  # the first whose sign a template has
     HARMONY,
     SEED,
     MINIMAX,
+    MINIMAX_NESTED,
+    DOTS,
     LONGCAT_TAGS,
     LONGCAT,
     HUNYUAN,
+    HUNYUAN_PREVIEW,
     SOLAR,
     SOLAR_CHANNELS,
+    IQUEST,
     GLM,
+    MIMO,
     QWEN_XML,
     MINICPM,
+    DSML_SPACED,
     DSML,
+    GCML,
     DEEPSEEK,
+    KIMI_XTML,
     KIMI,
     COHERE,
     LFM,
@@ -512,6 +586,7 @@ FORMATS = (  # the first whose sign a template has
     OLMO,
     APERTUS,
     INTERN,
+    GIGACHAT,
     TOOLCALL,
     HERMES,
     TOOL_CALLS,
