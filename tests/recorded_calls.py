@@ -776,6 +776,16 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
                 '<|tool_call_start|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]<|tool_call_end|>',
                 [PARIS],
             ),
+            # Quotes that are not escaped.
+            Recorded(
+                "<|tool_call_start|>[get_weather(city='L'Aquila', days=3), write_file(path='it's, \"so\"', content='print('a', 'b')\n"
+                "print('it's')\n'), search(query='', options={'deep': {'it's': ['a's', 'b']}}, tags=['x'])]<|tool_call_end|>",
+                [
+                    ("get_weather", {"city": "L'Aquila", "days": 3}),
+                    ("write_file", {"path": 'it\'s, "so"', "content": "print('a', 'b')\nprint('it's')\n"}),
+                    ("search", {"query": "", "options": {"deep": {"it's": ["a's", "b"]}}, "tags": ["x"]}),
+                ],
+            ),
         ],
     ),
     "OLMO": (

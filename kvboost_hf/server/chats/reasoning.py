@@ -49,8 +49,9 @@ def marks_in(template: str) -> ReasoningMarks | None:
     """The marks that a model writes, by its chat template; None for none that are known."""
     signs = ((marks, (marks.open, marks.close, marks.sign or marks.open)) for marks in _KNOWN)
     found = next((marks for marks, texts in signs if any(text in template for text in texts)), None)
-    answer = next((each for each in _ANSWERS if all(text in template for text in each)), None)
-    return found._replace(answer=answer) if found is not None else None
+    if found is None or found.open != "<think>":
+        return found
+    return found._replace(answer=next((each for each in _ANSWERS if all(text in template for text in each)), None))
 
 
 @lru_cache(maxsize=8)

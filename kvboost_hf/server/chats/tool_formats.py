@@ -452,6 +452,7 @@ LFM = ToolFormat(
     sign=r"<\|tool_(call|list)_start\|>|\A(?!(?s:.*)<tool_call>)(?s:.*)List of tools: [\[\"']",  # 2.5 names no mark
     fields=_regions("<|tool_call_start|>", "<|tool_call_end|>"),
     head=_PYTHON_NAME + r"\s*(?P<args>\()",
+    spelling=Spelling(bare_quotes=True),
     python=True,
     marker="<|tool_call_start|>",
 )
