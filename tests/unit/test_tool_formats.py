@@ -21,7 +21,7 @@ from tests.internals.server import (
     tool_calls,
     tool_formats,
 )
-from tests.recorded_calls import PARIS, RECORDED, TOOLS, Recorded
+from tests.recorded_calls import FILE, PARIS, RECORDED, TIME, TOOLS, Recorded
 
 pytestmark = pytest.mark.daily
 
@@ -414,6 +414,19 @@ def _written(known: tool_formats.ToolFormat, arguments: dict[str, Any]) -> str:
         tags = [known.tags.written.replace("{key}", key).replace("{value}", one) for key, one in values.items()]
         told = "".join(tags)
     return known.before + known.call[0] + "get_weather" + known.call[1] + told + known.call[2] + known.after
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_calls_are_read_as_they_are_written(tokenizer: Any, name: str) -> None:
+    """What goes into a history is what a model could have said."""
+    known = getattr(tool_formats, name)
+    calls = [PARIS, FILE, ("search", {"query": 'it\'s "x"', "tags": ["a"], "exact": True, "limit": None}), TIME]
+    for some in ([each] for each in calls) if known.between is None else (calls,):
+        text = known.written(some, str)
+        assert (text is None) == (known.call is None and name != "LFM")
+        if text is not None:
+            assert told(joined(read(tokenizer, RECORDED[name][0], [text], streams=False))) == (some, "", "")
+    assert known.written([PARIS, TIME], str) is None or known.between is not None
 
 
 @pytest.mark.parametrize("known", FORCED, ids=lambda known: known.name)

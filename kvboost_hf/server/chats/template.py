@@ -158,6 +158,20 @@ class Markers:
         return ids
 
 
+_OWN = f"own{secrets.token_hex(16)}own"
+_OWN_TEXT = re.compile(f"{_OWN}([0-9a-f]*){_OWN}")
+
+
+def own_text(text: str) -> str:
+    """A text of the server's own for messages, in which special tokens are such; see `with_own_texts`."""
+    return f"{_OWN}{text.encode().hex()}{_OWN}" if text else ""
+
+
+def with_own_texts(rendered: str) -> str:
+    """The output of a template with the texts that `own_text` has put into its messages."""
+    return _OWN_TEXT.sub(lambda found: bytes.fromhex(found[1]).decode(), rendered)
+
+
 class CutText:
     """The arguments of a template, with cuts.
 

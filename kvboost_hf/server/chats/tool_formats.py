@@ -1,7 +1,8 @@
 # ruff: noqa: RUF001
 """The formats in which models write tool calls: `FORMATS`, a table, and `format_of`, which finds a model's own."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -63,11 +64,40 @@ class ToolFormat:
     between: str | None = None  # text between calls; None if there is one call at most
     after: str = ""  # text behind the last call
 
+    def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]], own: Callable[[str], str]) -> str | None:
+        """Calls as the model writes them, with `own` around what is no client's; None where that is not known."""
+        if len(calls) > 1 and self.between is None:
+            return None
+        if self.call is not None:
+            before, equals, behind = self.call
+            texts = [own(before) + name + own(equals) + self._arguments(each) + own(behind) for name, each in calls]
+        elif self.python and self.before:
+            pairs = [(name, ", ".join(f"{key}={_python(one)}" for key, one in each.items())) for name, each in calls]
+            texts = [f"{name}({found})" for name, found in pairs]
+        else:
+            return None
+        return own(self.before) + own(self.between or "").join(texts) + own(self.after)
+
+    def _arguments(self, arguments: Mapping[str, Any]) -> str:
+        if self.tags is None:
+            return json.dumps(arguments, ensure_ascii=False)
+        texts = {key: one if isinstance(one, str) else json.dumps(one) for key, one in arguments.items()}
+        return "".join(self.tags.written.replace("{key}", key).replace("{value}", one) for key, one in texts.items())
+
     @property
     def opens(self) -> tuple[str, ...]:
         """Texts that calls begin with, and no other text; empty where other texts look like calls."""
         opens = self.fields["tool_calls"].get("open", self.marker)
         return () if not self.marked else (opens,) if isinstance(opens, str) else tuple(opens)
+
+
+def _python(value: Any) -> str:
+    """A value of JSON as Python writes it, with texts as in JSON."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_python(key)}: {_python(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_python, value))}]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _regions(open: str | list[str], close: str | list[str] | None = None, **more: Mapping[str, Any]) -> Fields:
@@ -454,6 +484,9 @@ LFM = ToolFormat(
     head=_PYTHON_NAME + r"\s*(?P<args>\()",
     spelling=Spelling(bare_quotes=True),
     python=True,
+    before="<|tool_call_start|>[",
+    between=", ",
+    after="]<|tool_call_end|>",
     marker="<|tool_call_start|>",
 )
 OLMO = ToolFormat(
