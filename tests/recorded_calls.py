@@ -85,6 +85,19 @@ _GLM_FOUND = (
     "</tool_call>"
 )
 
+_M3 = (
+    'I look.@<tool_call>\n@<invoke name="get_weather">@<city>Paris@</city>@<days>3@</days>@</invoke>\n'
+    '@<invoke name="get_time">@</invoke>\n'
+)
+_M3_FOUND = (
+    '@<invoke name="search">@<query><item>@</query>@<options>@<deep>@<deep>@<item>1@</item>@<item>@<a>x@</a>@</item>@</deep>'
+    "@</deep>@</options>@<tags>@</tags>@<exact>true@</exact>@</invoke>\n"
+)
+_M3_FILE = (
+    f'@<tool_call>\n@<invoke name="write_file">@<path>src/main.py@</path>@<content>{CODE}@</content>@</invoke>\n'
+    '@<invoke name="get_time">@<a>@<item>1@</item>\n@<item>@</item>@</a>@<b>@<item>1@</item>2@</b>@</invoke>\n@</tool_call>'
+)
+
 RECORDED: dict[str, tuple[str, list[Recorded]]] = {
     "HERMES": (
         "{%- if tools %}{{- '<tools>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{- \"</tools>\\n\\nFor "
@@ -207,6 +220,52 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
                 "<tool_call>\n<function=write_file>\n<parameter=path>\na\n<parameter=content>\n<a>\n</function>\n"
                 "<parameter=other>\n<parameter=path>\nb\n</function>\n</tool_call>",
                 [("write_file", {"path": "a", "content": "<a>\n</function>\n<parameter=other>\n<parameter=path>\nb"})],
+            ),
+            # Functionary 3.1.
+            Recorded(
+                'I look.<function=get_weather>{"city": "Paris", "days": 3}</function><function=get_time>{}</function>',
+                [PARIS, TIME],
+                "I look.",
+            ),
+        ],
+    ),
+    "MIMO": (
+        "{% if tools %}{{ tools }}Output the function name and arguments so:\n<tool_call>\n<function=example_function_name>\n"
+        "<parameter=example_parameter_1>value_1</parameter>\n</function>\n</tool_call>{% endif %}",
+        [
+            Recorded(
+                "I write it.\n<tool_call>\n<function=write_file>\n<parameter=path>\n a\n</parameter>\n<parameter=content>"
+                f"{CODE}</parameter>\n</function>\n</tool_call><tool_call>\n<function=get_time>\n</function>\n</tool_call>",
+                [("write_file", {"path": "\n a\n", "content": CODE}), TIME],
+                "I write it.",
+            ),
+        ],
+    ),
+    "MINIMAX_NESTED": (
+        "{%- set ns_token = ']<]minimax[>[' -%}{%- set toolcall_begin_token = ns_token ~ '<tool_call>' -%}{{ tools }}",
+        [
+            Recorded(
+                _M3.replace("@", "]<]minimax[>[")
+                + _M3_FOUND.replace("@", "]<]minimax[>[")
+                + "]<]minimax[>[</tool_call>",
+                [
+                    PARIS,
+                    TIME,
+                    (
+                        "search",
+                        {
+                            "query": "<item>",
+                            "options": {"deep": {"deep": ["1", {"a": "x"}]}},
+                            "tags": [],
+                            "exact": True,
+                        },
+                    ),
+                ],
+                "I look.",
+            ),
+            Recorded(
+                _M3_FILE.replace("@", "]<]minimax[>["),
+                [FILE, ("get_time", {"a": ["1", ""], "b": "]<]minimax[>[<item>1]<]minimax[>[</item>2"})],
             ),
         ],
     ),
@@ -332,9 +391,37 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
             ),
         ],
     ),
+    "KIMI_XTML": (
+        "{{ tools }}{{ open_tag('think') }}{{- open_tag('call', [('tool', fn.name), ('index', loop.index)]) -}}",
+        [
+            Recorded(
+                '<|open|>response<|sep|>I look.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="get_weather" '
+                'index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|><|open|>argument '
+                'key="days" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool="get_time" '
+                'index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>',
+                [PARIS, TIME],
+                "I look.",
+            ),
+            Recorded(
+                '<|open|>tools<|sep|><|open|>call tool="write_file" index="1"<|sep|><|open|>argument key="path" type="string"'
+                '<|sep|>src/main.py<|close|>argument<|sep|><|open|>argument key="content" type="string"<|sep|>'
+                f"{CODE}<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+                [FILE],
+            ),
+            Recorded(
+                '<|open|>tools<|sep|><|open|>call tool="get_time" index="1"<|sep|><|open|>argument key="a" type="array"<|sep|>[1]'
+                '<|close|>argument<|sep|><|open|>argument key="b" type="string"<|sep|>[1]<|close|>argument<|sep|>'
+                "<|close|>call<|sep|><|close|>tools<|sep|>",
+                [("get_time", {"a": [1], "b": "[1]"})],
+            ),
+            Recorded(
+                "<|open|>response<|sep|>It is <b>.<|close|>response<|sep|><|close|>message<|sep|>", [], "It is <b>."
+            ),
+        ],
+    ),
     "HARMONY": (
-        "{% if tools %}{{ tools }}{% endif %}{{- '<|start|>assistant to=functions.' + name + '<|channel|>commentary '"
-        " + content_type + '<|message|>' }}",
+        "{% if tools %}{{ tools }}{% endif %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking }}"
+        "{{- '<|start|>assistant to=' }}{{- 'functions.' + tool_call.name + '<|channel|>commentary ' }}",
         [
             Recorded(
                 "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary "
@@ -431,6 +518,40 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
             ),
         ],
     ),
+    "HUNYUAN_PREVIEW": (
+        "{% set toolsep_token = '<tool_sep>' %}{% set argkey_begin_token = '<arg_key>' %}{{ tools }}",
+        [
+            Recorded(
+                "I look.<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+                "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>get_time<tool_sep>\n</tool_call>\n"
+                "</tool_calls>",
+                [PARIS, TIME],
+                "I look.",
+            ),
+        ],
+    ),
+    "IQUEST": (
+        "{{ tools }}<iquest_tool_call>name<arg_key>",
+        [
+            Recorded(
+                "<iquest_tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days</arg_key><arg_value>"
+                "3</arg_value></iquest_tool_call><iquest_tool_call>get_time</iquest_tool_call>",
+                [PARIS, TIME],
+            ),
+        ],
+    ),
+    "GIGACHAT": (
+        '{{ tools }}{% set add_tokens = namespace(role_sep="<|role_sep|>\n", function_call="<|function_call|>") %}',
+        [
+            Recorded('<|function_call|>{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}', [PARIS]),
+            Recorded(
+                f'I write it.<|message_sep|>\n\nfunction call<|role_sep|>\n{{"name": "write_file", "arguments": {_FILE_JSON}}}'
+                "<|message_sep|>",
+                [FILE],
+                "I write it.",
+            ),
+        ],
+    ),
     "SOLAR": (
         "{{ tools }}{{ '<|tool_call:start|>' + name + '\n' }}",
         [
@@ -515,6 +636,55 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
                 '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="true">[1]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
                 "</｜DSML｜tool_calls>",
                 [("get_time", {"a": [1], "b": "[1]"})],
+            ),
+            # Objects in place of tags, and no arguments.
+            Recorded(
+                '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n{"city": "Paris", "days": 3}\n'
+                '</｜DSML｜invoke>\n<｜DSML｜invoke name="get_time"/>\n<｜DSML｜invoke name="get_time">{}'
+                "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+                [PARIS, TIME, TIME],
+            ),
+        ],
+    ),
+    "DSML_SPACED": (
+        "{{ tools }}{{ '<｜DSML｜ calls>' }}",
+        [
+            Recorded(
+                'I look.\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="get_weather">\n<｜DSML｜ parameter name="city" string="true">'
+                'Paris</｜DSML｜ parameter>\n<｜DSML｜ parameter name="days" string="false">3</｜DSML｜ parameter>\n'
+                '</｜DSML｜ invoke>\n<｜DSML｜ invoke name="get_time">\n</｜DSML｜ invoke>\n</｜DSML｜ calls>',
+                [PARIS, TIME],
+                "I look.",
+            ),
+            Recorded(
+                '<｜DSML｜ calls><｜DSML｜ invoke name="get_weather">{"city": "東京", "days": 10}</｜DSML｜ invoke></｜DSML｜ calls>',
+                [TOKYO],
+            ),
+        ],
+    ),
+    "GCML": (
+        "{{ tools }}Write <｜GCML｜tool_calls>.",
+        [
+            Recorded(
+                '<｜GCML｜tool_calls>\n<｜GCML｜invoke name="write_file">\n<｜GCML｜parameter name="path" string="true">'
+                'src/main.py</｜GCML｜parameter>\n<｜GCML｜parameter name="content" string="true">'
+                f"{CODE}</｜GCML｜parameter>\n</｜GCML｜invoke>\n</｜GCML｜tool_calls>",
+                [FILE],
+            ),
+        ],
+    ),
+    "DOTS": (
+        "{{ tools }}<dots_function_call>",
+        [
+            Recorded(
+                '<dots_function_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n<parameter '
+                'name="days">3</parameter>\n</invoke>\n</dots_function_call>\n<dots_function_call>\n<invoke name="get_time">'
+                "\n</invoke>\n</dots_function_call>",
+                [PARIS, TIME],
+            ),
+            Recorded(
+                '<dots_function_call>{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}</dots_function_call>',
+                [PARIS],
             ),
         ],
     ),
@@ -605,6 +775,16 @@ RECORDED: dict[str, tuple[str, list[Recorded]]] = {
             Recorded(
                 '<|tool_call_start|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]<|tool_call_end|>',
                 [PARIS],
+            ),
+            # Quotes that are not escaped.
+            Recorded(
+                "<|tool_call_start|>[get_weather(city='L'Aquila', days=3), write_file(path='it's, \"so\"', content='print('a', 'b')\n"
+                "print('it's')\n'), search(query='', options={'deep': {'it's': ['a's', 'b']}}, tags=['x'])]<|tool_call_end|>",
+                [
+                    ("get_weather", {"city": "L'Aquila", "days": 3}),
+                    ("write_file", {"path": 'it\'s, "so"', "content": "print('a', 'b')\nprint('it's')\n"}),
+                    ("search", {"query": "", "options": {"deep": {"it's": ["a's", "b"]}}, "tags": ["x"]}),
+                ],
             ),
         ],
     ),

@@ -15,7 +15,7 @@ from kvboost_hf.server.chats import encoding, tool_formats
 from kvboost_hf.server.chats.calls import ToolCall
 from kvboost_hf.server.chats.encoding import UNSURE_CHARS, Encoder, Reach, _Chat, reach_of
 from kvboost_hf.server.chats.merging import Abilities, abilities_of, adapted, without_changing_lines
-from kvboost_hf.server.chats.reasoning import AfterReasoning, ReasoningMarks, ReasoningReader, marks_in
+from kvboost_hf.server.chats.reasoning import AfterReasoning, AnswerFrame, ReasoningMarks, ReasoningReader, marks_in
 from kvboost_hf.server.chats.template import CutText, KnownTools, Markers, Rendering, TokenCache
 from kvboost_hf.server.chats.tool_formats import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, ToolSupport, format_of
 from kvboost_hf.server.chats.tools import Parsed, ToolCallStream, joined

@@ -30,6 +30,9 @@ TEMPLATES = {
     "r1": _TURNS + _ASKS + "<think>\n{% endif %}",
     "magistral": _TURNS.replace("<think>", "[THINK]").replace("</think>", "[/THINK]") + _ASKS + "{% endif %}",
     "gpt-oss": "Reasoning: {{ reasoning_effort or 'medium' }}\n" + _TURNS + _ASKS + "{% endif %}",
+    "minimax": _TURNS + _ASKS + "{% if thinking_mode == 'disabled' %}</mm:think>{% endif %}{% endif %}",
+    "kimi": _TURNS + _ASKS + "{{ thinking_effort or 'max' }}{% endif %}",
+    "ernie": _TURNS.replace("{{ m.content", "<response>{{ m.content }}</response>{{ ''") + _ASKS + "{% endif %}",
     "plain": _TURNS.replace(_THOUGHT, "") + _ASKS + "{% endif %}",
 }
 CHANNELS = {
@@ -150,6 +153,15 @@ def test_reasoning_that_is_not_wanted(
     assert "So it is" not in response.text
 
 
+def test_an_answer_within_marks(family: Family, engine: FakeEngine) -> None:
+    engine.says = ["<think>So it is.</think>\n\n<response>\n", "Anna.", "\n</resp", "onse>\n"]
+    at = family("ernie")
+    message = _chat(at)["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Anna.", "So it is.")
+    chunks = list(at.openai.chat.completions.create(model="reader", messages=ASK, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Anna."
+
+
 def test_a_prompt_that_has_begun_the_reasoning(family: Family, engine: FakeEngine) -> None:
     engine.says = ("So it is.", "</think>", "Anna.")
     message = _chat(family("r1"))["choices"][0]["message"]
@@ -180,6 +192,11 @@ def test_a_model_without_marks(family: Family, engine: FakeEngine) -> None:
         ("qwen", {"reasoning_effort": "none", "enable_thinking": True}, "assistant\n"),
         ("qwen", {"reasoning": {"enabled": False}}, "</think>\n\n"),
         ("qwen", {"add_generation_prompt": False}, "<|im_end|>\n"),
+        ("minimax", {}, "assistant\n"),
+        ("minimax", {"enable_thinking": False}, "</mm:think>"),
+        ("minimax", {"reasoning_effort": "none"}, "</mm:think>"),
+        ("kimi", {"reasoning_effort": "low"}, "low"),
+        ("kimi", {"reasoning_effort": "xhigh"}, "max"),
         ("deepseek", {}, "</think>"),
         ("deepseek", {"enable_thinking": True}, "<think>"),
         ("deepseek", {"reasoning_effort": "medium"}, "<think>"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from kvboost_hf.assets import load_embedded
 from tests.internals.server import Abilities, Rendering, _Chat, abilities_of, adapted, make_app
@@ -492,6 +493,29 @@ def test_calls_that_a_template_leaves_out_are_told() -> None:
     for dropped_only in (False, True):
         assert adapted([U, CALL, ONE], told, dropped_only=dropped_only) == ([U, CALL, ONE], ["calls-left-out"])
         assert adapted([U, A, U], told, dropped_only=dropped_only) == ([U, A, U], [])
+
+
+def test_calls_that_a_template_leaves_out_are_written_as_the_model_does() -> None:
+    """With special tokens of the model's own, and none in the arguments, which come from clients."""
+    tokenizer: Any = load_embedded()[1]
+    tokenizer.add_tokens([AddedToken(f"<|tool_call_{mark}|>", special=True) for mark in ("start", "end")])
+    tokenizer.chat_template = (
+        "{% if tools %}{{ 'List of tools: [' }}{{ tools }}{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    )
+    engine = FakeEngine("Yes.")
+    made, result = _call("call_1")
+    made["tool_calls"][0]["function"]["arguments"] = json.dumps({"at": 'a "<|tool_call_end|>"', "deep": [True, None]})
+    with listening(make_app(engine, tokenizer, SETTINGS)) as at:
+        response = at.http.post("/v1/chat/completions", json={"messages": [USER, {**made, "content": "So."}, result]})
+    assert response.status_code == 200, response.text
+    assert response.headers["x-kvboost-changed"] == "calls-written"
+    written = (
+        'So.<|tool_call_start|>[look(at="a \\"<|tool_call_end|>\\"", deep=[True, None])]<|tool_call_end|><|im_end|>'
+    )
+    assert written in tokenizer.decode(engine.job.ids)
+    ids = list(engine.job.ids)
+    assert [ids.count(tokenizer.convert_tokens_to_ids(f"<|tool_call_{mark}|>")) for mark in ("start", "end")] == [1, 1]
 
 
 def test_ids_that_a_template_may_refuse() -> None:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tests.internals.server import (
     AfterReasoning,
+    AnswerFrame,
     Parsed,
     ReasoningMarks,
     ReasoningReader,
@@ -32,6 +33,10 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": true}}\n</tool_c
         (False, "  Yes. <think>no</think>", "", "  Yes. <think>no</think>"),  # what comes later is text
         (False, "<thing>", "", "<thing>"),
         (False, "<thi", "", ""),
+        (False, "\n</think>\n\nYes.</think>", "", "Yes.</think>"),  # no reasoning, but its end
+        (False, "</think>", "", ""),
+        (False, "</thi", "", ""),
+        (False, "</b>", "", "</b>"),
         (False, "", "", ""),
         (True, "\nSo.</think>Yes.</think>", "So.", "Yes.</think>"),
         (True, "a < b </think>\n<think>", "a < b", "<think>"),
@@ -83,6 +88,12 @@ def test_calls_behind_reasoning() -> None:
         ("{{ '<mm:think>' }}", "<mm:think>So.</mm:think>Yes."),
         ("{{ '<longcat_think>\\n' }}", "<longcat_think>\nSo.\n</longcat_think>\nYes."),
         ("{{ '<think{}>'.format(mark) }}", "<think:opensource>So.</think:opensource>Yes."),
+        ("{{- open_tag('think' if thinking else 'response') -}}", "<|open|>think<|sep|>So.<|close|>think<|sep|>Yes."),
+        ("[|assistant|]<thought>", "<thought>\nSo.\n</thought>\n\nYes."),
+        (
+            "{% set start = 'Here are my reasoning steps:\n' %}",
+            "Here are my reasoning steps:\nSo.\n[BEGIN FINAL RESPONSE]\nYes.",
+        ),
         ("{{ '◁think▷' }}", "◁think▷So.◁/think▷Yes."),
         ("{{ message.split('</think>')[-1] }}", "<think>\nSo.\n</think>\n\nYes."),
     ],
@@ -94,6 +105,37 @@ def test_marks_are_those_of_the_chat_template(template: str, text: str) -> None:
         reader = ReasoningReader(marks, opened=False)
         assert joined([*map(reader.push, pieces), reader.finish()]) == Parsed("Yes.", (), "So.")
     assert marks_in("{{ message.content }} <thinking>") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "cut", "content"),
+    [
+        ("<answer>\nYes.\n</answer>\n", False, "Yes."),
+        ("\n<answer>Yes </b>.\n</ans", True, "Yes </b>."),
+        ("<answer>\nSo: </answer>, and\n</answer>", False, "So: </answer>, and"),
+        ("<answer>\n", True, ""),
+        ("<ans", True, ""),
+        ("<ans", False, "<ans"),
+        (" <b>Yes.</b>\n</answer>", False, " <b>Yes.</b>\n</answer>"),
+        ("<answer>\nYes.\n</ans ", False, "Yes.\n</ans "),
+        ("", False, ""),
+    ],
+)
+def test_texts_around_answers(text: str, cut: bool, content: str) -> None:
+    marks = marks_in("<think> {{ content.split('<answer>')[-1].replace('</answer>', '') }}")
+    assert marks is not None
+    assert marks.answer is not None
+    for pieces in cuts(text):
+        frame = AnswerFrame(marks.answer)
+        assert joined([*map(frame.push, pieces), frame.finish(cut=cut)]) == Parsed(content)
+
+
+def test_calls_within_texts_around_answers() -> None:
+    tokenizer = tokenizer_for(TEMPLATES["hermes"])
+    for pieces in cuts(f"So.</think>\n<answer>\nI add. {CALL}\n</answer>"):
+        frame = AnswerFrame(("<answer>", "</answer>"), ToolCallStream(tokenizer, TOOLS))
+        reader = ReasoningReader(THINK, opened=True, rest=frame)
+        assert told(joined([*map(reader.push, pieces), reader.finish()])) == ("I add.", [ADD])
 
 
 XML_TEMPLATE = "{% if tools %}{{ tools | tojson }}<tool_call>\\n<function=example_function_name>{% endif %}"

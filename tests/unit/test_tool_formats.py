@@ -21,7 +21,7 @@ from tests.internals.server import (
     tool_calls,
     tool_formats,
 )
-from tests.recorded_calls import PARIS, RECORDED, TOOLS, Recorded
+from tests.recorded_calls import FILE, PARIS, RECORDED, TIME, TOOLS, Recorded
 
 pytestmark = pytest.mark.daily
 
@@ -60,6 +60,9 @@ def test_every_format_is_recorded() -> None:
     [
         *((name, template) for name, (template, _) in RECORDED.items()),
         ("LFM", '{% set ns.system = ns.system + "List of tools: [" %}{{ tools }}'),  # LFM 2.5, in which no mark stands
+        ("GIGACHAT", "{{ tools }}{{ '<|role_sep|>' }}{{- 'function call' + role_sep -}}"),
+        ("GRANITE", "{{ tools }} prefix function calls with functools marker: functools[{...}]"),
+        ("HERMES", "{{ tools }}<tool_call>\n{'arguments': <args-dict>, 'name': <function-name>}\n</tool_call>"),
         ("HERMES", 'List of tools: [{{ tools }}] Call them so: <tool_call>{"name": f, "arguments": {}}</tool_call>'),
     ],
 )
@@ -104,6 +107,12 @@ def test_answers_that_are_cut(tokenizer: Any, name: str, template: str, recorded
         before = len(calls)
         for (_, wanted), got in zip(recorded.calls, arguments, strict=False):
             assert got.keys() <= wanted.keys()
+            for (
+                key,
+                value,
+            ) in got.items():  # a text that is cut has no half of a mark at its end, but for two characters
+                if isinstance(wanted[key], str):
+                    assert any(wanted[key].startswith(value[: len(value) - n]) for n in range(3))
 
 
 def test_a_call_that_ends_before_its_arguments_is_none(tokenizer: Any) -> None:
@@ -150,7 +159,19 @@ def pieces_of(parts: list[Parsed]) -> list[ToolCall]:
 
 
 @pytest.mark.parametrize(
-    "name", ["HERMES", "QWEN_XML", "GLM", "MISTRAL_NAMED", "DEEPSEEK", "KIMI", "HARMONY", "GEMMA"]
+    "name",
+    [
+        "HERMES",
+        "QWEN_XML",
+        "GLM",
+        "MISTRAL_NAMED",
+        "DEEPSEEK",
+        "KIMI",
+        "KIMI_XTML",
+        "MINIMAX_NESTED",
+        "HARMONY",
+        "GEMMA",
+    ],
 )
 def test_arguments_come_as_they_are_written(tokenizer: Any, name: str) -> None:
     template, recorded = RECORDED[name]
@@ -395,6 +416,19 @@ def _written(known: tool_formats.ToolFormat, arguments: dict[str, Any]) -> str:
     return known.before + known.call[0] + "get_weather" + known.call[1] + told + known.call[2] + known.after
 
 
+@pytest.mark.parametrize("name", RECORDED)
+def test_calls_are_read_as_they_are_written(tokenizer: Any, name: str) -> None:
+    """What goes into a history is what a model could have said."""
+    known = getattr(tool_formats, name)
+    calls = [PARIS, FILE, ("search", {"query": 'it\'s "x"', "tags": ["a"], "exact": True, "limit": None}), TIME]
+    for some in ([each] for each in calls) if known.between is None else (calls,):
+        text = known.written(some, str)
+        assert (text is None) == (known.call is None and name != "LFM")
+        if text is not None:
+            assert told(joined(read(tokenizer, RECORDED[name][0], [text], streams=False))) == (some, "", "")
+    assert known.written([PARIS, TIME], str) is None or known.between is not None
+
+
 @pytest.mark.parametrize("known", FORCED, ids=lambda known: known.name)
 def test_calls_that_must_come(tokenizer: Any, known: tool_formats.ToolFormat) -> None:
     """What the grammar allows is found as a call, and what has not the arguments that it must have is not allowed."""
@@ -482,7 +516,7 @@ def test_tags_need_properties_at_the_top(tokenizer: Any) -> None:
         assert all(map(forced, taken))
 
 
-@pytest.mark.parametrize("name", ["LFM", "OLMO", "PYTHONIC", "GEMMA", "DSML"])
+@pytest.mark.parametrize("name", ["LFM", "OLMO", "PYTHONIC", "GEMMA", "DSML", "KIMI_XTML"])
 def test_calls_that_cannot_be_forced(tokenizer: Any, name: str) -> None:
     tokenizer.chat_template = RECORDED[name][0]
     with pytest.raises(ValueError, match="cannot be forced with this model"):

@@ -16,6 +16,7 @@ from kvboost_hf.server.apis.answers import CallReaders, RequestJobs
 from kvboost_hf.server.apis.context import RouteContext
 from kvboost_hf.server.chats.reasoning import (
     AfterReasoning,
+    AnswerFrame,
     AnswerReader,
     ReasoningMarks,
     ReasoningReader,
@@ -127,7 +128,8 @@ class Reading:
         if self.marks is None:
             return calls
         opens = calls.opens if calls is not None else ()
-        return ReasoningReader(self.marks, opened=self.opened, rest=calls, calls=opens)
+        rest = calls if self.marks.answer is None else AnswerFrame(self.marks.answer, calls)
+        return ReasoningReader(self.marks, opened=self.opened, rest=rest, calls=opens)
 
     def constrained(self, constraint: Constraint | None) -> Constraint | None:
         """A constraint that begins behind the reasoning, where the prompt has begun one."""

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -27,8 +28,11 @@ from kvboost_hf.server.chats.template import (
     Rendering,
     TokenCache,
     forget_words,
+    own_text,
     texts_in,
+    with_own_texts,
 )
+from kvboost_hf.server.chats.tool_formats import known_format
 from kvboost_hf.server.fair_share import Turns, in_thread
 from kvboost_hf.server.http.errors import ApiError, refused
 from kvboost_hf.server.http.metrics import note_changed
@@ -210,13 +214,15 @@ class Encoder:
         if chat.alternates:
             return chat.rendered(self._tokenizer), chat
         abilities = self._abilities_for(chat)
-        messages, changes = adapted(chat.messages, abilities, dropped_only=True)
+        known = known_format(str(self._tokenizer.chat_template or ""))
+        write = partial(known.written, own=own_text) if known is not None else None
+        messages, changes = adapted(chat.messages, abilities, dropped_only=True, write=write)
         kept = replace(chat, messages=messages)
         try:
             text = kept.rendered(self._tokenizer)
         except ApiError:
             for may in (abilities, Abilities()):
-                messages, changes = adapted(chat.messages, may)
+                messages, changes = adapted(chat.messages, may, write=write)
                 changed = replace(chat, messages=messages)
                 with suppress(ApiError):
                     text, kept = changed.rendered(self._tokenizer), changed
@@ -378,7 +384,7 @@ class _Chat:
             raise refused(
                 "messages", f"The model's chat template refuses them: {str(error)[:_ERROR_CHARS]}"
             ) from error
-        return str(text)
+        return with_own_texts(str(text))
 
 
 def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:

@@ -10,15 +10,17 @@ in each request of a chat, and prompts that go on begin as before.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from kvboost_hf.server.chats.values import arguments_of
 from kvboost_hf.server.http.metrics import note_changed
 
 Messages = list[dict[str, Any]]
 Ability = Literal["taken", "dropped", "refused"]
+Write = Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str | None]
 _BETWEEN = "\n\n"  # texts of several messages
 _ID_CHARS = 9  # which Mistral's templates want
 _NO_USER = "(The assistant begins.)"
@@ -115,10 +117,12 @@ def _try(
     return "taken" if shown and not lost else "dropped"
 
 
-def adapted(messages: Messages, abilities: Abilities, *, dropped_only: bool = False) -> tuple[Messages, list[str]]:
+def adapted(
+    messages: Messages, abilities: Abilities, *, dropped_only: bool = False, write: Write | None = None
+) -> tuple[Messages, list[str]]:
     """Messages as a template takes them, and the names of what was changed.
 
-    With `dropped_only` only messages that the template would leave out.
+    With `dropped_only` only messages that the template would leave out. `write` gives calls as the model writes them.
 
     Example:
         >>> chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello."}]
@@ -141,8 +145,8 @@ def adapted(messages: Messages, abilities: Abilities, *, dropped_only: bool = Fa
     elif lacks(abilities.many_calls):
         found = list(_with_one_call_each(found, changes))
     calls = not lacks(abilities.tool) and any(message.get("tool_calls") for message in found)
-    if calls and abilities.named_calls == "dropped":  # nothing is written in their place: models repeat what they read
-        changes["calls-left-out"] = None
+    if calls and abilities.named_calls == "dropped":
+        found = [_with_written_calls(message, write, changes) for message in found]
     if calls and not dropped_only:
         if abilities.calls == "refused" and abilities.text_calls == "taken":
             found = [_with_text_arguments(message, changes) for message in found]
@@ -206,6 +210,17 @@ def _without_tools(message: dict[str, Any], changes: dict[str, None]) -> dict[st
         for call in message["tool_calls"]
     ]
     return {**found, "content": "\n".join(filter(None, [found["content"], *lines]))}
+
+
+def _with_written_calls(message: dict[str, Any], write: Write | None, changes: dict[str, None]) -> dict[str, Any]:
+    """Calls as the model writes them; in no other form, as models repeat what they read."""
+    if not message.get("tool_calls"):
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [(one["name"], json.loads(arguments_of(_as_text(one["arguments"])) or "{}")) for one in functions]
+    text = write(calls) if write is not None else None
+    changes["calls-left-out" if text is None else "calls-written"] = None
+    return message if text is None else {**message, "content": f"{message['content']}{text}"}
 
 
 def _with_one_call_each(messages: Messages, changes: dict[str, None]) -> Iterator[dict[str, Any]]:

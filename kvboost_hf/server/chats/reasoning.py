@@ -19,6 +19,8 @@ class ReasoningMarks(NamedTuple):
 
     open: str
     close: str
+    sign: str = ""  # a text of chat templates that make the marks of parts
+    answer: tuple[str, str] | None = None  # the texts around what comes behind the reasoning; None for none
 
 
 _KNOWN = (  # the first that a template has: those of one family come before `<think>`, which others write, too
@@ -31,9 +33,13 @@ _KNOWN = (  # the first that a template has: those of one family come before `<t
     ReasoningMarks("<mm:think>", "</mm:think>"),  # MiniMax M3
     ReasoningMarks("<longcat_think>", "</longcat_think>"),
     ReasoningMarks("◁think▷", "◁/think▷"),  # Kimi VL
-    ReasoningMarks("<think:opensource>", "</think:opensource>"),  # Hunyuan 3
+    ReasoningMarks("<|open|>think<|sep|>", "<|close|>think<|sep|>", "open_tag('think'"),  # Kimi K3
+    ReasoningMarks("<think:opensource>", "</think:opensource>", "<think{}>"),  # Hunyuan 3
     ReasoningMarks("<think>", "</think>"),
+    ReasoningMarks("<thought>", "</thought>"),  # EXAONE Deep
+    ReasoningMarks("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),  # Apriel
 )
+_ANSWERS = (("<response>", "</response>"), ("<answer>", "</answer>"))  # ERNIE, Hunyuan A13B
 # What may follow the text that a call begins with: more of a mark, an object, or a name and its arguments.
 _MAY_CALL = re.compile(r"\S*(?:>|\Z)|\s*(?:\Z|[\[{<]|[\w.:/-]+\s*(?:\Z|[\[({<]))")
 
@@ -41,8 +47,11 @@ _MAY_CALL = re.compile(r"\S*(?:>|\Z)|\s*(?:\Z|[\[{<]|[\w.:/-]+\s*(?:\Z|[\[({<]))
 @lru_cache(maxsize=16)
 def marks_in(template: str) -> ReasoningMarks | None:
     """The marks that a model writes, by its chat template; None for none that are known."""
-    template = template.replace("{}>", ":opensource>")  # Hunyuan 3 makes its marks with `format`
-    return next((marks for marks in _KNOWN if marks.open in template or marks.close in template), None)
+    signs = ((marks, (marks.open, marks.close, marks.sign or marks.open)) for marks in _KNOWN)
+    found = next((marks for marks, texts in signs if any(text in template for text in texts)), None)
+    if found is None or found.open != "<think>":
+        return found
+    return found._replace(answer=next((each for each in _ANSWERS if all(text in template for text in each)), None))
 
 
 @lru_cache(maxsize=8)
@@ -105,7 +114,12 @@ class ReasoningReader:
             if self._marks.open.startswith(begun):
                 self._open(begun == self._marks.open)
                 return Parsed()
+            if not self.thinking and self._marks.close.startswith(begun) and begun != self._marks.close:
+                return Parsed()
             self._opens = False
+            if not self.thinking and begun.startswith(self._marks.close):  # so MiniMax M3 answers without reasoning
+                self._bare, self._held = True, ""
+                return self._said(begun.removeprefix(self._marks.close))
             if begun.startswith(self._marks.open):
                 self.thinking = self._bare = True
                 self._held = begun.removeprefix(self._marks.open)
@@ -115,7 +129,7 @@ class ReasoningReader:
         return self._thought()
 
     def finish(self, *, cut: bool = False) -> Parsed:
-        held, self._held = without_half_mark(self._held, self._marks) if cut else self._held, ""
+        held, self._held = without_half_mark(self._held, self._marks[:2]) if cut else self._held, ""
         if not self.thinking:
             last = self._said(held)
             return joined([last, self._rest.finish(cut=cut)]) if self._rest is not None else last
@@ -161,6 +175,62 @@ class ReasoningReader:
             text = text.lstrip()
             self._bare = not text
         return text
+
+
+class AnswerFrame:
+    """Leaves out the texts around an answer, such as `<answer>` and `</answer>`, with the white space beside them.
+
+    Args:
+        marks: The texts around the answer. An answer that does not begin with the first one is left as it is.
+        rest: Reads what is between them; None for text alone.
+
+    Example:
+        >>> frame = AnswerFrame(("<answer>", "</answer>"))
+        >>> [frame.push(text).content for text in ("<answer>\\n", "Yes.", "\\n</ans", "wer>\\n")]
+        ['', 'Yes.', '', '']
+    """
+
+    thinking = False
+
+    def __init__(self, marks: tuple[str, str], rest: AnswerReader | None = None) -> None:
+        self._marks, self._rest = marks, rest
+        self._begins, self._framed = True, False
+        self._held = ""
+
+    def push(self, text: str) -> Parsed:
+        self._held += text
+        if self._begins:
+            begun = self._held.lstrip()
+            if not self._framed and begun != self._marks[0] and self._marks[0].startswith(begun):
+                return Parsed()
+            self._framed = self._framed or begun.startswith(self._marks[0])
+            if self._framed:
+                begun = self._held = begun.removeprefix(self._marks[0]).lstrip()
+            self._begins = not begun
+        return self._said(self._sure() if self._framed else len(self._held))
+
+    def finish(self, *, cut: bool = False) -> Parsed:
+        held = self._held
+        if self._framed and held.rstrip().endswith(self._marks[1]):
+            self._held = held.rstrip().removesuffix(self._marks[1]).rstrip()
+        elif cut and (self._begins or self._framed):
+            kept = without_half_mark(held, self._marks)
+            self._held = kept.rstrip() if len(kept) < len(held) else held
+        last = self._said(len(self._held))
+        return joined([last, self._rest.finish(cut=cut)]) if self._rest is not None else last
+
+    def _sure(self) -> int:
+        """How many characters of what is held do not belong to the text behind the answer."""
+        text = self._held.rstrip()
+        if text.endswith(self._marks[1]):
+            text = text.removesuffix(self._marks[1])
+        elif text == self._held:
+            text = text[: len(text) - overlap(text, self._marks[1])]
+        return len(text.rstrip())
+
+    def _said(self, size: int) -> Parsed:
+        text, self._held = self._held[:size], self._held[size:]
+        return self._rest.push(text) if self._rest is not None and text else Parsed(text)
 
 
 class AfterReasoning:

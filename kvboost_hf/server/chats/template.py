@@ -35,6 +35,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from kvboost_hf.server.fair_share import FairCache
 
 _NO_EFFORT = ("none", "minimal")
+_KIMI_EFFORTS = ("low", "medium", "high", "max")  # others are refused by its template
 # Not for clients: the arguments of the renderer, and the texts of special tokens.
 RESERVED = frozenset(
     {
@@ -78,7 +79,10 @@ def reasoning_arguments(thinks: bool | None, effort: str | None) -> dict[str, An
     if thinks is None and effort is not None:
         thinks = effort not in _NO_EFFORT
     if thinks is not None:
-        found |= {"enable_thinking": thinks, "thinking": thinks}  # Qwen 3, SmolLM 3, GLM; DeepSeek, Granite
+        found |= {"enable_thinking": thinks, "thinking": thinks}  # Qwen 3, SmolLM 3, GLM; DeepSeek, Granite, Kimi K3
+        found["thinking_mode"] = "enabled" if thinks else "disabled"  # MiniMax M3
+    if effort in _KIMI_EFFORTS:
+        found["thinking_effort"] = effort
     return found
 
 
@@ -152,6 +156,20 @@ class Markers:
         if sum(token in special for token in ids) > len(markers):
             raise ForgedMarkerError("its vocabulary has them as pieces of text, too")
         return ids
+
+
+_OWN = f"own{secrets.token_hex(16)}own"
+_OWN_TEXT = re.compile(f"{_OWN}([0-9a-f]*){_OWN}")
+
+
+def own_text(text: str) -> str:
+    """A text of the server's own for messages, in which special tokens are such; see `with_own_texts`."""
+    return f"{_OWN}{text.encode().hex()}{_OWN}" if text else ""
+
+
+def with_own_texts(rendered: str) -> str:
+    """The output of a template with the texts that `own_text` has put into its messages."""
+    return _OWN_TEXT.sub(lambda found: bytes.fromhex(found[1]).decode(), rendered)
 
 
 class CutText:

@@ -1,7 +1,8 @@
 # ruff: noqa: RUF001
 """The formats in which models write tool calls: `FORMATS`, a table, and `format_of`, which finds a model's own."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,18 +19,22 @@ Fields = Mapping[str, Mapping[str, Any]]
 class Tags(NamedTuple):
     """How arguments are written as tags, one for each."""
 
-    open: str  # a pattern of what comes before a value, with its `key`, and a `text` of "true" or "false" if told
-    close: str  # the text behind a value
+    # A pattern of what comes before a value, with its `key`, and, where models tell, its type as `text`: "true" and
+    # "string" for a text, all else for other values.
+    open: str
+    close: str  # the text behind a value, with its `{key}` if that is in it
     call_close: str  # the text behind the last value
     lines: bool  # whether a line end at each end of a value belongs to the tags
     written: str  # a tag with `{key}` and `{value}`, as the model writes it
     behind: str = ""  # the text behind a call, by which its end is known where a value lacks its closing tag
     quotes: tuple[str, str] = ("", "")  # texts that may stand around a value within its tags
+    empty: str = ""  # the text that may stand in place of arguments, and of `call_close`
+    nested: str = ""  # what tags in values begin with, where objects and lists are written as tags, too
 
-    @property
-    def end(self) -> str:
+    def end(self, key: str) -> str:
         """What ends a value, with its line end."""
-        return f"\n{self.close}" if self.lines else self.close
+        close = self.close.replace("{key}", key)
+        return f"\n{close}" if self.lines else close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +64,40 @@ class ToolFormat:
     between: str | None = None  # text between calls; None if there is one call at most
     after: str = ""  # text behind the last call
 
+    def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]], own: Callable[[str], str]) -> str | None:
+        """Calls as the model writes them, with `own` around what is no client's; None where that is not known."""
+        if len(calls) > 1 and self.between is None:
+            return None
+        if self.call is not None:
+            before, equals, behind = self.call
+            texts = [own(before) + name + own(equals) + self._arguments(each) + own(behind) for name, each in calls]
+        elif self.python and self.before:
+            pairs = [(name, ", ".join(f"{key}={_python(one)}" for key, one in each.items())) for name, each in calls]
+            texts = [f"{name}({found})" for name, found in pairs]
+        else:
+            return None
+        return own(self.before) + own(self.between or "").join(texts) + own(self.after)
+
+    def _arguments(self, arguments: Mapping[str, Any]) -> str:
+        if self.tags is None:
+            return json.dumps(arguments, ensure_ascii=False)
+        texts = {key: one if isinstance(one, str) else json.dumps(one) for key, one in arguments.items()}
+        return "".join(self.tags.written.replace("{key}", key).replace("{value}", one) for key, one in texts.items())
+
     @property
     def opens(self) -> tuple[str, ...]:
         """Texts that calls begin with, and no other text; empty where other texts look like calls."""
         opens = self.fields["tool_calls"].get("open", self.marker)
         return () if not self.marked else (opens,) if isinstance(opens, str) else tuple(opens)
+
+
+def _python(value: Any) -> str:
+    """A value of JSON as Python writes it, with texts as in JSON."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_python(key)}: {_python(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_python, value))}]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _regions(open: str | list[str], close: str | list[str] | None = None, **more: Mapping[str, Any]) -> Fields:
@@ -82,94 +116,159 @@ def _left_out(pattern: str) -> dict[str, Any]:
     return {"open_pattern": pattern, "close_pattern": "", "repeats": True}
 
 
-def _pairs(key: str, value: str) -> Tags:
-    """Arguments as two elements each, of these names."""
-    opened = rf"<{key}>\s*(?P<key>[^<>]+?)\s*</{key}>\s*<{value}>"
-    return Tags(opened, f"</{value}>", "", False, f"<{key}>{{key}}</{key}>\n<{value}>{{value}}</{value}>\n")
-
-
 _NAME = r"(?P<name>[\w.:/-]{1,128})"
 _PYTHON_NAME = r"(?P<name>[^\W\d][\w.-]{0,127})"
+_BARE_NAME = r"(?P<name>[^<>{}\s=\"]{1,128})"
+
+
+def _functions(name: str, sign: str, call: str, *, lines: bool, bare: bool = False) -> ToolFormat:
+    """Calls as `<function=…>` with `<parameter=…>` in an element `call`, whose opening tag may lack if `bare`."""
+    end = "\n" if lines else ""
+    return ToolFormat(
+        name=name,
+        sign=sign,
+        fields=_regions([f"<{call}>", *(["<function="] if bare else [])], f"</{call}>"),
+        head=rf"(?:<function=){'?' if bare else ''}{_BARE_NAME}\s*>",
+        tags=Tags(
+            r"<parameter=(?P<key>[^<>\n]+)>",
+            "</parameter>",
+            "</function>",
+            lines,
+            f"<parameter={{key}}>{end}{{value}}{end}</parameter>\n",
+            f"</{call}>" if bare else "",
+        ),
+        call=(f"<{call}>\n<function=", ">\n", f"</function>\n</{call}>"),
+        between="\n",
+        marker=f"<{call}>",
+    )
+
+
+def _invokes(name: str, sign: str, *blocks: str, mark: str = "", told: bool = False) -> ToolFormat:
+    """Calls as elements `invoke` with elements `parameter`, whose names begin with `mark`, in one of the `blocks`.
+
+    `told` says whether the model tells which values are texts, so that a grammar cannot have it.
+    """
+    begun = regex.escape(mark)
+    return ToolFormat(
+        name=name,
+        sign=sign,
+        fields=_regions([f"<{block}>" for block in blocks], [f"</{block}>" for block in blocks]),
+        head=rf"<{begun}invoke name=\"?(?P<name>[^<>\"]{{1,128}}?)\"?\s*(?:(?P<args>/>)|>)",
+        tags=Tags(
+            rf"<{begun}parameter name=\"?(?P<key>[^<>\"]+)\"?(?:\s+string=\"(?P<text>true|false)\")?\s*>",
+            f"</{mark}parameter>",
+            f"</{mark}invoke>",
+            False,
+            f'<{mark}parameter name="{{key}}">{{value}}</{mark}parameter>\n',
+            empty="/>",
+        ),
+        before=f"<{blocks[0]}>\n",
+        call=None if told else (f'<{mark}invoke name="', '">\n', f"</{mark}invoke>\n"),
+        between="",
+        after=f"</{blocks[0]}>",
+        marker=f"<{mark or blocks[0]}",
+    )
+
+
+def _pairs(name: str, sign: str, call: str, key: str, value: str, *, block: str = "", behind: str = "") -> ToolFormat:
+    """Calls as elements `call`, in a `block` if there is one: the name, `behind` it a text, and pairs of elements."""
+    opened, closed, line = f"<{call}>", f"</{call}>", "\n" if block else ""
+    fields = _regions(opened, closed)
+    if block:
+        found = rf"re:(?:{regex.escape(f'<{block}>')}\s*)?{regex.escape(opened)}"
+        fields = _regions(found, closed, marks=_left_out(regex.escape(f"</{block}>")))
+    return ToolFormat(
+        name=name,
+        sign=sign,
+        fields=fields,
+        head=_NAME + (rf"\s*{regex.escape(behind)}" if behind else r"(?P<args>[\s<])"),
+        tags=Tags(
+            rf"<{key}>\s*(?P<key>[^<>]+?)\s*</{key}>\s*<{value}>",
+            f"</{value}>",
+            "",
+            False,
+            f"<{key}>{{key}}</{key}>\n<{value}>{{value}}</{value}>\n",
+        ),
+        before=f"<{block}>\n" if block else "",
+        call=(opened, f"{behind}\n", f"{closed}{line}"),
+        between="" if block else "\n",
+        after=f"</{block}>" if block else "",
+        marker="<tool_call" if block else opened,
+    )
+
+
+def _hunyuan(name: str, sign: str, mark: str) -> ToolFormat:
+    names = (f"{each}{mark}" for each in ("tool_call", "arg_key", "arg_value"))
+    return _pairs(name, sign, *names, block=f"tool_calls{mark}", behind=f"<tool_sep{mark}>")
+
 
 HERMES = ToolFormat(
-    name="Hermes, Qwen 2.5 and 3, Granite 4, SmolLM 3, ERNIE",
-    sign=r"<tool_call>(\\n|[^\w<]|\{%.{0,40}?%\})*\\?[\"']?name",
+    name="Hermes, Qwen 2.5 and 3, Granite 4, SmolLM 3, ERNIE, EXAONE 4, Falcon-H1, Trinity",
+    sign=r"<tool_call>(\\n|[^\w<]|\{%.{0,40}?%\})*(\\?[\"']?name|\\?[\"']arguments)",
     fields=_regions("<tool_call>", "</tool_call>"),
     call=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
     between="\n",
     marker="<tool_call>",
 )
-QWEN_XML = ToolFormat(
-    name="Qwen 3 Coder, Qwen 3.5, Nemotron 3, Step 3.5",
-    sign=r"<tool_call>(\\n|\s|['\"+ -]|\}\}|\{\{)*<function=|<function=(example_function_name|name)>",
-    fields=_regions(["<tool_call>", "<function="], "</tool_call>"),
-    head=r"(?:<function=)?(?P<name>[^<>{}\s=\"]{1,128})\s*>",
-    tags=Tags(
-        r"<parameter=(?P<key>[^<>\n]+)>",
-        "</parameter>",
-        "</function>",
-        True,
-        "<parameter={key}>\n{value}\n</parameter>\n",
-        "</tool_call>",
-    ),
-    call=("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
-    between="\n",
-    marker="<tool_call>",
+MIMO = _functions(
+    "MiMo V2",
+    r"<tool_call>(\\n|\s)*<function=[\w-]+>(\\n|\s)*<parameter=[\w-]+>[^\\\s]",
+    "tool_call",
+    lines=False,
 )
-SEED = ToolFormat(
-    name="Seed-OSS",
-    sign=r"<seed:tool_call>",
-    fields=_regions(["<seed:tool_call>"], "</seed:tool_call>"),
-    head=r"<function=(?P<name>[^<>{}\s=\"]{1,128})\s*>",
-    tags=Tags(
-        r"<parameter=(?P<key>[^<>\n]+)>",
-        "</parameter>",
-        "</function>",
-        False,
-        "<parameter={key}>{value}</parameter>\n",
-    ),
-    call=("<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>"),
-    between="\n",
-    marker="<seed:tool_call>",
+QWEN_XML = _functions(
+    "Qwen 3 Coder, Qwen 3.5, Nemotron 3, Step 3.5, Granite 4.2",
+    r"<tool_call>(\\n|\s|['\"+ -]|\}\}|\{\{)*<function=|<function=(example_function_name|name)>",
+    "tool_call",
+    lines=True,
+    bare=True,
 )
-MINIMAX = ToolFormat(
-    name="MiniMax M2",
-    sign=r"<minimax:tool_call>",
-    fields=_regions("<minimax:tool_call>", "</minimax:tool_call>"),
-    head=r"<invoke name=\"?(?P<name>[^<>\"]{1,128})\"?\s*>",
+SEED = _functions("Seed-OSS", r"<seed:tool_call>", "seed:tool_call", lines=False)
+MINIMAX = _invokes("MiniMax M2", r"<minimax:tool_call>", "minimax:tool_call")
+DOTS = _invokes("dots 3", r"<dots_function_call>", "dots_function_call")
+DSML = _invokes(
+    "DeepSeek V3.2 and V4", "｜DSML｜", "｜DSML｜function_calls", "｜DSML｜tool_calls", mark="｜DSML｜", told=True
+)
+DSML_SPACED = _invokes("DeepSeek V4.1", "｜DSML｜ calls", "｜DSML｜ calls", mark="｜DSML｜ ", told=True)
+_MINIMAX = "]<]minimax[>["  # its first bracket may be taken for one too many behind a call
+MINIMAX_NESTED = ToolFormat(
+    name="MiniMax M3",
+    sign=regex.escape(_MINIMAX),
+    fields=_regions(f"{_MINIMAX}<tool_call>", f"{_MINIMAX}</tool_call>"),
+    head=rf"\]?{regex.escape(_MINIMAX[1:])}<invoke name=\"(?P<name>[^<>\"]{{1,128}})\"\s*>",
     tags=Tags(
-        r"<parameter name=\"?(?P<key>[^<>\"]+)\"?\s*>",
-        "</parameter>",
-        "</invoke>",
+        rf"{regex.escape(_MINIMAX)}<(?P<key>[^<>/]+)>",
+        f"{_MINIMAX}</{{key}}>",
+        f"{_MINIMAX}</invoke>",
         False,
-        '<parameter name="{key}">{value}</parameter>\n',
+        f"{_MINIMAX}<{{key}}>{{value}}{_MINIMAX}</{{key}}>",
+        nested=_MINIMAX,
     ),
-    before="<minimax:tool_call>\n",
-    call=('<invoke name="', '">\n', "</invoke>\n"),
+    before=f"{_MINIMAX}<tool_call>\n",
+    call=(f'{_MINIMAX}<invoke name="', '">', f"{_MINIMAX}</invoke>\n"),
     between="",
-    after="</minimax:tool_call>",
-    marker="<minimax:tool_call>",
+    after=f"{_MINIMAX}</tool_call>",
+    marker=f"{_MINIMAX}<tool_call>",
+    starts="]",
 )
-GLM = ToolFormat(
-    name="GLM 4.5 to 4.7",
-    sign=r"<arg_key>",
-    fields=_regions("<tool_call>", "</tool_call>"),
-    head=r"(?P<name>[\w.:/-]{1,128})(?P<args>[\s<])",
-    tags=_pairs("arg_key", "arg_value"),
-    call=("<tool_call>", "\n", "</tool_call>"),
-    between="\n",
-    marker="<tool_call>",
+GCML = _invokes("GigaChat 3.5", "｜GCML｜", "｜GCML｜tool_calls", mark="｜GCML｜", told=True)
+GLM = _pairs(
+    "GLM 4.5 to 5, HyperCLOVA X Think 32B, Ling 3, Laguna, Spark 2.5",
+    r"<arg_key>",
+    "tool_call",
+    "arg_key",
+    "arg_value",
 )
-LONGCAT_TAGS = ToolFormat(
-    name="LongCat Flash Lite and Thinking",
-    sign=r"<longcat_arg_key>",
-    fields=_regions("<longcat_tool_call>", "</longcat_tool_call>"),
-    head=r"(?P<name>[\w.:/-]{1,128})(?P<args>[\s<])",
-    tags=_pairs("longcat_arg_key", "longcat_arg_value"),
-    call=("<longcat_tool_call>", "\n", "</longcat_tool_call>"),
-    between="\n",
-    marker="<longcat_tool_call>",
+IQUEST = _pairs("IQuest", r"<iquest_tool_call>", "iquest_tool_call", "arg_key", "arg_value")
+LONGCAT_TAGS = _pairs(
+    "LongCat Flash Lite and Thinking",
+    r"<longcat_arg_key>",
+    "longcat_tool_call",
+    "longcat_arg_key",
+    "longcat_arg_value",
 )
+HUNYUAN = _hunyuan("Hunyuan 3", r"<tool_sep(\{\}|:opensource)>", ":opensource")
+HUNYUAN_PREVIEW = _hunyuan("Hunyuan 3 Preview", r"<tool_sep>(?s:.*)<arg_key>|<arg_key>(?s:.*)<tool_sep>", "")
 LONGCAT = ToolFormat(
     name="LongCat Flash Chat",
     sign=r"<longcat_tool_call>",
@@ -177,22 +276,6 @@ LONGCAT = ToolFormat(
     call=('<longcat_tool_call>\n{"name": "', '", "arguments": ', "}\n</longcat_tool_call>"),
     between="",
     marker="<longcat_tool_call>",
-)
-HUNYUAN = ToolFormat(
-    name="Hunyuan 3",
-    sign=r"<tool_sep(\{\}|:opensource)>",
-    fields=_regions(
-        r"re:(?:<tool_calls:opensource>\s*)?<tool_call:opensource>",
-        "</tool_call:opensource>",
-        marks=_left_out("</tool_calls:opensource>"),
-    ),
-    head=r"\s*(?P<name>[\w.:/-]{1,128})\s*<tool_sep:opensource>",
-    tags=_pairs("arg_key:opensource", "arg_value:opensource"),
-    before="<tool_calls:opensource>\n",
-    call=("<tool_call:opensource>", "<tool_sep:opensource>\n", "</tool_call:opensource>\n"),
-    between="",
-    after="</tool_calls:opensource>",
-    marker="<tool_call",
 )
 SOLAR = ToolFormat(
     name="Solar Open 2",
@@ -290,21 +373,25 @@ DEEPSEEK = ToolFormat(
     after="<｜tool▁calls▁end｜>",
     marker="<｜tool▁call",
 )
-DSML = ToolFormat(
-    name="DeepSeek V3.2 and V4",
-    sign="｜DSML｜",
+KIMI_XTML = ToolFormat(
+    name="Kimi K3",
+    sign=r"open_tag\('call'",
     fields=_regions(
-        ["<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"], ["</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"]
+        r"re:(?:<\|open\|>tools<\|sep\|>\s*)?<\|open\|>call(?=\s)",
+        "<|close|>call<|sep|>",
+        marks=_left_out(r"<\|(?:open|close)\|>response<\|sep\|>|<\|close\|>(?:tools|message)<\|sep\|>"),
     ),
-    head=r"<｜DSML｜invoke name=\"(?P<name>[^<>\"]{1,128})\"\s*>",
+    head=r"\s*tool=\"(?P<name>[^<>\"]{1,128})\"(?:\s+index=\"\d*\")?\s*<\|sep\|>",
     tags=Tags(
-        r"<｜DSML｜parameter name=\"(?P<key>[^<>\"]+)\"(?:\s+string=\"(?P<text>true|false)\")?\s*>",
-        "</｜DSML｜parameter>",
-        "</｜DSML｜invoke>",
+        r"<\|open\|>argument key=\"(?P<key>[^<>\"]+)\"(?:\s+type=\"(?P<text>\w+)\")?\s*<\|sep\|>",
+        "<|close|>argument<|sep|>",
+        "",
         False,
-        '<｜DSML｜parameter name="{key}">{value}</｜DSML｜parameter>\n',
+        '<|open|>argument key="{key}"<|sep|>{value}<|close|>argument<|sep|>',
     ),
-    marker="<｜DSML｜",
+    marker="<|open|>tools<|sep|>",
+    heads=("<|open|>", "<|close|>"),
+    always=True,
 )
 KIMI = ToolFormat(
     name="Kimi K2",
@@ -326,7 +413,7 @@ _BUILT_IN = r"\s*to=(?!functions\.|(?:all|user|assistant)[\s<])[^\s<]+"
 _MESSAGE = r"(?:\s*<\|constrain\|>\s*[^\s<]+|\s+(?!to=)[^\s<]+)?\s*<\|message\|>"  # behind the type of the content
 HARMONY = ToolFormat(
     name="gpt-oss",
-    sign=r"<\|channel\|>(?s:.*)to=functions|to=functions(?s:.*)<\|channel\|>",
+    sign=r"<\|channel\|>(?:analysis|commentary)",
     # A recipient stands in the section of the role, which the prompt may have begun, or in that of the channel.
     fields=_regions(
         r"re:(?:(?:<\|start\|>assistant)?<\|channel\|>\w+|<\|start\|>assistant|\A)\s*to=functions\.",
@@ -395,7 +482,11 @@ LFM = ToolFormat(
     sign=r"<\|tool_(call|list)_start\|>|\A(?!(?s:.*)<tool_call>)(?s:.*)List of tools: [\[\"']",  # 2.5 names no mark
     fields=_regions("<|tool_call_start|>", "<|tool_call_end|>"),
     head=_PYTHON_NAME + r"\s*(?P<args>\()",
+    spelling=Spelling(bare_quotes=True),
     python=True,
+    before="<|tool_call_start|>[",
+    between=", ",
+    after="]<|tool_call_end|>",
     marker="<|tool_call_start|>",
 )
 OLMO = ToolFormat(
@@ -425,6 +516,15 @@ INTERN = ToolFormat(
     between=None,
     marker="<|action_start|>",
 )
+GIGACHAT = ToolFormat(
+    name="GigaChat 3 and 3.1",
+    sign=r"<\|function_call\|>|function call<\|role_sep\|>|<\|role_sep\|>(?s:.*)function call",
+    fields=_regions(r"re:<\|function_call\|>|(?:<\|message_sep\|>\s*)?function call<\|role_sep\|>", "<|message_sep|>"),
+    call=('<|function_call|>{"name": "', '", "arguments": ', "}"),
+    between=None,
+    marker="<|function_call|>",
+    starts="<f",
+)
 TOOLCALL = ToolFormat(
     name="Nemotron Nano 2",
     sign=r"<TOOLCALL>",
@@ -446,8 +546,8 @@ TOOL_CALLS = ToolFormat(
     marker="<tool_calls>",
 )
 GRANITE = ToolFormat(
-    name="Granite 3, Phi 4 mini",
-    sign=r"<\|tool_call\|>|<\|/tool\|>",
+    name="Granite 3, Phi 4 mini, FireFunction",
+    sign=r"<\|tool_call\|>|<\|/tool\|>|functools\[",
     fields=_regions(["<|tool_call|>", "functools["], "<|/tool_call|>"),
     before="<|tool_call|>[",
     call=('{"name": "', '", "arguments": ', "}"),
@@ -495,16 +595,24 @@ FORMATS = (  # the first whose sign a template has
     HARMONY,
     SEED,
     MINIMAX,
+    MINIMAX_NESTED,
+    DOTS,
     LONGCAT_TAGS,
     LONGCAT,
     HUNYUAN,
+    HUNYUAN_PREVIEW,
     SOLAR,
     SOLAR_CHANNELS,
+    IQUEST,
     GLM,
+    MIMO,
     QWEN_XML,
     MINICPM,
+    DSML_SPACED,
     DSML,
+    GCML,
     DEEPSEEK,
+    KIMI_XTML,
     KIMI,
     COHERE,
     LFM,
@@ -512,6 +620,7 @@ FORMATS = (  # the first whose sign a template has
     OLMO,
     APERTUS,
     INTERN,
+    GIGACHAT,
     TOOLCALL,
     HERMES,
     TOOL_CALLS,

@@ -7,11 +7,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import regex  # type: ignore[import-untyped]
+
 _SPACE = " \t\r\n\ufeff\u00a0"
 _WORD = re.compile(r"[\w.+\-]+")
 _BARE_KEY = re.compile(r"[^\s:=,{}\[\]()<>\"']+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _RUN = {'"': re.compile(r'[^"\\\ud800-\udfff]+'), "'": re.compile(r"[^'\\\ud800-\udfff]+")}
+# What comes behind a quote that ends a text, where quotes in texts are not escaped: by what the text is in. Within a
+# call, a comma comes before a name, and its end before another one, so that a text may be code.
+_BEHIND_QUOTE = {
+    "=": regex.compile(r"\s*(?:,\s*[^\s:=,{}\[\]()<>\"']+\s*=|\)\s*[\],<])"),
+    ":": regex.compile(r"\s*[,}]"),
+    "": regex.compile(r"\s*[,\]]"),
+    "key": regex.compile(r"\s*:"),
+}
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "/": "/", "\\": "\\"}
 # NaN and infinities have no place in JSON: they become null, as JavaScript writes them.
 _CONSTANTS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"} | {
@@ -26,6 +36,7 @@ class Spelling(NamedTuple):
 
     bare_keys: bool = False  # whether keys stand without quotes
     delimiters: tuple[str, ...] = ()  # texts that begin and end strings and keys in which nothing is escaped
+    bare_quotes: bool = False  # whether quotes in strings may not be escaped
 
 
 JSON = Spelling()
@@ -80,13 +91,16 @@ class ValueReader:
         self._end = ""  # what ends the string
         self._escaped = ""  # behind the backslash
         self._high = ""  # the first half of a character
+        self._behind = ""  # a quote that may end the string
+        self._back = ""  # behind the value, in a text that came before
 
     def read(self, text: str) -> str:
         """Read more text; returns what comes behind the value, or cannot be a part of it."""
         at = 0
         while at < len(text) and not self.done and not self.stuck:
             at = self._state(text, at)
-        return text[at:]
+        back, self._back = self._back, ""
+        return back + text[at:]
 
     @property
     def begun(self) -> bool:
@@ -100,6 +114,8 @@ class ValueReader:
 
     def close(self) -> bool:
         """End the JSON here; returns whether only brackets were missing, so that the value is what was meant."""
+        if self._state == self._quote:
+            self._end_string()
         inner = self._open[-1] if self._open else None
         between = (
             inner is not None and not inner.empty and self._state == (self._value if inner.keys is None else self._key)
@@ -292,12 +308,37 @@ class ValueReader:
         self._whole_character()
         if char != self._end:
             self._chars("\ufffd")  # half a character
-        elif self._is_key:
+        elif self._spelling.bare_quotes and self._open:
+            self._state = self._quote
+        else:
+            self._end_string()
+        return at + 1
+
+    def _end_string(self) -> None:
+        if self._is_key:
             self._named(self._held)
         else:
             self._write('"')
             self._ended()
+        self._again()
+
+    def _quote(self, text: str, at: int) -> int:
+        self._behind += text[at]
+        container = self._open[-1]
+        kind = "key" if self._is_key else container.equals if container.keys is not None else ""
+        found = _BEHIND_QUOTE[kind].match(self._behind, partial=True)
+        if found is None:
+            self._state = self._string
+            self._chars(self._end)
+            self._again()
+        elif not found.partial:
+            self._end_string()
         return at + 1
+
+    def _again(self) -> None:
+        """Read what came behind a quote."""
+        behind, self._behind = self._behind, ""
+        self._back = self.read(behind) + self._back
 
     def _escape(self, text: str, at: int) -> int:
         char = text[at]

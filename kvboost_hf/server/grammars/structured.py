@@ -160,14 +160,14 @@ def _tagged(tags: Tags, schema: Mapping[str, Any], name: str, json_of: Callable[
     for n, (key, given) in enumerate(properties.items()):
         value = given if isinstance(given, dict) else {}
         before, _, behind = tags.written.replace("{key}", key).partition("{value}")
-        rule = f"{name}_{n}"
+        rule, end = f"{name}_{n}", tags.end(key)
         types, values = types_of(value, schema), values_in(value)
         if values and "string" in types:  # texts stand without quotes
             names = [json.dumps(one if isinstance(one, str) else json.dumps(one)) for one in values]
             rules.append(f"{rule}: ({' | '.join(names)}) {json.dumps(behind)}")
         elif not types or "string" in types:
-            rules.append(f"{rule}: {rule}_text {json.dumps(behind.removeprefix(tags.end))}")
-            rules.append(f"{rule}_text[suffix={json.dumps(tags.end)}]: /(?s:.*)/")
+            rules.append(f"{rule}: {rule}_text {json.dumps(behind.removeprefix(end))}")
+            rules.append(f"{rule}_text[suffix={json.dumps(end)}]: /(?s:.*)/")
         else:
             rules.append(f"{rule}: {rule}_json {json.dumps(behind)}\n{rule}_json: {json_of({**shared, **value})}")
         parts.append(f"{json.dumps(before)} {rule}" if key in required else f"({json.dumps(before)} {rule})?")
