@@ -528,7 +528,7 @@ def test_forwards_that_cannot_be_served_say_why(attached: PreTrainedModel) -> No
     embeds = attached.get_input_embeddings()(BASE)
     uncached = {"max_new_tokens": 3, "use_cache": False}  # each forward has the whole text
     padded, whole = left_pad(BASE[:, :150], BASE[:, :50]), as_inputs(torch.cat([BASE[:, :100]] * 2, dim=1))
-    fixed = {"config": attached.config, "max_cache_len": 160}
+    fixed: dict[str, Any] = {"config": attached.config, "max_cache_len": 160}
 
     class Own(DynamicCache):
         pass

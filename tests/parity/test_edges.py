@@ -294,7 +294,7 @@ class TestTheUnsupported:
             "num_experts_per_tok": 1, "moe_intermediate_size": 16, "sliding_window": 24, "initializer_range": 0.3,
         }  # fmt: skip
         vision = {"sam_config": sam, "encoder_config": {**part, "intermediate_size": 32}}
-        config = transformers.UnlimitedOcrConfig(text_config=text, vision_config=vision)  # type: ignore[call-arg]
+        config = transformers.UnlimitedOcrConfig(text_config=text, vision_config=vision)
         torch.manual_seed(0)
         model = transformers.UnlimitedOcrForConditionalGeneration(config).eval()
         told = {**as_inputs(BASE[:, :60]), "max_new_tokens": 4, "prefill_chunk_size": 20, "eos_token_id": None}
