@@ -398,7 +398,7 @@ def test_attached_with_states_and_windows_only() -> None:
     attach(model, ChunkStore(model, chunk_size=16))
     for reused in (0, 48):
         assert torch.equal(generate(model, as_inputs(BASE[:, :50]), cache_implementation="static"), plain)
-        assert last_cache(model).report.reused_tokens == reused  # type: ignore[union-attr]
+        assert last_cache(model).report.reused_tokens == reused
 
 
 def test_use_cache_false(llama: PreTrainedModel, compiler: Compiler) -> None:

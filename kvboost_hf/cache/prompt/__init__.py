@@ -163,8 +163,8 @@ class ForwardHook:
         if _is_hooked(cache):
             if HOOK_WATCH in model.__dict__:
                 model.__dict__[HOOK_WATCH].compare(id(cache), model, (kwargs,))
-            given = output.get(self._name) if isinstance(output, dict) else None
-            if type(given) is EncoderDecoderCache and given.self_attention_cache is cache:
+            given: Any = output.get(self._name) if isinstance(output, dict) else None
+            if type(given) is EncoderDecoderCache and id(given.self_attention_cache) == id(cache):
                 # GPT-2 with cross-attention puts it into a pair. It computes an encoder's K/V at each forward, then.
                 output[self._name] = cache
             return cache.after_forward(output)
