@@ -165,6 +165,17 @@ def hunyuan_vl() -> PreTrainedModel:
     return tf.HunYuanVLForConditionalGeneration(config).eval()
 
 
+def exaone4_5() -> PreTrainedModel:
+    """Its layers count columns: generate() leaves positions out."""
+    vision = {
+        "depth": 1, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "num_key_value_heads": 2,
+        "patch_size": 4, "intermediate_size": 48, "window_size": 16, "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    layers = {"model_type": "exaone4", "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+    config = tf.Exaone4_5_Config(text_config={**_TEXT, **layers}, vision_config=vision, image_token_id=IMAGE)
+    return tf.Exaone4_5_ForConditionalGeneration(config).eval()
+
+
 def _lfm2_vl() -> PreTrainedModel:
     """Convolutions and full attention."""
     text = {

@@ -26,6 +26,7 @@ from kvboost_hf.cache.prompt import (
     ALL_LOGITS,
     GRADIENTS,
     Kwargs,
+    begun_tokens,
     gradients_enabled,
     install,
     logits_kept,
@@ -42,6 +43,7 @@ from kvboost_hf.compat import (
     at_end,
     cache_in,
     calling,
+    has_own_cache,
     is_in_stock_loop,
     known_reason,
     require_model,
@@ -141,7 +143,8 @@ class _Attachment:
         """
         pages = kwargs.get("cache")  # since transformers 5.24 any cache is called so
         if pages is not None and not isinstance(pages, Cache):
-            self._refuse_batch(model, kwargs)
+            if not has_own_cache(model):  # whose first forward was told of
+                self._refuse_batch(model, kwargs)
             return None
         keeps = self._keeps or (self._may_keep and bool(kwargs.get("output_hidden_states")))
         begins = _begins_text(model, theirs, kwargs, keeps_logprobs=keeps)
@@ -152,7 +155,7 @@ class _Attachment:
             self._refuse(model, RECORDED, prod(new_shape(kwargs)))  # what a mask holds is not known
             return None
         if why is not None:
-            self._refuse_again(model, why, new_tokens(kwargs))
+            self._refuse_again(model, why, begun_tokens(kwargs))
             return None
         self._finish_last()
         reason = _refusal(model, theirs, kwargs)
@@ -161,7 +164,7 @@ class _Attachment:
         if reason is None and isinstance(theirs, StaticCache) and self._keeps:
             reason = "hidden states are kept in buffers that grow, and generate() was told to make a StaticCache"
         if reason is not None:
-            self._refuse(model, reason, new_tokens(kwargs))
+            self._refuse(model, reason, begun_tokens(kwargs))
             return None
         if isinstance(theirs, StaticCache):
             cache = self._of_fixed_size(model, _size(theirs))
@@ -360,10 +363,10 @@ def _refusal(model: PreTrainedModel, theirs: Cache | None, kwargs: Kwargs) -> st
 
 
 def _size(theirs: Cache) -> int:
-    """Columns that a StaticCache was made for; 0 if nothing tells: each layer has those of its window at most."""
+    """Columns that a StaticCache was made for; 0 if nothing tells: each layer has a state, or its window at most."""
     call = calling().max_length
     pairs = zip(theirs.layers, theirs.is_sliding, strict=True)
-    sizes = [layer.get_max_length() for layer, is_sliding in pairs if not is_sliding]
+    sizes = [size for layer, is_sliding in pairs if not is_sliding and (size := layer.get_max_length()) > 0]
     return max(sizes, default=call - 1 if call is not None else 0)
 
 

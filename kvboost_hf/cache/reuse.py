@@ -232,6 +232,8 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         if self._call is not None:
             live.tally = Tally(bypass=_UNUSED)  # until a forward comes with it
             live.end_call()
+            if live.plain_used and any(hasattr(layer, "set_prefill_length") for layer in live.visible):
+                live.drop()  # Unlimited-OCR tells its layers how long the prompt is before the first forward
             if live.held and (model := self._binding.model()) is not None:
                 self._call.start_over(model)
 
@@ -315,6 +317,8 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         length = min(remove, live.claimed) if remove > 0 else max(live.claimed + remove, 0)
         live.behind = live.behind.part(length) if live.behind is not None else None
         columns = max(live.held - length, 0)
+        if live.plain_reason is not None and remove < 0:  # states alone do not tell how many columns they hold
+            columns = -remove
         with live.changing() as ledger:
             if live.can_crop(columns):
                 live.crop(columns)

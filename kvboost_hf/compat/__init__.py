@@ -28,6 +28,7 @@ from kvboost_hf.compat.calls import (
     running_streamer,
     under_autocast,
     waits_for_peers,
+    whole_of_piece,
 )
 from kvboost_hf.compat.forwards import (
     CACHE,
@@ -218,6 +219,7 @@ __all__ = [
     "unwrapped",
     "waits_for_peers",
     "weights_come_and_go",
+    "whole_of_piece",
     "with_cache_by",
 ]
 

@@ -287,6 +287,21 @@ def outputs_read(ids: torch.Tensor, call: FrameType | None = None) -> frozenset[
     return frozenset(read)
 
 
+def whole_of_piece(ids: Any) -> dict[str, Any] | None:
+    """The ids and the mask of a prompt that generate() passes in pieces, if `ids` are the first of these, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    call = generate_frame(frame)
+    while frame is not None and frame is not call and frame.f_code is not GenerationMixin._prefill.__code__:
+        frame = frame.f_back
+    if call is None or frame is None or frame is call:
+        return None
+    found = frame.f_locals
+    pieces = found.get("input_chunks")
+    if pieces is None or found["input_chunk"] is not pieces[0] or found["model_inputs"].get("input_ids") is not ids:
+        return None
+    return {"input_ids": torch.cat(pieces, dim=-1), "attention_mask": found["attention_mask"]}
+
+
 def cache_left_out(model: Any, ids: Any) -> Any:
     """The cache of the generate() call under way, if what prepares its forward over `ids` leaves it out, or None.
 

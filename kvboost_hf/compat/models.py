@@ -175,7 +175,7 @@ def needs_positions(model: PreTrainedModel) -> bool:
 
     Without, some models count on from their last prompt, whose shift they keep, and Bamba counts from 0 again.
     """
-    return hasattr(model.base_model, "rope_deltas") or model.config.model_type == "bamba"
+    return hasattr(model.base_model, "compute_3d_position_ids") or model.config.model_type == "bamba"
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -52,7 +52,8 @@ def _static_reason(model: PreTrainedModel) -> str | None:
         return "its forward takes no position_ids"
     if getattr(config, "alibi", False) or not _frequencies(model):
         return "its positions are not rotary"
-    if "mrope_section" in str(getattr(config, "rope_parameters", None)) or hasattr(model.base_model, "rope_deltas"):
+    in_planes = hasattr(model.base_model, "compute_3d_position_ids")
+    if in_planes or "mrope_section" in str(getattr(config, "rope_parameters", None)):
         return "its positions have several dimensions"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "some of its layers attend within fixed stretches of positions"

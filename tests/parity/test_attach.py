@@ -20,6 +20,8 @@ from transformers import (
     EncoderDecoderCache,
     GenerationConfig,
     GenerationMixin,
+    GPT2Config,
+    GPT2LMHeadModel,
     LogitsProcessor,
     PreTrainedModel,
     StaticCache,
@@ -525,12 +527,20 @@ def test_a_call_that_is_not_served_says_why(attached: PreTrainedModel) -> None:
 def test_forwards_that_cannot_be_served_say_why(attached: PreTrainedModel) -> None:
     embeds = attached.get_input_embeddings()(BASE)
     uncached = {"max_new_tokens": 3, "use_cache": False}  # each forward has the whole text
-    padded = left_pad(BASE[:, :150], BASE[:, :50])
+    padded, whole = left_pad(BASE[:, :150], BASE[:, :50]), as_inputs(torch.cat([BASE[:, :100]] * 2, dim=1))
+    fixed: dict[str, Any] = {"config": attached.config, "max_cache_len": 160}
+
+    class Own(DynamicCache):
+        pass
+
     for call, reason in (
         (lambda: attached.generate(inputs_embeds=embeds, max_new_tokens=2), "no input_ids were passed"),
         (lambda: attached.generate(**as_inputs(BASE), **uncached), "use_cache is False"),
         (lambda: attached.generate(**as_inputs(BASE), **uncached, guidance_scale=1.5), "use_cache is False"),
         (lambda: attached.generate(**padded, **uncached), "use_cache is False"),
+        (lambda: attached.generate(**padded, cache=Own(), prefill_chunk_size=64, max_new_tokens=2), "given a Own"),
+        (lambda: attached.generate(**whole, cache=Own(), prompt_lookup_num_tokens=3, max_new_tokens=2), "given a Own"),
+        (lambda: attached.generate(**padded, cache=StaticCache(**fixed), max_new_tokens=2), "given a StaticCache"),
         (lambda: attached(**padded), "the logits of all tokens are wanted"),
         (lambda: attached(BASE), "the logits of all tokens are wanted"),
         (lambda: attached(BASE, logits_to_keep=1, use_cache=False), "use_cache is False"),
@@ -571,6 +581,37 @@ def test_cross_attention_keeps_the_cache_that_its_model_makes() -> None:
     found = model(BASE, past_key_values=theirs, logits_to_keep=1).logits
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
     assert "EncoderDecoderCache" in str(report(model).bypass_reason)
+
+
+def test_a_cache_that_the_forward_puts_into_a_pair() -> None:
+    """GPT-2 with cross-attention returns it as one of two, and generate() passes that on."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, add_cross_attention=True, initializer_range=0.3,
+        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
+    )  # fmt: skip
+    model, states = GPT2LMHeadModel(config).eval(), {"encoder_hidden_states": torch.randn(1, 20, 32)}
+    expected = [model.generate(**as_inputs(BASE), max_new_tokens=6, **given) for given in ({}, states)]
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
+    for given, plain in zip(({}, states, {}), (*expected, expected[0]), strict=True):
+        assert torch.equal(model.generate(**as_inputs(BASE), max_new_tokens=6, cache=cache, **given), plain)
+        assert ("`encoder_hidden_states` was passed" in str(cache.report.bypass_reason)) is bool(given)
+    assert cache.report.reused_tokens == 199
+    attach(model, ChunkStore(model, chunk_size=32))
+    for given in ({}, {}):
+        assert torch.equal(model.generate(**as_inputs(BASE), max_new_tokens=6, **given), expected[0])
+    assert report(model).reused_tokens == 199
+
+
+@pytest.mark.parametrize("name", ["minimax", "xlstm"])
+def test_a_model_with_a_cache_class_of_its_own(name: str) -> None:
+    model = attach(make_architecture(name))
+    model.generate(**as_inputs(BASE[:, :60]), max_new_tokens=3)
+    assert report(model).bypass_reason == "it keeps its K/V in a cache class of its own"
+    assert report(model).prompt_tokens == report(model).forwarded_tokens == 60
+    cache = ChunkReuseCache(model)
+    model.generate(**as_inputs(BASE[:, :60]), max_new_tokens=3, cache=cache, prefill_chunk_size=40)
+    assert cache.report.prompt_tokens == cache.report.forwarded_tokens == 60
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

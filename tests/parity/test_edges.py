@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
@@ -257,6 +258,11 @@ class TestWhichCall:
             found = llama.generate(**batch, past_key_values=cache, max_new_tokens=6, use_cache=False)
             assert torch.equal(found, expected)
             assert cache.report.prompt_tokens == cache.report.forwarded_tokens == BASE.shape[1] + 40
+        drafted = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 6}  # transformers crops the cache of each forward
+        for _ in range(2):
+            found = llama.generate(**as_inputs(BASE), past_key_values=cache, use_cache=False, **drafted)
+            assert torch.equal(found, llama.generate(**as_inputs(BASE), max_new_tokens=6))
+            assert cache.report.prompt_tokens == cache.report.forwarded_tokens == BASE.shape[1]
         assert reason in str(cache.report.bypass_reason)
         with pytest.raises(ValueError, match=r"`use_cache` must be True with `prefill_chunk_size` \(16\)"):
             llama.generate(**batch, past_key_values=cache, max_new_tokens=6, use_cache=False, prefill_chunk_size=16)
@@ -275,6 +281,38 @@ class TestTheUnsupported:
         llama.generate(**as_inputs(BASE[:, :90]), past_key_values=cache, max_new_tokens=2, prefill_chunk_size=40)
         hook.remove()
         assert cache.report.prompt_tokens == cache.report.forwarded_tokens == 90
+
+    @pytest.mark.skipif(
+        not hasattr(transformers, "UnlimitedOcrConfig"), reason="this release of transformers has no such model"
+    )
+    def test_layers_that_are_told_of_the_prompt_before_its_first_forward(self) -> None:
+        part = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+        sam = {**part, "mlp_dim": 32, "output_channels": 8, "global_attn_indexes": []}
+        text = {
+            "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 2,
+            "num_experts_per_tok": 1, "moe_intermediate_size": 16, "sliding_window": 24, "initializer_range": 0.3,
+        }  # fmt: skip
+        vision = {"sam_config": sam, "encoder_config": {**part, "intermediate_size": 32}}
+        config = transformers.UnlimitedOcrConfig(text_config=text, vision_config=vision)
+        torch.manual_seed(0)
+        model = transformers.UnlimitedOcrForConditionalGeneration(config).eval()
+        told = {**as_inputs(BASE[:, :60]), "max_new_tokens": 4, "prefill_chunk_size": 20, "eos_token_id": None}
+        expected, cache = model.generate(**told), ChunkReuseCache(model)
+        for _ in range(2):
+            assert torch.equal(model.generate(**told, past_key_values=cache), expected)
+            assert cache.report.prompt_tokens == cache.report.forwarded_tokens == 60
+
+    def test_states_alone_forget_drafts(self) -> None:
+        made = make_architecture("lfm3")
+        made.config.num_hidden_layers, made.config.layer_types = 2, ["conv", "conv"]
+        model = type(made)(made.config).eval()
+        ids = torch.cat([BASE[:, :60], BASE[:, :60]], dim=1)
+        expected = model.generate(**as_inputs(ids), max_new_tokens=9)
+        hook = model.model.layers[0].register_forward_hook(lambda *given: None, with_kwargs=True)
+        drafted = {"prompt_lookup_num_tokens": 4, "past_key_values": ChunkReuseCache(model)}
+        assert torch.equal(model.generate(**as_inputs(ids), max_new_tokens=9, **drafted), expected)
+        hook.remove()
 
     def test_candidates_are_no_tokens_of_a_prompt_that_is_computed_as_it_stands(self, llama: PreTrainedModel) -> None:
         mask, cache = torch.ones(1, 120, dtype=torch.long), ChunkReuseCache(llama)

@@ -10,9 +10,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, last_cache
 from tests.architectures.models import NOT_BUILT
-from tests.conftest import counted
+from tests.conftest import as_inputs, counted, left_pad
 from tests.internals.cache import media
-from tests.multimodal import FAMILIES, hunyuan_vl, make_model, prompt, text
+from tests.multimodal import FAMILIES, exaone4_5, hunyuan_vl, make_model, prompt, text
 
 NEW = 4
 BYPASSED = ("paligemma", "qwen2_audio", "mllama")
@@ -327,6 +327,21 @@ def test_a_bare_forward_of_a_model_that_computes_positions_from_ids_alone() -> N
         expected = model(input_ids=ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
         assert cache.report.reused_tokens == reused
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers, "Exaone4_5_Config"), reason="this release of transformers has no such model"
+)
+def test_a_kept_cache_of_a_model_whose_layers_count_columns(kind: str) -> None:
+    """What the cache still holds is no part of a text that begins, and padding changes no distances."""
+    model, first, other = exaone4_5(), torch.tensor([HEAD + MIDDLE]), torch.tensor([HEAD + TAIL + MORE])
+    caches, reused = Caches(model, kind), []
+    for inputs in (as_inputs(first), as_inputs(other), left_pad(other, first), left_pad(other, first)):
+        cache = caches.next()
+        forwarded(model, cache, inputs)
+        reused.append(cache.report.reused_tokens)
+    assert reused[1] >= 32
+    assert reused[3] > reused[1]
 
 
 @torch.no_grad()

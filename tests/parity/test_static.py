@@ -389,9 +389,22 @@ def test_attached_and_longer_than_a_window(name: str, lengths: tuple[int, ...]) 
     assert found.report.reused_tokens > 0
 
 
+def test_attached_with_states_and_windows_only() -> None:
+    """No layer of a StaticCache tells for how many tokens it was made."""
+    made = make_architecture("lara_mini")
+    made.config.num_hidden_layers, made.config.layer_types = 2, ["linear_attention", "sliding_attention"]
+    model = type(made)(made.config).eval()
+    plain = generate(model, as_inputs(BASE[:, :50]), cache_implementation="static")
+    attach(model, ChunkStore(model, chunk_size=16))
+    for reused in (0, 48):
+        assert torch.equal(generate(model, as_inputs(BASE[:, :50]), cache_implementation="static"), plain)
+        assert last_cache(model).report.reused_tokens == reused
+
+
 def test_use_cache_false(llama: PreTrainedModel, compiler: Compiler) -> None:
     cache = static_cache(llama, size=70)
-    for how in ({"use_cache": False}, {}, {"use_cache": False}):
+    drafted = {"use_cache": False, "prompt_lookup_num_tokens": 3}
+    for how in ({"use_cache": False}, {}, {"use_cache": False}, drafted, {}):
         plain = generate(llama, as_inputs(BASE[:, :50]))
         config = compiler.config
         found = generate(llama, as_inputs(BASE[:, :50]), past_key_values=cache, compile_config=config, **how)

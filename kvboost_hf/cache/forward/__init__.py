@@ -63,7 +63,9 @@ from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt import (
     ForwardInputs,
     Kwargs,
+    begun_tokens,
     common_columns,
+    drafted_tokens,
     new_shape,
     new_tokens,
     read_inputs,
@@ -73,11 +75,11 @@ from kvboost_hf.cache.prompt import (
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import (
     Ranks,
+    assisted_call,
     attn_implementation,
     cache_argument,
     has_own_cache,
     layer_forms,
-    may_draft,
     running_config,
 )
 from kvboost_hf.handles import ATTENTION
@@ -154,7 +156,7 @@ def next_forward(parts: CacheParts, request: Request) -> Forward:
         live.follow_others()
     if live.plain_reason is not None:
         return _plain(parts, request, live.plain_reason)
-    request.kwargs = seen = with_positions(model, request.kwargs)
+    request.kwargs = seen = with_positions(model, request.kwargs, held)
     if (static := live.static) is not None:  # generate() may have made a 4-D mask, of which a 2-D one is read
         static.require_fits(seen, held)
         request.kwargs, seen = static.read_mask(seen, held, live.ledger.log.pads if live.ledger is not None else None)
@@ -206,10 +208,13 @@ def _plain(parts: CacheParts, request: Request, reason: str) -> Forward:
         live.drop()
     if not live.plain_used:
         live.tally = Tally(bypass=reason)
-    if not live.plain_used or request.in_prefill:
+    own = has_own_cache(request.model)
+    if own and not live.plain_used:
+        live.tally.prompt = live.tally.forwarded = begun_tokens(request.kwargs)
+    elif not own and (not live.plain_used or request.in_prefill):
         _count_computed(live.tally, request)
     live.plain_used = True
-    if has_own_cache(request.model) or _wants_none(request.kwargs):
+    if own or _wants_none(request.kwargs):
         request.kwargs = {**request.kwargs, cache_argument(request.model): None}
     return Unrecorded(parts, 0, 0)
 
@@ -218,7 +223,7 @@ def _wants_none(kwargs: Kwargs) -> bool:
     """Whether a generate() call without a cache passes the one it was given all the same.
 
     It passes the whole sequence at each step. Of other callers, who continue what they have passed it with, the layers
-    take K/V, as those of transformers do.
+    take K/V, as those of transformers do; assisted decoding, which crops the cache that its forwards return, is one.
 
     Raises:
         ValueError: for a call that passes its prompt in pieces.
@@ -230,7 +235,7 @@ def _wants_none(kwargs: Kwargs) -> bool:
             f"`use_cache` must be True with `prefill_chunk_size` ({size}), got False: without K/V a piece of a prompt "
             "does not see the pieces before it. Leave out one of the two."
         )
-    return True
+    return assisted_call() is None
 
 
 def _bypass(parts: CacheParts, request: Request, reason: str) -> Forward:
@@ -441,10 +446,7 @@ def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:
 
 def _candidates(request: Request) -> int:
     """How many of the last ids of each row generate() has drafted."""
-    keep = request.kwargs.get("logits_to_keep")
-    if not request.in_generate or type(keep) is not int or keep <= 1 or not may_draft():
-        return 0
-    return max(0, min(keep, new_shape(request.kwargs)[1]) - 1)
+    return drafted_tokens(request.kwargs) if request.in_generate else 0
 
 
 def _count_computed(tally: Tally, request: Request) -> None:

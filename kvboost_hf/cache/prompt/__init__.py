@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.identity import ModelState
@@ -31,6 +31,7 @@ from kvboost_hf.compat import (
     cache_argument,
     cache_in,
     cache_left_out,
+    calling,
     checkpointing_reason,
     forward_arguments,
     hidden_form,
@@ -42,6 +43,7 @@ from kvboost_hf.compat import (
     own_hook,
     reads_last_logits,
     take_newest_name,
+    whole_of_piece,
     with_cache_by,
 )
 
@@ -161,6 +163,10 @@ class ForwardHook:
         if _is_hooked(cache):
             if HOOK_WATCH in model.__dict__:
                 model.__dict__[HOOK_WATCH].compare(id(cache), model, (kwargs,))
+            given: Any = output.get(self._name) if isinstance(output, dict) else None
+            if type(given) is EncoderDecoderCache and id(given.self_attention_cache) == id(cache):
+                # GPT-2 with cross-attention puts it into a pair. It computes an encoder's K/V at each forward, then.
+                output[self._name] = cache
             return cache.after_forward(output)
         return None
 
@@ -359,6 +365,26 @@ def new_tokens(kwargs: Kwargs) -> int:
     return rows * columns
 
 
+def begun_tokens(kwargs: Kwargs) -> int:
+    """Tokens of the prompt that a forward begins, without padding and what was drafted.
+
+    Of one in pieces all are counted: with another cache, nothing tells of the pieces that follow.
+    """
+    whole = whole_of_piece(kwargs.get("input_ids")) or kwargs
+    mask = whole.get("attention_mask")
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):  # made for a StaticCache
+        whole = {**whole, "attention_mask": calling().mask}
+    return new_tokens(whole) - new_shape(whole)[0] * (drafted_tokens(kwargs) if in_generate() else 0)
+
+
+def drafted_tokens(kwargs: Kwargs) -> int:
+    """How many of the last ids of each row generate(), which is under way, has drafted."""
+    keep = kwargs.get("logits_to_keep")
+    if type(keep) is not int or keep <= 1 or not may_draft():
+        return 0
+    return max(0, min(keep, new_shape(kwargs)[1]) - 1)
+
+
 def _are_positions_of(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> bool:
     batch, columns = ids.shape
     if positions.ndim != 2 and not (positions.ndim == 3 and takes_media(model)):
@@ -372,32 +398,38 @@ def _says_nothing(model: PreTrainedModel, name: str, value: Any) -> bool:
     return value is None or (isinstance(value, dict) and not value)
 
 
-def with_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, with the positions that the model's forward would compute from the whole ids."""
+def with_positions(model: PreTrainedModel, kwargs: dict[str, Any], held: int) -> dict[str, Any]:
+    """The arguments, with the positions that the model's forward would compute from the whole ids.
+
+    Args:
+        model: The model.
+        kwargs: The arguments of its forward.
+        held: Columns that the ids follow: 0 for a text that begins, whatever its cache still holds.
+    """
     ids = kwargs.get("input_ids")
     if kwargs.get("position_ids") is not None or not isinstance(ids, torch.Tensor):
         return kwargs
     if not needs_positions(model):
         hidden = _hidden_positions(model, ids, kwargs.get("attention_mask"))
         return kwargs if hidden is None else {**kwargs, "position_ids": hidden}
-    positions = computed_positions(model, kwargs)
+    positions = computed_positions(model, kwargs if held else {**kwargs, cache_argument(model): None})
     if positions is None:
-        cache = cache_in(kwargs)
-        held = cache.get_seq_length() if isinstance(cache, Cache) else 0
         positions = torch.arange(held, held + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
     return {**kwargs, "position_ids": positions}
 
 
 def _hidden_positions(model: PreTrainedModel, ids: torch.Tensor, mask: Any) -> torch.Tensor | None:
-    """The positions of a padded batch that generate() leaves out where a function in place of the forward hides them.
+    """The positions of a padded batch that generate() leaves out.
 
+    It does where a function in place of the forward hides them, and where the model has them count columns instead.
     Rotary attention is the same with and without them, for only distances count.
     """
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or bool(mask.all()):
         return None
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    if "position_ids" in parameters or not takes_any or "position_ids" not in forward_arguments(model):
+    parameters = inspect.signature(model.forward).parameters.values()
+    if not any(each.name == "position_ids" or each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    if "position_ids" not in forward_arguments(model):
         return None
     if not in_generate() or not isinstance(key_rotation(model), KeyRotation):
         return None
