@@ -341,8 +341,11 @@ def with_states() -> Any:
 
 
 @pytest.fixture
-def pair(tokenizer: Any, request: pytest.FixtureRequest, serve: Serve) -> Iterator[tuple[Listening, Listening]]:
-    """Two servers with the same model, and stores of their own."""
+def pair(
+    tokenizer: Any, request: pytest.FixtureRequest, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Listening, Listening]]:
+    """Two servers with the same model, and stores of their own; calls of the history are not written."""
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template.replace("<tool_call>", ""))
     more: dict[str, Any] = getattr(request, "param", {})
     model = with_states() if "states" in more else load_embedded()[0]
     given = {name: value for name, value in more.items() if name != "states"}
