@@ -70,6 +70,12 @@ def test_a_stream(at: Listening) -> None:
     assert chunks[-1].usage.completion_tokens == 4
 
 
+def test_a_stream_has_no_chunks_that_say_nothing(at: Listening, engine: FakeEngine) -> None:
+    engine.says = ("Anna", "", " plays", "", ".")
+    chunks = list(at.openai.completions.create(model="reader", prompt="a", stream=True))
+    assert [chunk.choices[0].text for chunk in chunks if not chunk.choices[0].finish_reason] == ["Anna", " plays", "."]
+
+
 def test_logprobs(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
     told = at.openai.completions.create(model="reader", prompt="a", logprobs=2).choices[0].logprobs
     assert told is not None

@@ -134,6 +134,8 @@ def test_results_of_calls(at: Listening, engine: FakeEngine, tokenizer: Any) -> 
     _ask(at, messages=[*history, {"role": "system", "content": "Hurry."}], tools=[TOOL])
     told = _prompt(engine, tokenizer).split("<|im_start|>")
     assert [turn.split("\n")[0] for turn in told[-6:]] == ["assistant", "tool", "tool", "tool", "user", "assistant"]
+    written = [f'<tool_call>\n{{"name": "look", "arguments": {{"at": {n}}}}}\n</tool_call>' for n in range(3)]
+    assert told[-6] == "assistant\nI look." + "\n".join(written) + "<|im_end|>\n"
     assert told[-5:-1] == [
         "tool\nit is on<|im_end|>\n",
         "tool\none\n\ntwo<|im_end|>\n",

@@ -280,7 +280,7 @@ def test_the_card_of_a_model() -> None:
     assert card.num_bytes >= 4 * card.parameters
     assert (card.family, card.quantization, card.gpu_bytes) == ("llama", "F32", 0)
     assert card.sizes["block_count"] == model.config.num_hidden_layers
-    sizes = {950: "950", 1_200: "1.2K", 134_515_008: "134.5M", 8_030_261_248: "8.0B"}
+    sizes = {999: "999", 1_000: "1.0K", 1_200: "1.2K", 134_515_008: "134.5M", 8_030_261_248: "8.0B"}
     assert {n: ModelCard(family="llama", parameters=n).parameter_size for n in sizes} == sizes
 
 

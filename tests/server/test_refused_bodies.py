@@ -55,6 +55,12 @@ CASES = [
     Case("must have one message at least where history names none", CHAT, {"messages": []}, {"messages": [ASK]}),
     Case("stop.0: Input should be a valid string", CHAT, {"stop": [1]}, {"stop": ["1"]}),
     Case(
+        "messages.1.tool_calls.0: Input should be a valid dictionary",
+        CHAT,
+        {"messages": [ASK, CALLED | {"tool_calls": ["look"]}, ASK]},
+        {"messages": [ASK, CALLED, ASK]},
+    ),
+    Case(
         "messages.0.content.0: Input should be a valid dictionary",
         CHAT,
         {"messages": [{"role": "user", "content": ["Who?"]}]},
@@ -189,7 +195,8 @@ CASES = [
     ),
     Case("history needs prompt_cache_key", CHAT, {"history": True}, {"history": False}),
     # Of those that know the model
-    Case("Tokens must be from 0 to", TEXT, {"prompt": [WORDS]}, {"prompt": [WORDS - 1]}),
+    Case("Tokens must be from 0 to", TEXT, {"prompt": [1, WORDS]}, {"prompt": [1, WORDS - 1]}),
+    Case("Tokens must be from 0 to", TEXT, {"prompt": [-1, 1]}, {"prompt": [0, 1]}),
     Case(
         "Tokens of logit_bias must be below",
         CHAT,

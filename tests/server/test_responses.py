@@ -99,6 +99,16 @@ def test_a_call_and_its_result(at: Listening, engine: FakeEngine, tokenizer: Any
     assert "it is on" in tokenizer.decode(engine.job.ids)
 
 
+def test_calls_of_a_namespace_are_told_apart(at: Listening, engine: FakeEngine) -> None:
+    flat = {key: value for key, value in TOOL.items() if key != "namespace"}
+    tools = [flat, {"type": "namespace", "name": "lamp", "tools": [flat]}]
+    for name, namespace in (("look", None), ("lamp.look", "lamp")):
+        engine.says = (CALL.replace('"look"', f'"{name}"'),)
+        body = {"model": "reader", "input": "Is it on?", "tools": tools}
+        [call] = at.http.post("/v1/responses", json=body).json()["output"]
+        assert (call["name"], call.get("namespace")) == ("look", namespace)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

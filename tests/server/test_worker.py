@@ -462,6 +462,7 @@ def test_the_queue_is_bounded(engines: Any) -> None:
             engine.submit(job(random_ids(20, 0), 3), told[5])
         assert refused.value.retry_after_s >= 1
     assert all(listener.end.reason == "length" for listener in told[:5])
+    assert all(0 <= listener.end.queue_s <= listener.end.total_s for listener in told[:5])
     assert not told[5].events
 
 
