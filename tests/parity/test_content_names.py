@@ -155,6 +155,7 @@ WAYS: dict[str, Callable[[str], PreTrainedModel]] = {
 }
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_model_is_found(way: str, here: Path) -> None:
     model = plain("m")

@@ -54,6 +54,7 @@ def drafting(name: str, kind: str, model: PreTrainedModel, store: ChunkStore) ->
     return TreeDecoding(noisy(draft, 0.02) if kind == "noisy" else draft, LONG)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("name", "kind", "length", "count"),
     [

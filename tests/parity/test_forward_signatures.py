@@ -85,6 +85,7 @@ def make(kind: Any) -> Any:
     return model
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: str(kind.__name__))
 def test_it_is_served_as_one_that_names_its_arguments(kind: Any) -> None:
     model, settings = make(kind), {"max_new_tokens": 3, "do_sample": False}

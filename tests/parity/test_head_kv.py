@@ -179,7 +179,6 @@ def test_hooks_training_and_types(tmp_path: Path) -> None:
     assert torch.equal(found, model.generate(PROMPT, **GREEDY))
 
 
-@pytest.mark.slow
 def test_edges(tmp_path: Path) -> None:
     """Prompts of every length about a border, a store of two chunks, moved chunks, and clear() in mid-answer."""
     model, heads = make_pair("eagle", tmp_path)

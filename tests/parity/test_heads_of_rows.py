@@ -16,6 +16,7 @@ CHAINS = DraftTreeConfig(policy="tree", branching=1, width=1, depth=3)
 KINDS = ["eagle gemma2", "glm4_moe 2", "mimo_v2_flash", "blocks", "gemma4 text", "gemma4 shares"]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_warm_prompts(kind: str, tmp_path: Path) -> None:
     """Rows of unequal lengths and ends, without a cache, cold and warm: the same drafts, and less to take in."""

@@ -342,6 +342,7 @@ CANNOT: list[tuple[str, Callable[[Any], ChunkReuseCache], str]] = [
 ]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(("name", "make", "message"), CANNOT)
 def test_what_cannot_be_edited_says_why_and_goes_on(
     name: str, make: Callable[[Any], ChunkReuseCache], message: str

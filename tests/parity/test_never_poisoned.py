@@ -281,6 +281,7 @@ def test_reading_costs_no_reuse() -> None:
     assert cache.report.dropped_reason is None
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("edit", [multiply, multiply_data, assign, assign_one, shorten, swap_layers], ids=name_of)
 @torch.no_grad()
 def test_a_text_that_goes_on_after_an_edit_goes_on_as_in_a_stock_cache(edit: Edit) -> None:

@@ -232,6 +232,7 @@ def test_what_rounds_of_heads_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
         model.generate(PROMPT, **GREEDY, custom_generate=trees, past_key_values=filled)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "glm4_moe without files"])
 def test_without_heads_it_looks_text_up(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = make_target("glm4_moe") if name.startswith("glm") else make_model(name)

@@ -118,6 +118,7 @@ RANDOM = {
 
 
 class TestRandom:
+    @pytest.mark.daily
     @pytest.mark.parametrize("what", RANDOM)
     def test_is_not_reused(self, what: str) -> None:
         """The calls with reuse leave generators and buffers where plain ones leave them, and sample the same."""

@@ -191,7 +191,7 @@ def test_a_wrong_column_is_noticed(name: str) -> None:
     assert torch.equal(off.amax(dim=-1) > 1e-4, wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.daily
 @pytest.mark.parametrize(("name", "tier"), [("llama", "triton"), ("gemma2", "cpu"), ("gpt_oss", "cpu")])
 def test_codes_are_read_in_place(name: str, tier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tree = make_model(name), random_tree()

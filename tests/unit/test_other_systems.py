@@ -21,7 +21,8 @@ def _as_on(system: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-_WITHOUT = {"darwin": "", "win32": "not outlive_the_process and not load_while_the_model"}  # which need a disk tier
+# They need a disk tier, and timers that send signals.
+_WITHOUT = {"darwin": "", "win32": "not outlive_the_process and not load_while_the_model and not time_is_limited"}
 
 
 @pytest.mark.slow
