@@ -28,6 +28,7 @@ from kvboost_hf.cache.forward.idle import Idle, _IdleLine, _IdleTurn
 from kvboost_hf.cache.forward.loans import Loans, lending_reason, reading_reason
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
+from kvboost_hf.cache.forward.running import Settled
 from kvboost_hf.cache.identity import ModelFingerprint, ModelState, ModelWalk, foreign, model_name
 from kvboost_hf.cache.identity.foreign import edits_inputs, foreign_functions, holder_of_cache, only_looks
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
@@ -66,7 +67,7 @@ from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
 from kvboost_hf.cache.live import _KeptStates, binding, decoding_form
 from kvboost_hf.cache.live.compiled import StaticDecoding, StepLog, Windows, seen_columns
 from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager
-from kvboost_hf.cache.live.ledger import copier, offer_content
+from kvboost_hf.cache.live.ledger import KnownRow, Ledger, copier, offer_content
 from kvboost_hf.cache.live.suffix_graph import BaseCall
 from kvboost_hf.cache.live.suffix_graph import reason_for_eager as reason_for_eager_suffix
 from kvboost_hf.cache.planning import content_index
