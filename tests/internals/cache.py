@@ -122,7 +122,14 @@ from kvboost_hf.cache.planning.report import Missed, MissReport, Tally
 from kvboost_hf.cache.prompt import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, media, read_inputs
 from kvboost_hf.cache.prompt.chats import ChatTemplate
 from kvboost_hf.cache.prompt.media import _hash, _split_items, read_prompt
-from kvboost_hf.cache.prompt.token_log import MaskShape, Prompt, TokenLog, common_shift, position_shifts
+from kvboost_hf.cache.prompt.token_log import (
+    MaskShape,
+    Prompt,
+    TokenLog,
+    common_shift,
+    position_shifts,
+    text_positions,
+)
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import history, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
