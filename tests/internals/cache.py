@@ -1,5 +1,6 @@
 """Names of `kvboost_hf.cache`."""
 
+from kvboost_hf.cache import attach as attaching
 from kvboost_hf.cache import codecs, costs, reuse, tiers
 from kvboost_hf.cache import forward as flow
 from kvboost_hf.cache import identity as fingerprint
@@ -64,9 +65,9 @@ from kvboost_hf.cache.layers.stateful import (
     view_states,
 )
 from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
-from kvboost_hf.cache.live import _KeptStates, binding, decoding_form
-from kvboost_hf.cache.live.compiled import StaticDecoding, StepLog, Windows, seen_columns
-from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager
+from kvboost_hf.cache.live import _KeptStates, binding, compiled, decoding_form
+from kvboost_hf.cache.live.compiled import StaticDecoding, StepLog, Windows, seen_columns, static_reason
+from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager, reason_of_model
 from kvboost_hf.cache.live.ledger import KnownRow, Ledger, copier, offer_content
 from kvboost_hf.cache.live.suffix_graph import BaseCall
 from kvboost_hf.cache.live.suffix_graph import reason_for_eager as reason_for_eager_suffix
@@ -121,7 +122,7 @@ from kvboost_hf.cache.planning.plan import (
 from kvboost_hf.cache.planning.report import Missed, MissReport, Tally
 from kvboost_hf.cache.prompt import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, media, read_inputs
 from kvboost_hf.cache.prompt.chats import ChatTemplate
-from kvboost_hf.cache.prompt.media import _hash, _split_items, read_prompt
+from kvboost_hf.cache.prompt.media import _hash, _split_items, has_types_of_media, read_prompt
 from kvboost_hf.cache.prompt.token_log import (
     MaskShape,
     Prompt,

@@ -35,6 +35,7 @@ from tests.internals.cache import (
     StaticReuseLayer,
     columns_for,
     decoding_form,
+    reason_of_model,
 )
 from tests.internals.compat import bytes_per_token
 
@@ -507,6 +508,20 @@ def test_who_asks_is_not_made_to_wait(llama: PreTrainedModel, compiler: Compiler
 # Pure decisions
 
 
+def test_which_models_are_better_not_compiled(llama: PreTrainedModel) -> None:
+    devices = [torch.zeros(1), torch.zeros(1, device="meta")]
+    for change, reason in (
+        (mock.patch.object(decoding_form, "ranks_of", return_value=object()), "several ranks compute it"),
+        (mock.patch.object(llama, "parameters", return_value=devices), "it is on several devices"),
+        (mock.patch.object(llama, "forward", llama.forward), decoding_form.REPLACED),
+        (mock.patch.object(llama, "_compiled_call_impl", object()), decoding_form.REPLACED),
+        (mock.patch.object(decoding_form, "holder_of_cache", return_value="somebody has it"), "somebody has it"),
+    ):
+        with change:
+            assert str(reason_of_model(llama)).startswith(reason)
+    assert reason_of_model(llama) is None
+
+
 def test_sizes() -> None:
     found = {columns_for(tokens) for tokens in range(1, 40_000)}
     assert sorted(found) == [1024, 2048, 4096, 8192, 16384, 24576, 32768, 40960]
@@ -553,6 +568,10 @@ def test_what_graphs_cost() -> None:
     assert costs.reason_against(rows) == "compiling is worth it after 8181 more tokens"
     costs.made(widest, 0.2)
     assert costs.reason_against(rows) == "compiling is worth it after 8181 more tokens"
+    for others in range(3, 7):
+        costs.made(Graph(1024, others, False), 45.0)
+    assert costs.reason_against(rows) == "6 graphs were compiled already, for other sizes"
+    assert costs.reason_against(graph) is None
     for _ in range(100):
         costs.took_buffers()
     assert "keep one cache for several calls" in costs.reason_against(graph)

@@ -145,9 +145,12 @@ def test_what_the_other_rank_lacks_is_not_reused() -> None:
     assert forwarded(kept, 0, 0, True) == (90, other)
     assert forwarded(kept, 0, 0, True, prefill_chunk_size=40) == (90, other)
     store.ranks = Beside()  # type: ignore[assignment]
-    for policy, message in (({"mode": "blend"}, "`mode` must be 'exact' .* got 'blend'"), ({"audit_rate": 0.5}, "0.5")):
+    for policy, message in (
+        (ReusePolicy(mode="blend"), "`mode` must be 'exact'"),
+        (ReusePolicy(audit_rate=0.5), "`audit_rate` must be 0"),
+    ):
         with pytest.raises(ValueError, match=message):
-            ChunkReuseCache(model, store, ReusePolicy(**policy))
+            ChunkReuseCache(model, store, policy)
     states: Any = make_model("qwen3_next")
     store = ChunkStore(states, chunk_size=16)
     store.ranks = Beside()  # type: ignore[assignment]

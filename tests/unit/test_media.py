@@ -12,6 +12,7 @@ from tests.internals.cache import (
     _hash,
     _split_items,
     common_shift,
+    has_types_of_media,
     media_ids,
     position_shifts,
     read_prompt,
@@ -99,6 +100,11 @@ def test_shifts_of_positions() -> None:
     assert common_shift(position_shifts(three, columns, pads))[1].tolist() == [[True, True, True, False, True]]
 
 
+def test_types_of_the_last_ids() -> None:
+    for types, found in (([1, 1, 1, 0, 0], False), ([0, 0, 0, 0, 1], True), ([0, 0, 0, 1, 0], True)):
+        assert has_types_of_media({"mm_token_type_ids": torch.tensor([types]), "token_type_ids": None}, 2) is found
+
+
 IMAGE = 9
 IDS = np.array([[1, 2, IMAGE, IMAGE, 3, 4]])
 PIXELS = torch.ones(1, 3, 4, 4)
@@ -107,7 +113,7 @@ BESIDE = np.stack([np.arange(6)[None]] * 3)
 
 def read(model: Any = None, ids: Any = IDS, positions: Any = None, **kwargs: Any) -> Prompt | str:
     inserts = SimpleNamespace(get_placeholder_mask=None)
-    known = SimpleNamespace(config=SimpleNamespace(image_token_id=IMAGE), base_model=inserts)
+    known: Any = SimpleNamespace(config=SimpleNamespace(image_token_id=IMAGE), base_model=inserts)
     return read_prompt(model or known, ids, positions, np.zeros(len(ids), dtype=np.int64), kwargs, kwargs)
 
 
