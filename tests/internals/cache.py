@@ -120,7 +120,16 @@ from kvboost_hf.cache.planning.plan import (
     trim_row,
 )
 from kvboost_hf.cache.planning.report import Missed, MissReport, Tally
-from kvboost_hf.cache.prompt import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, media, read_inputs
+from kvboost_hf.cache.prompt import (
+    LEAVE_KV_ALONE,
+    OF_GENERATE,
+    OF_MEDIA,
+    READ,
+    _are_positions_of,
+    media,
+    read_inputs,
+    wants_all_logits,
+)
 from kvboost_hf.cache.prompt.chats import ChatTemplate
 from kvboost_hf.cache.prompt.media import _hash, _split_items, has_types_of_media, read_prompt
 from kvboost_hf.cache.prompt.token_log import (

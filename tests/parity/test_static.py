@@ -12,7 +12,15 @@ from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, detach, last_cache
+from kvboost_hf import (
+    CacheModelMismatchError,
+    ChunkReuseCache,
+    ChunkStore,
+    attach,
+    check_model_compatibility,
+    detach,
+    last_cache,
+)
 from tests import multimodal
 from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
@@ -417,6 +425,20 @@ class AllLogits(LlamaForCausalLM):
 
     def forward(self, input_ids: Any, position_ids: Any = None, past_key_values: Any = None) -> Any:
         return super().forward(input_ids, position_ids=position_ids, past_key_values=past_key_values)
+
+
+def test_kv_from_elsewhere(llama: PreTrainedModel) -> None:
+    """One token may come from a compiled step, around which no hook has run; more are another model's."""
+    sized, growing = static_cache(llama), ChunkReuseCache(llama)
+    for cache in (sized, growing):
+        generate(llama, as_inputs(BASE[:, :20]), past_key_values=cache)
+    for cache, tokens, taken in ((sized, 1, True), (sized, 2, False), (growing, 1, False)):
+        given = [torch.zeros(1, *growing.layers[0].keys.shape[1:2], tokens, growing.layers[0].keys.shape[3])] * 2
+        if taken:
+            cache.update(*given, 0)
+        else:
+            with pytest.raises(CacheModelMismatchError, match="K/V reached it from elsewhere"):
+                cache.update(*given, 0)
 
 
 def test_what_is_refused(llama: PreTrainedModel) -> None:
