@@ -10,6 +10,7 @@ from kvboost_hf.cache.codecs.base import ExactStart, centroids, pack, packed_wid
 from kvboost_hf.cache.codecs.turboquant import TurboQuant, random_projection, random_rotation, rotated, rotated_back
 from kvboost_hf.cache.costs import TOKENS_PER_GRAPH, CompileCosts, Graph
 from kvboost_hf.cache.forward import (
+    _carry,
     admission,
     fill,
     idle,
@@ -65,7 +66,7 @@ from kvboost_hf.cache.layers.stateful import (
     view_states,
 )
 from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
-from kvboost_hf.cache.live import _KeptStates, binding, compiled, decoding_form
+from kvboost_hf.cache.live import Behind, _KeptStates, binding, compiled, decoding_form
 from kvboost_hf.cache.live.compiled import StaticDecoding, StepLog, Windows, seen_columns, static_reason
 from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager, reason_of_model
 from kvboost_hf.cache.live.ledger import KnownRow, Ledger, copier, offer_content
