@@ -433,12 +433,12 @@ def test_kv_from_elsewhere(llama: PreTrainedModel) -> None:
     for cache in (sized, growing):
         generate(llama, as_inputs(BASE[:, :20]), past_key_values=cache)
     for cache, tokens, taken in ((sized, 1, True), (sized, 2, False), (growing, 1, False)):
-        given = [torch.zeros(1, *growing.layers[0].keys.shape[1:2], tokens, growing.layers[0].keys.shape[3])] * 2
+        given = torch.zeros_like(growing.layers[0].keys[:, :, :tokens])
         if taken:
-            cache.update(*given, 0)
+            cache.update(given, given, 0)
         else:
             with pytest.raises(CacheModelMismatchError, match="K/V reached it from elsewhere"):
-                cache.update(*given, 0)
+                cache.update(given, given, 0)
 
 
 def test_what_is_refused(llama: PreTrainedModel) -> None:
