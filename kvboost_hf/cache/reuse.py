@@ -207,6 +207,8 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         self._go_on()
         call, live, self._step = calling(), self._live, None
         self._use.begin_call(call)
+        if self._forward is not None:  # it has failed
+            self._recover()
         self._settle_last()
         if live.static is not None or ((model := self._binding.model()) is not None and call.compiles(model)):
             self._form.choose(call, self._settle)
@@ -349,7 +351,8 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         try:
             run_model(model, ids, self, position_ids=last)
         except BaseException:
-            self._live.behind = behind
+            self._recover()
+            self._live.fall_behind(behind)
             raise
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

@@ -1,5 +1,6 @@
 """Names of `kvboost_hf.cache`."""
 
+from kvboost_hf.cache import attach as attaching
 from kvboost_hf.cache import codecs, costs, reuse, tiers
 from kvboost_hf.cache import forward as flow
 from kvboost_hf.cache import identity as fingerprint
@@ -9,6 +10,7 @@ from kvboost_hf.cache.codecs.base import ExactStart, centroids, pack, packed_wid
 from kvboost_hf.cache.codecs.turboquant import TurboQuant, random_projection, random_rotation, rotated, rotated_back
 from kvboost_hf.cache.costs import TOKENS_PER_GRAPH, CompileCosts, Graph
 from kvboost_hf.cache.forward import (
+    _carry,
     admission,
     fill,
     idle,
@@ -28,6 +30,7 @@ from kvboost_hf.cache.forward.idle import Idle, _IdleLine, _IdleTurn
 from kvboost_hf.cache.forward.loans import Loans, lending_reason, reading_reason
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
+from kvboost_hf.cache.forward.running import Settled
 from kvboost_hf.cache.identity import ModelFingerprint, ModelState, ModelWalk, foreign, model_name
 from kvboost_hf.cache.identity.foreign import edits_inputs, foreign_functions, holder_of_cache, only_looks
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
@@ -63,10 +66,10 @@ from kvboost_hf.cache.layers.stateful import (
     view_states,
 )
 from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
-from kvboost_hf.cache.live import _KeptStates, binding, decoding_form
-from kvboost_hf.cache.live.compiled import StaticDecoding, StepLog, Windows, seen_columns
-from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager
-from kvboost_hf.cache.live.ledger import copier, offer_content
+from kvboost_hf.cache.live import Behind, _KeptStates, binding, compiled, decoding_form
+from kvboost_hf.cache.live.compiled import StaticDecoding, StepLog, Windows, seen_columns, static_reason
+from kvboost_hf.cache.live.decoding_form import NOT_ON_GPU, columns_for, reason_for_eager, reason_of_model
+from kvboost_hf.cache.live.ledger import KnownRow, Ledger, copier, offer_content
 from kvboost_hf.cache.live.suffix_graph import BaseCall
 from kvboost_hf.cache.live.suffix_graph import reason_for_eager as reason_for_eager_suffix
 from kvboost_hf.cache.planning import content_index
@@ -118,10 +121,26 @@ from kvboost_hf.cache.planning.plan import (
     trim_row,
 )
 from kvboost_hf.cache.planning.report import Missed, MissReport, Tally
-from kvboost_hf.cache.prompt import LEAVE_KV_ALONE, OF_GENERATE, OF_MEDIA, READ, media, read_inputs
+from kvboost_hf.cache.prompt import (
+    LEAVE_KV_ALONE,
+    OF_GENERATE,
+    OF_MEDIA,
+    READ,
+    _are_positions_of,
+    media,
+    read_inputs,
+    wants_all_logits,
+)
 from kvboost_hf.cache.prompt.chats import ChatTemplate
-from kvboost_hf.cache.prompt.media import _hash, _split_items, read_prompt
-from kvboost_hf.cache.prompt.token_log import MaskShape, Prompt, TokenLog, common_shift, position_shifts
+from kvboost_hf.cache.prompt.media import _hash, _split_items, has_types_of_media, read_prompt
+from kvboost_hf.cache.prompt.token_log import (
+    MaskShape,
+    Prompt,
+    TokenLog,
+    common_shift,
+    position_shifts,
+    text_positions,
+)
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import history, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk

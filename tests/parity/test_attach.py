@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_m
 from kvboost_hf.assets import load_embedded
 from tests.architectures import make_architecture
 from tests.conftest import BOS, EOS, PAD, VOCAB, as_inputs, counted, left_pad, make_model, random_ids
-from tests.internals.cache import OF_GENERATE
+from tests.internals.cache import OF_GENERATE, attaching
 
 BASE = random_ids(200, seed=1)
 
@@ -511,6 +512,16 @@ def test_a_call_that_is_not_served_says_why(attached: PreTrainedModel) -> None:
         return str(report(attached).bypass_reason)
 
     assert "StaticCache" in why(past_key_values=StaticCache(attached.config, max_cache_len=300))
+    offloaded = DynamicCache()
+    offloaded.offloading = True
+    assert attaching._refusal(attached, offloaded, {}) == "generate() was told to offload its cache"
+    assert attaching._refusal(attached, DynamicCache(), {}) is None
+    with mock.patch.object(attached.config, "use_cache", False):
+        assert attaching._refusal(attached, None, {}) == "use_cache is False"
+    assert attaching._refusal(attached, None, {"logits_to_keep": 1}) is None
+    quantized = attach(make_model("llama"), live_quant="int8")
+    quantized.generate(**as_inputs(BASE), max_new_tokens=3, cache_implementation="static")
+    assert str(report(quantized).bypass_reason).startswith("`live_quant` has buffers that grow, and")
     mistral = attach(make_model("mistral"))
     stock = StaticCache(mistral.config, max_cache_len=300)
     mistral(input_ids=BASE, past_key_values=stock, logits_to_keep=1)

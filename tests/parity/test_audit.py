@@ -27,7 +27,7 @@ def corrupt(store: ChunkStore, start: int) -> None:
         block.mul_(-3)
 
 
-@pytest.fixture(params=["llama", "mistral", "gemma2", "qwen3_next"])
+@pytest.fixture(params=["llama", "mistral", "gemma2", pytest.param("qwen3_next", marks=pytest.mark.daily)])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     made = make_model(request.param)
     check_model_compatibility(made)

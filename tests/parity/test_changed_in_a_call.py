@@ -1,5 +1,6 @@
 """Code of others that changes in the middle of a call: what a forward is given, the model, what the cache holds."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -258,3 +259,36 @@ def test_a_hook_that_changes_a_probe_is_not_the_model_s_fault() -> None:
         generate(model, BASE, cache)
         assert cache.report.bypass_reason is None
         assert cache.report.reused_tokens == reused
+
+
+@torch.no_grad()
+@pytest.mark.daily
+@pytest.mark.parametrize("change", ["positions", "weights", "layers"])
+def test_what_changes_between_two_pieces_of_a_prompt_is_noticed(change: str) -> None:
+    """In a loop of somebody else, which has said that it changes nothing."""
+    model: Any = make_model("llama")
+    ids = random_ids(90, seed=8)
+    store = ChunkStore(model, chunk_size=16)
+    cache, stock = ChunkReuseCache(model, store), DynamicCache(config=model.config)
+    cache.in_own_loop = True
+    for start, stop in ((0, 40), (40, 80), (80, 90)):
+        positions = torch.arange(start, stop)[None] + (start == 40 and change == "positions")
+        if start == 40 and change == "weights":
+            model.model.layers[0].mlp.up_proj.weight.data += 0.01
+        if start == 40 and change == "layers":
+            cache.layers = copy.deepcopy(stock.layers)
+        found, expected = (
+            model(ids[:, start:stop], position_ids=positions, past_key_values=each, logits_to_keep=1).logits
+            for each in (cache, stock)
+        )
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+        assert cache.get_seq_length() == stop
+    assert (cache.report.bypass_reason is None) == (change == "layers")  # these go on as what they are
+    cache.in_own_loop = False
+    cache.store_all()
+    cache.reset()
+    plain = model(ids, logits_to_keep=1).logits
+    for reader in (cache, ChunkReuseCache(model, store)):
+        torch.testing.assert_close(
+            model(ids, past_key_values=reader, logits_to_keep=1).logits, plain, atol=2e-4, rtol=2e-4
+        )

@@ -74,3 +74,18 @@ def test_a_copy_says_that_it_is_not_attached(duplicate: Any) -> None:
     own = last_cache(model)
     assert own is not None
     assert own.store is not last_cache(found).store
+
+
+def test_a_cache_goes_on_with_what_one_has_left() -> None:
+    """Unless a forward was under way, which has failed."""
+    model = make_model("llama")
+    expected = model.generate(**PROMPT, **SETTINGS)
+    for failed in (False, True):
+        cache = ChunkReuseCache(model, salt="a secret")
+        model.generate(**PROMPT, **SETTINGS, cache=cache)
+        held, salt = cache.get_seq_length(), cache.salt
+        cache.parts.live.in_forward = failed
+        found = ChunkReuseCache.over(cache.parts)
+        assert (found.get_seq_length(), found.salt) == (0 if failed else held, salt)
+        assert model.generate(**PROMPT, **SETTINGS, cache=found).equal(expected)
+        assert found.report.tier_tokens["live"] == (0 if failed else PROMPT["input_ids"].shape[1] - 1)

@@ -35,6 +35,7 @@ from tests.internals.cache import (
     StaticReuseLayer,
     columns_for,
     decoding_form,
+    reason_of_model,
 )
 from tests.internals.compat import bytes_per_token
 
@@ -495,6 +496,19 @@ def test_other_uses_of_a_cache_whose_buffers_are_fixed(llama: PreTrainedModel, c
     assert torch.equal(plain, generate(llama, as_inputs(more), cache=cache))
 
 
+def test_a_forward_by_hand_grows_what_a_graph_has_left(llama: PreTrainedModel, compiler: Compiler) -> None:
+    """It may be longer than the buffers that were made for the call."""
+    cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=32))
+    with pretended_gpu(compiler):
+        answer = generate(llama, as_inputs(BASE[:, :60]), cache=cache)
+    assert columns_of(cache) == 128
+    with torch.no_grad():
+        found = llama(input_ids=BASE[:, :200], cache=cache, logits_to_keep=1).logits
+        expected = llama(input_ids=torch.cat([answer[:, :-1], BASE[:, :200]], dim=1), logits_to_keep=1).logits
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    assert columns_of(cache) is None
+
+
 def test_who_asks_is_not_made_to_wait(llama: PreTrainedModel, compiler: Compiler) -> None:
     """A `compile_config` compiles at the first call, wherever it says so, with a cache of which no size was named."""
     cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=32))
@@ -505,6 +519,29 @@ def test_who_asks_is_not_made_to_wait(llama: PreTrainedModel, compiler: Compiler
 
 
 # Pure decisions
+
+
+def test_which_models_are_better_not_compiled(llama: PreTrainedModel) -> None:
+    devices = [torch.zeros(1), torch.zeros(1, device="meta")]
+    for change, reason in (
+        (mock.patch.object(decoding_form, "ranks_of", return_value=object()), "several ranks compute it"),
+        (mock.patch.object(llama, "parameters", return_value=devices), "it is on several devices"),
+        (mock.patch.object(llama, "forward", llama.forward), decoding_form.REPLACED),
+        (mock.patch.object(llama, "_compiled_call_impl", object()), decoding_form.REPLACED),
+        (mock.patch.object(decoding_form, "holder_of_cache", return_value="somebody has it"), "somebody has it"),
+    ):
+        with change:
+            assert str(reason_of_model(llama)).startswith(reason)
+    assert reason_of_model(llama) is None
+
+
+def test_whoever_has_compiled_a_model_is_told_so(llama: PreTrainedModel) -> None:
+    """Unless the call was decoded in a graph all the same."""
+    form = ChunkReuseCache(llama).parts.form
+    cases = ("slow", True, decoding_form.REPLACED), ("slow", False, "slow"), (None, True, None)
+    for form.reason, is_compiled, told in cases:
+        with mock.patch.object(decoding_form, "is_compiled", return_value=is_compiled):
+            assert form.reason_told == told
 
 
 def test_sizes() -> None:
@@ -553,6 +590,10 @@ def test_what_graphs_cost() -> None:
     assert costs.reason_against(rows) == "compiling is worth it after 8181 more tokens"
     costs.made(widest, 0.2)
     assert costs.reason_against(rows) == "compiling is worth it after 8181 more tokens"
+    for others in range(3, 7):
+        costs.made(Graph(1024, others, False), 45.0)
+    assert costs.reason_against(rows) == "6 graphs were compiled already, for other sizes"
+    assert costs.reason_against(graph) is None
     for _ in range(100):
         costs.took_buffers()
     assert "keep one cache for several calls" in costs.reason_against(graph)

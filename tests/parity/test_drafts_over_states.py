@@ -1,6 +1,7 @@
 """Drafts for models with states: chains, whose states go back where drafts are rejected."""
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -230,6 +231,61 @@ def test_crop(name: str) -> None:
             other = random_ids(40, seed=7)
             wanted = model.generate(**as_inputs(other), max_new_tokens=5)
             assert torch.equal(model.generate(**as_inputs(other), max_new_tokens=5, cache=twin), wanted)
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize(
+    ("name", "records", "by_generate"),
+    [*(("qwen3_next", *how) for how in product([True, False], repeat=2)), ("mamba2", True, False)],
+)
+def test_a_forward_that_fails_leaves_cropped_tokens_to_the_next_one(
+    name: str, records: bool, by_generate: bool
+) -> None:
+    """Also where one was cropped together with a later token, and where ids that follow come with generate()."""
+    model: Any = make_architecture(name)
+    ids = random_ids(80, seed=6)
+    check_model_compatibility(model)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))
+        model(ids[:, :70], cache=cache, logits_to_keep=1)
+        if records:
+            cache.activate_past_recording()
+        for start, stop in ((70, 78), (78, 79)):
+            model(ids[:, start:stop], cache=cache, logits_to_keep=stop - start)
+        cache.crop(-3)
+        lag = cache.lag
+        assert lag == (6 if records else 76)
+        shown = model(ids[:, 76:78], cache=cache.fork(), logits_to_keep=2, output_hidden_states=True)
+        assert shown.hidden_states[0].shape[1] == 2  # none of those in front
+        for run in (cache.catch_up, lambda: model(ids[:, 76:78], cache=cache, logits_to_keep=2)):
+            assert (cache.get_seq_length(), cache.lag) == (76, lag)
+            handle = model.base_model.layers[1].register_forward_pre_hook(fail)
+            with pytest.raises(KeyboardInterrupt):
+                run()
+            handle.remove()
+        with counted(model) as work:
+            if by_generate:
+                told = {"attention_mask": torch.ones(1, 80, dtype=torch.long), "max_new_tokens": 3}
+                wanted = model.generate(**as_inputs(ids), max_new_tokens=3)
+                work.tokens = 0
+                assert torch.equal(model.generate(ids[:, 76:], cache=cache, **told), wanted[:, 76:])
+            else:
+                found = model(ids[:, 76:], cache=cache, logits_to_keep=4).logits
+                torch.testing.assert_close(found, model(ids).logits[:, 76:], atol=5e-4, rtol=5e-4)
+                work.tokens -= 80
+        assert work.tokens <= lag + 6
+        if name == "mamba2":
+            return
+        sized = ChunkReuseCache(model, max_cache_len=80)
+        model(ids[:, :70], cache=sized, logits_to_keep=1)
+        sized.crop(-2)
+        with pytest.raises(ValueError, match="`max_cache_len`=80 is too small"):
+            model(random_ids(90, seed=6)[:, 68:], cache=sized, logits_to_keep=1)
+        assert sized.get_seq_length() == 68
 
 
 def test_what_states_cannot_do_is_said() -> None:

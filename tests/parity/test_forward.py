@@ -12,7 +12,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
+from tests import multimodal
 from tests.conftest import as_inputs, counted, left_pad, make_model, pickles_models, random_ids
+from tests.internals.cache import _are_positions_of, wants_all_logits
 from tests.internals.compat import require_known_ids
 
 BASE = random_ids(200, seed=1)
@@ -299,6 +301,26 @@ def test_embeddings_are_a_module_of_somebody_else(plain: bool) -> None:
 
 
 @torch.no_grad()
+def test_how_arguments_are_read(llama: PreTrainedModel) -> None:
+    """Positions of three dimensions are those of models with images; no logits, or a loss, are those of all tokens."""
+    ids, other = torch.zeros(3, 5, dtype=torch.long), multimodal.make_model("qwen2_vl")
+    for shape, text, media in (
+        ((3, 5), True, True),
+        ((1, 5), True, True),
+        ((2, 5), False, False),
+        ((3, 4), False, False),
+        ((3, 3, 5), False, True),
+        ((3, 1, 5), False, True),
+        ((3, 2, 5), False, False),
+        ((1, 3, 3, 5), False, False),
+    ):
+        found = [_are_positions_of(model, ids, torch.zeros(shape)) for model in (llama, other)]
+        assert found == [text, media], shape
+    for kept, is_all in ((None, True), (0, True), (-1, True), (1, False), (5, False), (torch.tensor([1]), True)):
+        assert wants_all_logits({"input_ids": ids, "logits_to_keep": kept}) is is_all
+    assert wants_all_logits({"input_ids": ids, "logits_to_keep": 1, "labels": ids})
+
+
 def test_inputs_embeds_are_bypassed(llama: PreTrainedModel, warm: ChunkStore) -> None:
     embeds = llama.get_input_embeddings()(BASE)
     cache = ChunkReuseCache(llama, warm)

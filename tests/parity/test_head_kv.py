@@ -3,14 +3,16 @@
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, TreeDecoding, load_assistant, speculation_stats
-from tests.conftest import make_model, random_ids
+from tests.conftest import left_pad, make_model, random_ids
 from tests.heads import CHAINS, GREEDY, KINDS, NEW, PROMPT, TREES, Pair, drafted, make_pair, watched
 from tests.parity.test_loading import blobs, flip
 
@@ -222,6 +224,54 @@ def test_rows_that_a_cache_does_not_have() -> None:
     for row, each in enumerate(kept[:2]):
         each.offer(rows[row].numpy(), lambda start, stop: [torch.zeros(1, 2, stop - start, 8)], 0, tail=True)
     assert [each.reason is None for each in kept] == [True, False, False]
+
+
+@torch.no_grad()
+def test_what_is_offered_of_a_text() -> None:
+    """As far as the cache holds it, by heads that are as they were; else nothing, and it is said why."""
+    model, heads = make_model("llama"), make_model("llama", seed=1)
+    long, short = random_ids(64, seed=2), random_ids(56, seed=3)
+    ids = np.append(short[0].numpy(), 7)  # one more than the cache holds
+
+    def read(start: int, stop: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        return [torch.arange(start, stop, dtype=dtype)[None, None, :, None].expand(1, 2, -1, 8)]
+
+    def keeping(store: ChunkStore) -> Any:
+        cache = ChunkReuseCache(model, store, ReusePolicy(min_prefill_saving=0))
+        model.generate(**left_pad(long, short), max_new_tokens=1, past_key_values=cache)
+        return cache.loans.head_kv(heads, lambda: read(0, 1), 1)
+
+    store = ChunkStore(model, chunk_size=16)
+    for known, tail in ((0, False), (48, True), (56, True)):
+        kept = keeping(store)
+        kept.offer(ids, read, 0, tail=True)  # before it was looked for: it is left alone
+        found = kept.find(ids, 57)
+        assert (0 if found is None else found[0].shape[2]) == known
+        if found is not None:
+            assert torch.equal(found[0], read(0, known)[0])
+        kept.offer(ids, read, 0, tail=tail)
+        assert kept.reason is None
+    for length, tail, too_short in ((7, True, True), (8, True, False), (15, False, True), (16, False, False)):
+        kept = keeping(ChunkStore(model, chunk_size=16))
+        kept.find(ids, 57)
+        kept.offer(ids[:length], read, 0, tail=tail)  # not the text that the cache holds
+        assert (kept.reason is None) is too_short
+    for case, reason in (
+        ("left", "columns have left the window"),
+        ("type", "the heads have changed, or compute in another type"),
+        ("weights", "the heads have changed, or compute in another type"),
+        ("cleared", "the store keeps nothing of this text"),
+    ):
+        store = ChunkStore(model, chunk_size=16)
+        kept = keeping(store)
+        assert kept.find(ids, 57) is None
+        if case == "cleared":
+            store.clear()
+        if case == "weights":
+            heads.lm_head.weight.data += 1
+        form = torch.bfloat16 if case == "type" else torch.float32
+        kept.offer(ids, partial(read, dtype=form), int(case == "left"), tail=True)
+        assert str(kept.reason).startswith(reason)
 
 
 def test_a_thread_for_each_request(tmp_path: Path) -> None:

@@ -327,12 +327,20 @@ def _unknown(model: Any) -> ChunkReuseCache:
     return cache
 
 
+@torch.no_grad()
+def _hidden(model: Any) -> ChunkReuseCache:
+    cache = ChunkReuseCache(model, policy=blend())
+    model(TEXT, cache=cache, logits_to_keep=1, output_hidden_states=True)
+    return cache
+
+
 CANNOT: list[tuple[str, Callable[[Any], ChunkReuseCache], str]] = [
     ("llama", _exact, "it needs a cache with mode 'blend', and this one has 'exact'"),
     ("llama", _of_fixed_size, "the cache has a fixed size"),
     ("llama", _of_codes, "the cache holds codes"),
     ("llama", _unequal, "a batch of unequal rows"),
     ("llama", _unknown, "nothing is known of what the cache holds"),
+    ("llama", _hidden, "the call asks for hidden states"),
     ("llama", lambda model: ChunkReuseCache(model, policy=blend()), "this one is empty"),
     ("gpt2", lambda model: holding(model, TEXT), "its positions are not rotary"),
     ("bloom", lambda model: holding(model, TEXT), "cannot be edited: "),

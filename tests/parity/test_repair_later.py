@@ -173,7 +173,10 @@ def test_riding_beside_what_else_happens_to_a_cache(way: str, columns: int, no_i
     assert not cache.store.check_integrity().wrong
 
 
-@pytest.mark.parametrize(("rows", "progressive", "repaired"), [(1, True, 276), (2, True, 276), (1, 64, 0)])
+@pytest.mark.parametrize(
+    ("rows", "progressive", "repaired"),
+    [pytest.param(1, True, 276, marks=pytest.mark.daily), (2, True, 276), (1, 64, 0)],
+)
 @torch.no_grad()
 def test_with_trees_nothing_rides(rows: int, progressive: Any, repaired: int, no_idle_repair: None) -> None:
     """They fill the room themselves; what `True` has computed before a token is computed before the first tree."""

@@ -4,18 +4,28 @@ import copy
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, detach, last_cache
+from kvboost_hf import (
+    CacheModelMismatchError,
+    ChunkReuseCache,
+    ChunkStore,
+    attach,
+    check_model_compatibility,
+    detach,
+    last_cache,
+)
 from tests import multimodal
 from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 from tests.graphs import Compiler
-from tests.internals.cache import StaticReuseLayer
+from tests.internals.cache import StaticReuseLayer, compiled, static_reason
 
 NEW = 10
 SIZE = 256
@@ -430,6 +440,20 @@ class AllLogits(LlamaForCausalLM):
         return super().forward(input_ids, position_ids=position_ids, past_key_values=past_key_values)
 
 
+def test_kv_from_elsewhere(llama: PreTrainedModel) -> None:
+    """One token may come from a compiled step, around which no hook has run; more are another model's."""
+    sized, growing = static_cache(llama), ChunkReuseCache(llama)
+    for cache in (sized, growing):
+        generate(llama, as_inputs(BASE[:, :20]), past_key_values=cache)
+    for cache, tokens, taken in ((sized, 1, True), (sized, 2, False), (growing, 1, False)):
+        given = torch.zeros_like(growing.layers[0].keys[:, :, :tokens])
+        if taken:
+            cache.update(given, given, 0)
+        else:
+            with pytest.raises(CacheModelMismatchError, match="K/V reached it from elsewhere"):
+                cache.update(given, given, 0)
+
+
 def test_what_is_refused(llama: PreTrainedModel) -> None:
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="`max_cache_len` must be a positive int, 'auto' or None"):
@@ -439,6 +463,25 @@ def test_what_is_refused(llama: PreTrainedModel) -> None:
             ChunkReuseCache(make_model(name), max_cache_len=64)
     with pytest.raises(ValueError, match=r"`max_cache_len` is not for AllLogits: its forward takes no logits_to_keep"):
         ChunkReuseCache(AllLogits(LlamaConfig(**llama.config.to_dict())), max_cache_len=64)
+    unserved = AllLogits(LlamaConfig(**llama.config.to_dict()))
+    with pytest.raises(ValueError, match="`fork` needs a model that can reuse K/V, but its forward takes no logits"):
+        ChunkReuseCache(unserved).fork()
+    with pytest.raises(ValueError, match="it keeps states alone"):
+        ChunkReuseCache(make_architecture("mamba2"), max_cache_len=64)
+    model = make_model("llama")
+    windows = [DynamicSlidingWindowLayer(sliding_window=size) for size in (8, 16)]
+    for change, reason in (
+        (mock.patch.object(model.config, "attention_chunk_size", 8, create=True), "with chunks attend to no fixed"),
+        (mock.patch.object(compiled, "cache_layers", return_value=windows), "its windows are of several sizes"),
+        (mock.patch.object(type(model), "_can_compile_fullgraph", False), "cannot compile its forward as one graph"),
+        (
+            mock.patch.object(model.config, "_attn_implementation_internal", "flex_attention"),
+            "its attention is 'flex_",
+        ),
+    ):
+        with change:
+            assert reason in str(static_reason(model, 64))
+    assert static_reason(model, 64) is None
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "glm4v", "gemma3"])

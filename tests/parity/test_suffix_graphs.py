@@ -451,6 +451,12 @@ def test_reasons(llama: PreTrainedModel, compiler: Compiler) -> None:
     assert reason(how=elsewhere) == "the model is not on a GPU"
     assert reason(input_ids=None) == "it has no `input_ids`"
     assert reason(input_ids=BASE[:, :257]) == "more than 256 tokens are new"
+    assert live.static is not None
+    columns = live.static.max_cache_len
+    for room, said in ((16, None), (15, "the cache has no room for 16 more tokens")):
+        live.static.max_cache_len = HELD + room
+        assert reason() == said
+    live.static.max_cache_len = columns
     assert reason(position_ids=None) == "`position_ids` are not one for each of the `input_ids`"
     assert reason(position_ids=positions[None].expand(3, -1, -1)) == reason(position_ids=None)
     assert reason(attention_mask=torch.ones(1, 1, 10, 110)) == "the attention mask is not 2-D"

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvboost_hf import ChunkReuseCache
 from tests.conftest import make_model
-from tests.internals.cache import GrowingLayer, MaskShape, TokenLog, _KeptStates
+from tests.internals.cache import Behind, GrowingLayer, MaskShape, TokenLog, _carry, _KeptStates
 
 pytestmark = pytest.mark.daily
 
@@ -312,3 +312,21 @@ def test_tokens_since_states_were_kept(shape: tuple[int, ...]) -> None:
         assert torch.equal(found.ids, ids[:, : stop - 5])
         assert torch.equal(found.positions, positions[..., : stop - 5])
         assert other.positions is None
+
+
+@pytest.mark.parametrize("planes", [(), (3,)])
+@pytest.mark.parametrize("known", [True, False])
+def test_tokens_in_front_of_those_of_a_forward(known: bool, planes: tuple[int, ...]) -> None:
+    """Positions that are not known, or of another form, go on backwards from those of the forward."""
+    ids, own = torch.arange(6).view(2, 3), torch.arange(20, 24).view(2, 2)
+    before, after = (torch.arange(*span).expand(*planes, 2, -1) for span in ((4, 7), (7, 9)))
+    other = torch.zeros(2, 3) if planes else torch.zeros(3, 2, 3)
+    for positions in (before,) if known else (None, other):
+        behind = Behind(4, ids, positions)
+        for keep, left in ((None, 2), (0, 2), (1, 1), (2, 2), (9, 2)):
+            given = {"input_ids": own, "position_ids": after, "logits_to_keep": keep, "use_cache": True}
+            found = _carry(given, behind)
+            assert torch.equal(found["input_ids"], torch.cat([ids, own], dim=1))
+            assert torch.equal(found["position_ids"], torch.cat([before, after], dim=-1))
+            assert (found["logits_to_keep"], found["use_cache"]) == (left, True)
+        assert "position_ids" not in _carry({"input_ids": own}, behind)

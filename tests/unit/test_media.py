@@ -1,5 +1,8 @@
 """Codes, cuts and hashes of prompts with images, without a model."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +12,13 @@ from tests.internals.cache import (
     _hash,
     _split_items,
     common_shift,
+    has_types_of_media,
     media_ids,
     position_shifts,
+    read_prompt,
     shifted_ids,
     text_ids,
+    text_positions,
 )
 
 pytestmark = pytest.mark.daily
@@ -78,7 +84,9 @@ def test_images_are_told_apart_only_where_that_is_sure() -> None:
     assert _split_items({"input_features": torch.randn(2, 8, 4)}, "audio", [6, 6]) == []
     patches = {"pixel_values": torch.randn(12, 5), "image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 4]])}
     assert len(_split_items(patches, "image", [1, 2])) == 2
-    assert _split_items(patches, "image", [2, 1]) == []
+    for lengths in ([2, 1], [1, 2, 1]):
+        assert _split_items(patches, "image", lengths) == []
+    assert _split_items({**patches, "pixel_values": torch.randn(13, 5)}, "image", [1, 2]) == []
 
 
 def test_shifts_of_positions() -> None:
@@ -90,3 +98,64 @@ def test_shifts_of_positions() -> None:
     assert agree.all()
     three[1, 0, 3] += 1
     assert common_shift(position_shifts(three, columns, pads))[1].tolist() == [[True, True, True, False, True]]
+
+
+def test_types_of_the_last_ids() -> None:
+    for types, found in (([1, 1, 1, 0, 0], False), ([0, 0, 0, 0, 1], True), ([0, 0, 0, 1, 0], True)):
+        assert has_types_of_media({"mm_token_type_ids": torch.tensor([types]), "token_type_ids": None}, 2) is found
+
+
+IMAGE = 9
+IDS = np.array([[1, 2, IMAGE, IMAGE, 3, 4]])
+PIXELS = torch.ones(1, 3, 4, 4)
+BESIDE = np.stack([np.arange(6)[None]] * 3)
+
+
+def read(model: Any = None, ids: Any = IDS, positions: Any = None, **kwargs: Any) -> Prompt | str:
+    inserts = SimpleNamespace(get_placeholder_mask=None)
+    known: Any = SimpleNamespace(config=SimpleNamespace(image_token_id=IMAGE), base_model=inserts)
+    return read_prompt(model or known, ids, positions, np.zeros(len(ids), dtype=np.int64), kwargs, kwargs)
+
+
+def test_prompts_with_images_are_read_or_said_not_to_be() -> None:
+    shown = read(pixel_values=PIXELS)
+    assert isinstance(shown, Prompt)
+    assert shown.media.tolist() == [[False, False, True, True, False, False]]
+    others = [read(pixel_values=PIXELS * 2), read(pixel_values=PIXELS, mm_token_type_ids=torch.tensor(IDS == IMAGE))]
+    for other in others:
+        assert isinstance(other, Prompt)
+        assert (other.column_ids == shown.column_ids).tolist() == [[True, True, False, False, True, True]]
+    unknown: Any = SimpleNamespace(config=SimpleNamespace(image_token_id=IMAGE), base_model=SimpleNamespace())
+    late, apart = BESIDE.copy(), BESIDE.copy()
+    late[1:, 0, 5] += 1
+    apart[1:, 0, 2] += 1  # within the image, where positions go another way
+    for found, reason in (
+        (read(unknown, pixel_values=PIXELS), "it is not known where in the prompt"),
+        (read(ids=IDS[:, [0, 1, 2, 4]], pixel_values=PIXELS), "one placeholder may stand for all of an image"),
+        (read(ids=IDS[:, :4], mm_token_type_ids=torch.tensor(IDS[:, :4] == IMAGE)), "ends within an image"),
+        (read(positions=late, pixel_values=PIXELS), "position_ids of text do not count up"),
+        (read(token_type_ids=torch.zeros(1, 5)), "`token_type_ids` are not one for each of the input_ids"),
+        (read(token_type_ids=torch.zeros(2, 6)), "`token_type_ids` are not one for each of the input_ids"),
+        (read(token_type_ids=torch.zeros(6)), "`token_type_ids` are not one for each of the input_ids"),
+        (read(token_type_ids=torch.zeros(1, 4), logits_to_keep=2), "`token_type_ids` are not one for each"),
+    ):
+        assert isinstance(found, str)
+        assert reason in found
+    for good in (
+        read(positions=apart, pixel_values=PIXELS),
+        read(token_type_ids=torch.zeros(1, 5), logits_to_keep=2),  # a candidate has none
+        read(token_type_ids=torch.zeros(1, 9)),  # those of what is held come first
+    ):
+        assert isinstance(good, Prompt)
+
+
+def test_positions_of_text_in_several_planes() -> None:
+    """Where the planes disagree there is no position; the first of four is the place in the row."""
+    places, own, three = torch.tensor([[5, 6, 7]]), torch.tensor([[2, 3, 4]]), torch.tensor([[[8, 9, 10]]] * 3)
+    three[1, 0, 1] += 1
+    assert [each.tolist() for each in text_positions(own, places)] == [own.tolist(), own.tolist()]
+    assert [each.tolist() for each in text_positions(three, places)] == [places.tolist(), [[8, -1, 10]]]
+    assert [each.tolist() for each in text_positions(torch.cat([own[None], three]), places)] == [
+        own.tolist(),
+        [[8, -1, 10]],
+    ]

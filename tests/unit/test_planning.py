@@ -1,10 +1,12 @@
 """What is decided without tensors, beside a reading of each promise that tries everything."""
 
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +31,7 @@ from tests.internals.cache import (
     plan_blend,
     plan_row,
     prefix_key,
+    prompt_plan,
     trim_row,
 )
 from tests.unit.test_chunks_and_plan import ROOT, FakeIndex
@@ -329,6 +332,80 @@ def test_what_may_be_moved(logits: int, sinks: int) -> None:
     assert plan.present.sum(axis=1).tolist() == [20, 20, 8, 26]
     assert [row.hit for row in plan.reuse.rows] == [64, 64, 60, 58]
     assert plan_blend(ids[:2], ReusePlan(0, 20, exact.rows[:2], (0, 0)), logits, find, sinks) is None
+
+
+# How a prompt is cut for states, and when it is loaded beside its forward
+
+
+def test_where_states_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the last border, where prompts part, before the first image, and at even distances from these."""
+
+    def cuts(
+        filled: int,
+        *,
+        border: int = 96,
+        segments: bool = True,
+        rows: int = 1,
+        pads: tuple[int, ...] = (0,),
+        **more: Any,
+    ) -> tuple[list[int], list[int], list[int]]:
+        monkeypatch.setattr(prompt_plan, "can_segment", lambda mixers, layers: segments)
+        monkeypatch.setattr(prompt_plan, "spacing_of", lambda device: 16)
+        store = SimpleNamespace(chunker=SimpleNamespace(chunk_size=32))
+        stateful, regime = more.pop("stateful", True), more.pop("regime", b"")
+        binding = SimpleNamespace(store=store, fact=lambda model, find: ())
+        parts = SimpleNamespace(live=SimpleNamespace(stateful=stateful, regime=regime, layers=[]), binding=binding)
+        ledger = SimpleNamespace(last_border=lambda limit, store, ids: border)
+        media = np.zeros((rows, 100), dtype=bool)
+        media[0, more.pop("media", [])] = True
+        inputs = SimpleNamespace(input_ids=torch.zeros(rows, 1), verifies=more.pop("verifies", False))
+        new = SimpleNamespace(media=media, cut=lambda column: column)
+        told = {"limit": more.pop("limit", 99), "least": more.pop("least", 1)}
+        prompt = SimpleNamespace(**told, new=new, ids=None, inputs=inputs)
+        plan = SimpleNamespace(filled=filled, stems=more.pop("stems", ()), branch=more.pop("branch", None), pads=pads)
+        plan.rows = [None] * rows
+        assert not more
+        given: tuple[Any, ...] = parts, None, plan, ledger, prompt
+        return prompt_plan._state_cuts(*given)
+
+    spaced = [16, 32, 48, 64, 80]
+    assert cuts(0) == ([], [96], spaced)
+    assert cuts(0, border=90) == ([], [90], spaced)
+    assert cuts(0, border=88) == ([], [88], [*spaced, 96])
+    assert cuts(0, border=87) == ([], [87], [16, 32, 48, 64, 96])
+    assert cuts(80, border=96) == ([], [96], [])
+    assert cuts(82, border=96) == ([], [], [98])  # it is too close to what is stored
+    assert cuts(82, border=96, stems=((0,),)) == ([], [96], [])
+    assert cuts(40, border=96, branch=60) == ([], [60, 96], [72, 88])
+    assert cuts(40, border=96, branch=41) == ([], [41, 96], [56, 72, 88])
+    assert cuts(40, border=96, branch=41, least=2) == ([], [96], [56, 72, 88])
+    assert cuts(40, border=96, branch=94, least=2) == ([], [94, 96], [56, 72])
+    assert cuts(40, border=96, branch=95, least=2) == ([], [95], [56, 72])
+    assert cuts(0, stateful=False) == cuts(0, regime=b"long") == ([], [], [])
+    assert cuts(98, border=96) == ([], [], [])
+    assert cuts(99, border=96) == ([], [], [])
+    assert cuts(0, border=96, limit=96, media=[50, 51]) == ([], [50, 96], [16, 32, 64, 80])
+    assert cuts(0, segments=False) == ([96], [], [])
+    assert cuts(0, segments=False, media=[50, 51]) == ([50], [], [])  # those behind it would lack the image
+    assert cuts(0, verifies=True) == ([96], [], spaced)
+    assert cuts(20, rows=2, pads=(0, 40)) == ([96], [], [52, 68, 84])
+    assert cuts(20, rows=2, pads=(0, 96), branch=60) == ([], [], [])
+
+
+@pytest.mark.parametrize("below", [True, False])
+def test_what_is_worth_loading_beside_the_forward(below: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mebibyte of lower tiers; or, if nothing is there, of host memory that has to be copied."""
+
+    def chunk(nbytes: int) -> Any:
+        found = SimpleNamespace(entry=SimpleNamespace(nbytes=nbytes)) if below else None
+        return SimpleNamespace(found=found, nbytes=nbytes, kv=SimpleNamespace(nbytes_elsewhere=nbytes))
+
+    for sizes, worth in (((2**20,), True), ((2**20 - 1,), False), ((2**19, 2**19), True), ((), False)):
+        monkeypatch.setattr(prompt_plan, "chunks_of", lambda plan, sizes=sizes: [chunk(size) for size in sizes])
+        for rows, hands_out, kept in ((1, True, True), (2, False, True), (2, True, below)):
+            layers: Any = [SimpleNamespace(hands_out=hands_out)]
+            plan: Any = SimpleNamespace(rows=[None] * rows)
+            assert prompt_plan._is_worth_overlapping(layers, plan) is (worth and kept)
 
 
 # Moved columns

@@ -87,6 +87,26 @@ def test_masks_that_do_not_tell() -> None:
     assert not play(FULL, [first, tree, third])
 
 
+def test_a_log_is_of_so_many_rows() -> None:
+    """And stays in its place in memory for as long as it is: graphs write there."""
+    steps, step = StepLog(TOTAL, FULL), {"position_ids": torch.tensor([[0]]), "attention_mask": None}
+    places = list[int]()
+    for rows in (2, 2, 3):
+        steps.reset(rows, torch.device("cpu"))
+        places.append(steps._notes.data_ptr())
+        for other, known in ((rows - 1, False), (rows, True)):
+            log = TokenLog(np.zeros(other, dtype=np.int64))
+            steps.record(torch.tensor(0), {**step, "input_ids": torch.ones(other, 1, dtype=torch.long)})
+            assert steps.copy().append_to(log, 1) is known
+            assert log.length == known
+        steps.forget(0)
+        assert not steps.append_to(TokenLog(np.zeros(rows, dtype=np.int64)), 1)
+    assert places[0] == places[1] != places[2]
+    never = StepLog(TOTAL, FULL)
+    never.forget(0)
+    assert not never.copy().append_to(TokenLog(np.zeros(2, dtype=np.int64)), 1)
+
+
 def test_columns_without_padding() -> None:
     """Where nothing is padding, the columns of the queries are all that `kvboost_fa2` is told."""
     column = torch.tensor([[HELD]])

@@ -120,6 +120,10 @@ class TestArguments:
             with pytest.raises(ValueError, match=r"must be a text or ids, which are integers, got torch\.\w+\. Pass"):
                 ChunkStore(llama).warm(**arguments)
 
+    def test_codes_cannot_be_moved(self, llama: PreTrainedModel) -> None:
+        with pytest.raises(ValueError, match="`live_quant` must be None with `documents`, for codes cannot be moved"):
+            ChunkStore(llama).warm(documents=[[1]], live_quant="int8")
+
     def test_one_text_is_no_list(self, llama: PreTrainedModel) -> None:
         with pytest.raises(ValueError, match=r"`documents` must be a sequence of texts or ids, got one text\."):
             ChunkStore(llama).warm(documents="Anna lives in Oslo.")

@@ -305,7 +305,7 @@ def _state_cuts(
     between these: the next prompt may part anywhere.
     """
     live, limit, media, store = parts.live, prompt.limit, prompt.new.media, parts.binding.store
-    if not live.stateful or live.regime or limit < plan.filled + (not plan.stems):
+    if not live.stateful or live.regime:
         return [], [], []
     border = ledger.last_border(limit, store, prompt.ids)
     # Nobody has stored the states of what is computed once for several rows.
@@ -342,7 +342,7 @@ def _state_cuts(
     if len(plan.rows) > 1 or prompt.inputs.verifies:
         # What rows have alike behind the last of these is computed once.
         cuts = usable(wanted, before)
-        return cuts, [], usable(spaced, cuts[-1] - 1) if cuts else []
+        return cuts, [], usable(spaced, cuts[-1]) if cuts else []
     return [], usable(wanted, limit), usable(spaced, limit)
 
 

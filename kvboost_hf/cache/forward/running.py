@@ -340,7 +340,7 @@ class Settled:
 
     constants: dict[str, Any]
     caches: frozenset[str]
-    count: int  # how many arguments there were, with ids, positions and mask
+    names: frozenset[str]  # of all arguments, with ids, positions and mask
     is_masked: bool  # there was a mask, of which nobody knows what the next one hides: it is noted each time
     positions: torch.Size
     depth: int  # how many frames it is from the forward hook's cache up to the generate() call
@@ -371,21 +371,20 @@ class Settled:
             return None
         masked, where = "attention_mask" in kwargs and "attention_mask" not in constants, (request.depth, request.code)
         drops_mask = masked and request.kwargs["attention_mask"] is None
-        return cls(constants, caches, len(kwargs), masked, positions.shape, *where, hands_out, drops_mask)
+        return cls(constants, caches, frozenset(kwargs), masked, positions.shape, *where, hands_out, drops_mask)
 
     def goes_on(self, kwargs: Kwargs) -> bool:
         """Whether these arguments are such ones, and the generate() call is the same."""
-        if len(kwargs) != self.count or (self.is_masked and "attention_mask" not in kwargs):
+        if kwargs.keys() != self.names:
             return False
-        constants = self.constants
         for name, value in kwargs.items():
-            if name in constants:
-                if constants[name] is not value:
+            if name in self.constants:
+                if self.constants[name] is not value:
                     return False
             elif name == "attention_mask":
-                if not self.is_masked or not isinstance(value, torch.Tensor) or value.ndim != 2:
+                if not isinstance(value, torch.Tensor) or value.ndim != 2:
                     return False
-            elif name not in _OF_EACH_STEP and not (name in self.caches and isinstance(value, Cache)):
+            elif name in self.caches and not isinstance(value, Cache):
                 return False
         if self.code is None:
             return True
