@@ -55,7 +55,8 @@ class Summed(DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sums: dict[str, Any] = {"sum": None}
+        self.sums: dict[str, list[Any]] = {"sum": [None]}
+        self.record_past = False  # as layers of transformers have it, whose states may be taken back
 
 
 def _pieced() -> Any:
@@ -146,8 +147,8 @@ class Run:
             layer.append(lambda which: new[layer.which.index(which)][:, 0])
         elif isinstance(layer, own.OpaqueLayer):
             layer.native.update(*new)
-            sums = layer.native.sums
-            sums["sum"] = new[0].sum(2) if sums["sum"] is None else sums["sum"].add_(new[0].sum(2))
+            (held,) = sums = layer.native.sums["sum"]
+            sums[0] = new[0].sum(2) if held is None else held.add_(new[0].sum(2))
         elif form.columns:
             if isinstance(layer, own.StaticReuseLayer):
                 layer.whole = tokens == 1  # a decoding step, as `StaticDecoding.open` has it
@@ -237,13 +238,18 @@ def holds_what_it_was_given(form: Form) -> None:
         assert run.layer.intact
         assert run.layer.version > version or not form.columns
         version = run.layer.version
+    run.layer.truncate(run.length)  # nothing is behind it
+    assert run.layer.version == version
     held = sum(t.nbytes for t in run.given) if not form.window and form.exact else 1
     assert run.layer.nbytes >= (held if form.columns or form.conv else 0)
 
 
 def is_emptied(form: Form) -> None:
     run = Run(form).forward(12)
+    if isinstance(run.layer, own.OpaqueLayer):
+        run.layer.native.record_past = True
     run.layer.reset()
+    assert getattr(run.layer.native, "record_past", True) or not isinstance(run.layer, own.OpaqueLayer)
     run.layer.note_state()
     assert run.layer.length in (0, None)
     assert run.layer.intact
@@ -342,6 +348,7 @@ def lets_states_be_saved(form: Form) -> None:
     saved = [layer.save_state(row) for row in range(run.batch)]
     before = [[t.clone() for t in each.tensors if t is not None] for each in saved]
     assert layer.state_bytes() >= saved[0].nbytes > 0
+    sums = [t.clone() for t in layer.native.sums["sum"]] if isinstance(layer, own.OpaqueLayer) else []
     run.forward(1)
     for each, wanted in zip(saved, before, strict=True):  # no forward reaches what was saved
         assert all(map(torch.equal, [t for t in each.tensors if t is not None], wanted))
@@ -351,18 +358,22 @@ def lets_states_be_saved(form: Form) -> None:
     assert all(map(torch.equal, twin.states_now(), [t for row in before for t in row]))
     layer.load_states(saved)
     assert all(map(torch.equal, run.states_now(), [t for row in before for t in row]))
+    assert all(map(torch.equal, layer.native.sums["sum"] if sums else (), sums))
     if not layer.single_row:
         layer.load_states(saved[::-1])
         assert all(map(torch.equal, [t for t in layer.save_state(0).tensors if t is not None], before[1]))
 
 
 def lets_no_token_be_taken_out_of_a_state(form: Form) -> None:
-    if not form.recurrent:
+    opaque = isinstance(form.make(), own.OpaqueLayer)
+    if not form.recurrent and not opaque:
         return
     run = Run(form).forward(5)
     layer = run.layer
     assert layer.can_crop(0, 5)
     assert not layer.can_crop(1, 5)
+    if opaque:
+        return
     layer.crop(0)
     with pytest.raises(RuntimeError, match=r"`crop\(-1\)` of a layer cannot take tokens out of a recurrent state"):
         layer.crop(-1)
@@ -409,6 +420,7 @@ def notices_what_others_write(form: Form) -> None:
         for change in (lambda t: t.add_(1), lambda t: t.data.add_(1), lambda t: t.numpy().fill(2.0)):
             run = Run(form).forward(8)
             tensor = run.layer.keys
+            assert run.layer.keys.data_ptr() == tensor.data_ptr() or not form.exact  # else only one would count
             assert run.layer.intact
             change(tensor)
             if run.layer.intact:  # it has given out a copy
@@ -420,9 +432,12 @@ def notices_what_others_write(form: Form) -> None:
         assert not run.layer.intact
         require_alike(run.layer.keys, new, form.exact)
         assert run.layer.get_seq_length() == 8  # it takes the place of the columns that were there
+    if isinstance(form.make(), own.StaticReuseLayer):
+        layer = Run(form).forward(20).layer
+        assert layer.keys.data_ptr() == layer.keys.data_ptr()  # what is written to the first one counts, too
     if form.conv or isinstance(form.make(), own.OpaqueLayer):
         run = Run(form).forward(8)
-        tensor = run.layer.conv_states[0] if form.conv else run.layer.native.sums["sum"]
+        tensor = run.layer.conv_states[0] if form.conv else run.layer.native.sums["sum"][0]
         assert run.layer.intact
         tensor.add_(1)
         assert not run.layer.intact
@@ -443,12 +458,16 @@ def becomes_that_of_transformers(form: Form) -> None:
     before = [each.data_ptr() for each in getattr(run.layer, "buffers", [])]
     found = run.layer.as_stock()
     assert type(found) is type(form.stock())
+    states = {at: state.clone() for at, state in getattr(found, "conv_states", {}).items()}
     if form.columns:
         assert found.get_seq_length() == 5
         require_alike(found.keys, run.given[0][:, :, -found.keys.shape[2] :], form.exact)
         run.forward(3)
         assert found.get_seq_length() == 5
         assert [each.data_ptr() for each in getattr(run.layer, "buffers", [])] == before  # it was only read
+    if form.conv:
+        run.layer.update_conv_state(torch.zeros(2, HIDDEN, 4))
+        assert all(torch.equal(found.conv_states[at], state) for at, state in states.items())
 
 
 def keeps_what_it_needs(form: Form) -> None:
