@@ -163,7 +163,7 @@ class HostMemory:
         self.order.next_prompt()
         self.order.by_content |= by_content
         for key in keys:
-            if key in self.order:
+            if key in self.chunks or key in self.states:
                 self.order.touch(key)
 
     # Taking in
