@@ -36,6 +36,7 @@ class Form:
         columns: Tensors that it keeps of each token.
         window: Columns that a token attends to; 0 for all.
         conv, recurrent: Whether it keeps such states.
+        states: How many of them.
         exact: Columns come back as they were given.
         fresh: The kind of `fresh()`, where that is another.
     """
@@ -46,6 +47,7 @@ class Form:
     window: int = 0
     conv: bool = False
     recurrent: bool = False
+    states: int = 1
     exact: bool = True
     fresh: type | None = None
 
@@ -86,6 +88,9 @@ FORMS = {
     "StateLayer": Form(own.StateLayer, LinearAttentionLayer, conv=True, recurrent=True),
     "StaticStateLayer": Form(
         own.StaticStateLayer, LinearAttentionLayer, conv=True, recurrent=True, fresh=own.StateLayer
+    ),
+    "StateLayer of two": Form(
+        lambda: own.StateLayer(2), lambda: LinearAttentionLayer(2), conv=True, recurrent=True, states=2
     ),
     "HybridLayer": Form(own.HybridLayer, LinearAttentionAndFullAttentionLayer, columns=2, conv=True, recurrent=True),
     "HybridSlidingLayer": Form(
@@ -163,10 +168,11 @@ class Run:
             layer.update_index(new[2])
         if isinstance(layer, own.StaticReuseLayer):
             layer.close(tokens)
-        if form.conv:
-            layer.update_conv_state(self._new(HIDDEN, 4))
-        if form.recurrent:
-            layer.update_recurrent_state(self._new(HEADS, DIM, DIM))
+        for number in range(form.states):
+            if form.conv:
+                layer.update_conv_state(self._new(HIDDEN, 4), number)
+            if form.recurrent:
+                layer.update_recurrent_state(self._new(HEADS, DIM, DIM), number)
         layer.note_state()
         if form.columns:
             self.given = [torch.cat(pair, 2) for pair in zip(self.given, new, strict=True)] if self.given else new
@@ -366,6 +372,19 @@ def lets_states_be_saved(form: Form) -> None:
 
 def lets_no_token_be_taken_out_of_a_state(form: Form) -> None:
     opaque = isinstance(form.make(), own.OpaqueLayer)
+    if form.conv:  # nothing was recorded
+        assert [Run(form).forward(3).layer.can_crop(tokens, 3) for tokens in (0, 1)] == [True, False]
+    if form.conv and not form.recurrent:
+        layer = Run(form).forward(5).layer
+        layer.record_past, recorded = True, torch.randn(2, HIDDEN, 7)  # of three tokens before those of its kernel
+        layer.conv_states[0] = recorded
+        assert [layer.can_crop(tokens, 20) for tokens in (0, 1, 3, 4)] == [True, True, True, False]
+        assert [layer.can_crop(4, held) for held in (6, 7, 8)] == [True, True, False]
+        layer.stop_recording()
+        assert not layer.record_past
+        assert torch.equal(layer.conv_states[0], recorded[..., -4:])
+        layer.record_past, layer.conv_states[0] = True, None
+        assert not layer.can_crop(1, 20)
     if not form.recurrent and not opaque:
         return
     run = Run(form).forward(5)

@@ -102,6 +102,7 @@ from kvboost_hf.cache.planning.moved import (
     MovedColumns,
     RepairRow,
     Scores,
+    budget,
     choose_columns,
     plan_blend,
 )
