@@ -398,7 +398,7 @@ def test_more_is_kept_while_it_can_be_measured_again(slack: float, count: int) -
 def test_scores_are_needed_for_more_than_a_token_at_each_seam() -> None:
     moved = np.ones(40, dtype=bool)
     row = RepairRow(~moved, moved, (0, 20))  # 15% behind each seam are three
-    for name, ratio, most, needed in (
+    cases: list[tuple[Any, float | None, float | None, bool]] = [
         ("cacheblend", None, None, True),
         ("cacheblend", 0.0, None, False),
         ("cacheblend", 0.05, None, False),
@@ -406,7 +406,8 @@ def test_scores_are_needed_for_more_than_a_token_at_each_seam() -> None:
         ("cacheblend", 0.0, 0.5, True),
         ("cacheblend", 0.5, 0.5, True),
         ("none", None, None, False),
-    ):
+    ]
+    for name, ratio, most, needed in cases:
         policy = ReusePolicy(mode="blend", repair=name, recompute_ratio=ratio, max_recompute_ratio=most, overlap_k=0)
         assert REPAIRS[name].needs_scores(row, policy) == needed, (name, ratio, most)
     assert [budget(row, ratio) for ratio in (None, 0.0, 0.05, 0.06, 0.1, 1.0)] == [6, 0, 2, 3, 4, 40]
