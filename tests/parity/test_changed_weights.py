@@ -626,6 +626,21 @@ class TestSampleInPlace:
         assert sample.read(tensors) is None
 
     @pytest.mark.daily
+    def test_memory_that_is_gone_once_it_is_looked_at(self, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+        """It is looked at again."""
+        tensors, watch, read, calls = [torch.randn(64, 96), torch.randn(12)], WeightsWatch(), _SampleInPlace.read, [0]
+
+        def gone(self: _SampleInPlace, tensors: Any) -> Any:
+            calls[0] += 1
+            return None if calls[0] == 1 else read(self, tensors)
+
+        monkeypatch.setattr(_SampleInPlace, "read", gone)
+        before = watch.epoch(tensors)
+        assert watch.epoch(tensors) == before
+        tensors[1].numpy()[3] += 1
+        assert watch.epoch(tensors) == before + 1
+
+    @pytest.mark.daily
     def test_a_tensor_without_an_address(self, place: str) -> None:
         ones = torch.ones(3)
         tensors = [torch.Tensor._make_wrapper_subclass(Wrapped, (64, 96)), ones]

@@ -303,6 +303,11 @@ def test_text_that_never_comes_again_is_no_longer_stored(
 
 def test_serving_pays_for_what_was_stored_and_for_no_more(llama: PreTrainedModel) -> None:
     """A token that serves pays for four that were stored, up to 65,536 of which may be unpaid."""
+    whatever = history.Payback(None, llama)
+    for _ in range(2):
+        whatever.note_stored(10**9)
+        assert whatever.admits(b"a")
+        whatever.note_served(1_000)
     payback = history.Payback(4, llama)
     payback.note_stored(70_000)
     assert not payback.admits(b"a")

@@ -43,6 +43,13 @@ def reuses(model: PreTrainedModel) -> None:
         assert fingerprint.current(model, full=full) == fingerprint.current(model, full=full)
 
 
+@pytest.mark.daily
+def test_only_what_has_values_holds_data() -> None:
+    one = torch.ones(2)
+    found = [len(list(plain_tensors(each))) for each in (one, torch.empty(2, device="meta"), one.to_sparse())]
+    assert found == [1, 0, 0]
+
+
 def test_torchao_weights(model: PreTrainedModel) -> None:
     torchao = pytest.importorskip("torchao.quantization")
     check_model_compatibility(model)

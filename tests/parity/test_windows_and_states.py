@@ -664,11 +664,13 @@ def test_a_single_token_is_not_left_of_a_prompt(name: str) -> None:
     assert store.check_integrity().wrong == 0
 
 
-def test_integrity_of_compressed_attention() -> None:
+@pytest.mark.daily
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_integrity_of_compressed_attention(codec: str) -> None:
     """DeepSeek V4 compresses K/V of many tokens at once: states behind few tokens have tensors without numbers."""
     model = make_architecture("deepseek_v4")
     check_model_compatibility(model)
-    store = ChunkStore(model, chunk_size=16)
+    store = ChunkStore(model, chunk_size=16, codec=codec)
     for seed in (1, 2):
         generate(
             model,

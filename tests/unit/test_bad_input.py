@@ -61,6 +61,14 @@ def test_budget(llama: PreTrainedModel, budget: int | str) -> None:
         ChunkStore(llama, max_bytes=budget)
 
 
+@pytest.mark.parametrize("share", [-0.1, 1.1, True, "half", float("nan")])
+def test_a_share_of_states(llama: PreTrainedModel, share: Any) -> None:
+    with pytest.raises(ValueError, match=f"`state_share` must be a number from 0 to 1, got {share!r}"):
+        ChunkStore(llama, state_share=share)
+    for right in (0, 0.5, 1):
+        ChunkStore(llama, state_share=right)
+
+
 def test_a_budget_may_be_text(llama: PreTrainedModel) -> None:
     store = ChunkStore(llama, max_bytes="2GB")
     assert store.stats()["max_bytes"] == 2 * 10**9

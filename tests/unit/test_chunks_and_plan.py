@@ -1,5 +1,7 @@
 """Keys, cutting, planning: pure functions, checked against a brute-force reading of what they promise."""
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -108,6 +110,7 @@ def test_common_length(a: list[int], b: list[int]) -> None:
     held=st.integers(0, 150),
     keep=st.integers(1, 5),
 )
+@example(64, 0, 1, 0, 5)  # it ends inside a chunk that is there
 def test_a_row_is_served_what_it_shares(shared: int, stored_more: int, row_more: int, held: int, keep: int) -> None:
     """The hit is the shared prefix, less what is too short to be looked up, and never beyond the limit."""
     chunker = FixedChunker(32)
@@ -135,6 +138,17 @@ def test_a_row_is_served_what_it_shares(shared: int, stored_more: int, row_more:
     if plan.miss is not None:
         assert plan.miss.at == plan.hit
     assert [b.at for b in plan.borders] == [n for n in range(32, plan.hit + 1, 32) if n > border.at]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_of_several_the_one_that_shares_most_serves(order: tuple[int, ...]) -> None:
+    """Whatever else it has in the same places, and however much longer it or the row is."""
+    row, new = run(40, 1), 100 + run(40, 2)
+    kept = [np.r_[row[:20], new[:30]], row[:25], np.r_[row[:10], new[:1], row[11:21], new], np.r_[row[:30], new[:9]]]
+    for whole in ((), (row,), (np.r_[row, run(5)], np.r_[row, new[:5]])):
+        index = FakeIndex(FixedChunker(64), *whole, *(kept[n] for n in order))
+        plan = plan_row(row, 0, Border(0, ROOT), 39, FixedChunker(64), index)  # type: ignore[arg-type]
+        assert plan.hit == (39 if whole else 30)
 
 
 def test_a_hash_collision_cannot_match() -> None:

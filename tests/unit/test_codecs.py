@@ -6,10 +6,12 @@ Errors are relative, of vectors of 128 dimensions. The data sets are those of `t
 import inspect
 import pkgutil
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from math import erf, exp, pi, sqrt
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,10 +33,14 @@ from tests.codecs import (
     through,
 )
 from tests.internals.cache import (
+    Block,
     Codec,
     ColumnFormat,
+    ColumnSpec,
     ExactStart,
+    LayerKV,
     Role,
+    are_alike_in_place,
     centroids,
     codecs,
     live_config,
@@ -125,6 +131,39 @@ def test_what_is_behind_the_layers_of_kv_is_kept_as_it_is() -> None:
     form = ColumnFormat(make_codec("int8"), layers=2)
     found = [form.of(layer, 0, torch.float32, at_start=False).codec.lossless for layer in range(4)]
     assert found == [False, False, True, True]
+    specs = (ColumnSpec(2, HEAD_DIM, torch.float32), ColumnSpec(2, HEAD_DIM, torch.float32))
+    layers: Any = [SimpleNamespace(column_specs=specs)] * 4
+    sizes = [form.nbytes(layers[:count], 64, at_start=False) for count in (1, 2, 3, 4)]
+    raw = 2 * 2 * 64 * HEAD_DIM * 4
+    assert 0 < sizes[0] < raw / 3
+    assert sizes == [sizes[0], 2 * sizes[0], 2 * sizes[0] + raw, 2 * sizes[0] + 2 * raw]
+
+
+def test_what_is_alike_differs_in_its_tokens_alone() -> None:
+    """Else it cannot be copied together."""
+
+    def kv(*shape: int, dtype: torch.dtype = torch.float32, places: int = 1, **more: Any) -> LayerKV:
+        block = replace(Block.raw(torch.zeros(2, *shape, dtype=dtype)), **more)
+        return LayerKV((block,) * places, (tuple((number, 0) for number in range(places)),))
+
+    one, other = kv(2, 16, 8), kv(2, 48, 8)
+    assert one.is_like(other)
+    assert are_alike_in_place([one, other, one])
+    coded = make_codec("int8")
+    for unlike in (
+        kv(1, 16, 8),
+        kv(2, 16, 4),
+        kv(2, 16, 8, dtype=torch.float16),
+        kv(2, 16, 8, codec=coded),
+        kv(2, 16, 8, device=torch.device("meta")),
+        kv(2, 16, 8, places=2),
+        LayerKV(one.blocks, (((0, 1),),)),
+    ):
+        assert not one.is_like(unlike)
+        assert not unlike.is_like(one)
+        assert not are_alike_in_place([one, other, unlike])
+    assert not kv(2, 16, 8, codec=coded).is_like(kv(2, 16, 8, codec=coded))
+    assert not are_alike_in_place([kv(2, 16, 8, codec=coded)])
 
 
 def test_eight_bits_are_next_to_exact() -> None:

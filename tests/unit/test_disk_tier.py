@@ -462,11 +462,23 @@ def test_a_damaged_index_is_moved_aside_in_mid_use(opened: Open, folder: Path) -
     assert third.stats()["chunks"] == 42
 
 
-def test_a_row_that_cannot_be_read_is_damage(opened: Open, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        "kind = 'none'",
+        "start = -1",
+        "nbytes = -1",
+        "number = -1",
+        *(f"{column} = {2**62}" for column in ("start", "nbytes", "number")),
+        "model = 'text'",
+        "tokens = x'00'",
+    ],
+)
+def test_a_row_that_cannot_be_read_is_damage(opened: Open, folder: Path, change: str) -> None:
     tier = opened()
     put(tier, 1)
     with sqlite3.connect(folder / "index.sqlite3") as db:
-        db.execute("UPDATE blobs SET kind = 'none'")
+        db.execute(f"UPDATE blobs SET {change}")
     db.close()
     assert tier.find([key_of(1)]) == {}
     assert tier.stats()["errors"] == 1

@@ -10,8 +10,10 @@ import torch
 from tests.conftest import make_model
 from tests.internals.cache import (
     GrowingLayer,
+    LayerState,
     PiecedLayer,
     StateLayer,
+    _of_states,
     block_capacity,
     lending_reason,
     make_layers,
@@ -132,6 +134,30 @@ def test_a_window_of_fixed_size_goes_back_as_far_as_it_was_filled() -> None:
             with pytest.raises(RuntimeError, match=rf"`crop\({change}\)` goes back further"):
                 layer.crop(change)
             assert int(layer.get_seq_length()) == 20
+
+
+def test_how_far_states_are_off() -> None:
+    """Numbers that are on one side only, or arranged otherwise, are as far off as can be."""
+    held, numbers = torch.tensor([1.0, -1.0]), torch.tensor([3])
+    state = LayerState([held, None, numbers], None)
+    infinite = float("inf")
+    for other, off, mean in (
+        (None, infinite, infinite),
+        (state, 0, 0),
+        (LayerState([held + torch.tensor([0.0, 2.0]), None, numbers], None), 2 / float(held.std()), None),
+        (LayerState([held, None, numbers + 1], None), 0, 0),
+        (LayerState([held, held, numbers], None), infinite, infinite),
+        (LayerState([None, None, numbers], None), infinite, infinite),
+        (LayerState([held[:1], None, numbers], None), infinite, infinite),
+        (LayerState([held * float("nan"), None, numbers], None), infinite, infinite),
+    ):
+        assert _of_states(other, state, lossless=True) == pytest.approx(off)
+        assert _of_states(other, state, lossless=False) == pytest.approx(off / 2 if mean is None else mean)
+    pair, half = (LayerState([held, by * held], None) for by in (1, 0.5))
+    assert _of_states(half, pair, lossless=True) == pytest.approx(0.5 / float(held.std()))
+    empty = LayerState([torch.zeros(2, 0)], None)
+    assert [_of_states(empty, empty, lossless=lossless) for lossless in (True, False)] == [0, 0]
+    assert _of_states(None, None, lossless=True) == 0
 
 
 # Pieces that stay where they are

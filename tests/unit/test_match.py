@@ -1,8 +1,10 @@
 """Chunks are found wherever their tokens stand; what is found is what it says it is, and nothing overlaps."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,13 +171,13 @@ def edited(tokens: Tokens, changes: list[tuple[str, int, int]]) -> tuple[Tokens,
 @pytest.mark.parametrize("chunker", [FixedChunker(128), ContentChunker(128)], ids=["fixed", "by content"])
 @pytest.mark.parametrize("words", [50, 20_000])
 @settings(max_examples=40)
-@given(seed=st.integers(0, 1000), changes=edits)
+@given(seed=st.integers(0, 1000), changes=edits, before=st.integers(0, 90))
 def test_edits_cost_what_is_new_and_little_besides(
-    chunker: Chunker, words: int, seed: int, changes: list[tuple[str, int, int]]
+    chunker: Chunker, words: int, seed: int, changes: list[tuple[str, int, int]], before: int
 ) -> None:
     document = text(1000, seed, words)
     tokens, new = edited(document, changes)
-    segments = moved(tokens, index_of(*stored(document, chunker)))
+    segments = moved(np.concatenate([document[:before], tokens]), index_of(*stored(document, chunker)), before)
     served = sum(s.stop - s.start for s in segments)
     # Of each piece between edits, fewer tokens of its first chunk and of its last one than are looked for.
     assert len(tokens) - new - served <= 2 * (2 * MIN_MOVED_TOKENS - 2) * len(changes)
@@ -251,6 +253,17 @@ class TestVariants:
         assert [s.chunk for s in segments] == [whole, behind]
         assert segments[0].to_end
 
+    def test_of_several_behind_it_the_one_that_serves_most(self) -> None:
+        """Of those that serve as much, the one with fewest tokens besides. They are too short to be found alone."""
+        first = FakeChunk(text(32, 1), 0, key=b"first")
+        row = np.r_[text(32, 1), self.document[:12], 200 + text(20)]
+        ends = [self.document[:9], self.document[:12], *(np.r_[self.document[:12], 100 + text(n)] for n in (30, 3))]
+        behind = [FakeChunk(end, 32, parent=b"first", key=b"%d" % n) for n, end in enumerate(ends)]
+        for held, best in (((0, 2, 3), 3), ((3, 2, 0), 3), ((0, 1), 1), ((2, 0), 2), ((2, 1, 3), 1), ((2,), 2)):
+            segments = moved(row, index_of(first, *(behind[n] for n in held)))
+            assert [s.chunk for s in segments] == [first, behind[best]]
+            assert segments[-1].stop == 44
+
     def test_a_parent_of_another_length_is_another_history(self) -> None:
         first = FakeChunk(text(32, 1), 500, key=b"first")
         behind = FakeChunk(self.document, 900, parent=b"first")
@@ -301,6 +314,49 @@ class TestVariants:
         assert [s.continues for s in moved(row, index_of(behind))] == [False]
 
 
+@pytest.mark.parametrize("before", [0, 50])
+def test_the_longest_part_of_what_is_inside_a_chunk(before: int) -> None:
+    """Twice as many tokens as are looked for, at least; whichever was stored first."""
+    document, head = text(80, 3), 100 + text(before)
+
+    def inside(n: int, seed: int) -> FakeChunk:
+        return FakeChunk(np.concatenate([200 + text(16, seed), document[1 : 1 + n], 300 + text(9, seed)]), seed)
+
+    for n in (31, 32, 33):
+        row = np.concatenate([head, document[1 : 1 + n]])
+        found = [(s.start, s.stop) for s in moved(row, index_of(FakeChunk(document)), before)]
+        assert found == ([(before, before + n)] if n >= 2 * MIN_MOVED_TOKENS else [])
+    row = np.concatenate([head, document[1:65], 400 + text(20)])
+    for n, more in ((40, 1), (40, 2), (40, 20), (32, 32)):
+        chunks = [inside(n, 1), inside(n + more, 2)]
+        for held in (chunks, chunks[::-1]):
+            (segment,) = moved(row, index_of(*held), before)
+            assert (segment.chunk, segment.start, segment.stop) == (chunks[1], before, before + n + more)
+
+
+@pytest.mark.parametrize("later", [None, FakeChunk(100 + text(64))], ids=["nothing", "another"])
+@pytest.mark.parametrize("calls", range(9))
+def test_what_is_evicted_meanwhile_is_not_served(calls: int, later: FakeChunk | None) -> None:
+    """An index answers so many times, and then has nothing, or another chunk."""
+    document = text(200, 4)
+    index: Any = index_of(*stored(document, FixedChunker(64)))
+    left = calls
+
+    def once(answer: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*asked: Any) -> Any:
+            nonlocal left
+            left -= 1
+            return answer(*asked) if left >= 0 else later
+
+        return ask
+
+    for name in ("whole", "leading", "behind", "under"):
+        setattr(index, name, once(getattr(index, name)))
+    row = np.concatenate([100 + text(30), document, 100 + text(20), document[70:120]])
+    served = check(find_moved(row, 0, len(row), index), row, 0, len(row))
+    assert (served == 250) == (calls >= 8)
+
+
 def test_a_collision_cannot_match() -> None:
     """An index that finds a chunk for whatever it is asked serves nothing that is not there."""
     wrong = FakeChunk(text(64, 1))
@@ -336,6 +392,9 @@ def test_hashes_of_codes() -> None:
     codes = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 400)
     index = index_of(FakeChunk(codes[100:200]))
     assert [(s.start, s.stop) for s in moved(codes, index)] == [(100, 200)]
+    for tokens in range(18):
+        found = [(s.start, s.stop) for s in moved(codes, index, 100, 100 + tokens)]
+        assert found == ([(100, 100 + tokens)] if tokens >= MIN_MOVED_TOKENS else [])
     assert window_hashes(text_of(codes))[0] != window_hashes(text_of(codes[::-1]))[0]
 
 
@@ -354,6 +413,12 @@ def test_the_index_forgets_what_is_removed(steps: list[tuple[bool, int]]) -> Non
         assert (chunk in index.variants(chunk.tokens)) == (i in held)
     for i in held:
         index.remove(pool[i])
+    one, other = (FakeChunk(text(32, seed), key=b"same") for seed in (1, 2))
+    for chunk in (one, other):
+        index.add(chunk)
+    index.remove(one)
+    assert index.under(b"same") is other
+    index.remove(other)
     assert len(index) == 0
     assert not any((index._heads, index._inside, index._slots, index._behind, index._by_key))
     assert not any(index._variants)

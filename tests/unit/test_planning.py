@@ -24,6 +24,7 @@ from tests.internals.cache import (
     Segment,
     Stem,
     best_order,
+    budget,
     cut_off,
     find_stems,
     in_groups,
@@ -469,6 +470,24 @@ def test_more_is_kept_while_it_can_be_measured_again(slack: float, count: int) -
     policy = ReusePolicy(mode="blend", repair="cacheblend", recompute_ratio=0.1, overlap_k=3)
     found = np.flatnonzero(REPAIRS["cacheblend"].choose(row, policy, np.arange(100.0), slack))
     assert found.tolist() == [37, 38, 39, *range(60 - count + 3, 60)]
+
+
+def test_scores_are_needed_for_more_than_a_token_at_each_seam() -> None:
+    moved = np.ones(40, dtype=bool)
+    row = RepairRow(~moved, moved, (0, 20))  # 15% behind each seam are three
+    cases: list[tuple[Any, float | None, float | None, bool]] = [
+        ("cacheblend", None, None, True),
+        ("cacheblend", 0.0, None, False),
+        ("cacheblend", 0.05, None, False),
+        ("cacheblend", 0.06, None, True),
+        ("cacheblend", 0.0, 0.5, True),
+        ("cacheblend", 0.5, 0.5, True),
+        ("none", None, None, False),
+    ]
+    for name, ratio, most, needed in cases:
+        policy = ReusePolicy(mode="blend", repair=name, recompute_ratio=ratio, max_recompute_ratio=most, overlap_k=0)
+        assert REPAIRS[name].needs_scores(row, policy) == needed, (name, ratio, most)
+    assert [budget(row, ratio) for ratio in (None, 0.0, 0.05, 0.06, 0.1, 1.0)] == [6, 0, 2, 3, 4, 40]
 
 
 def test_nothing_is_computed_again_where_nothing_is_attended_to() -> None:

@@ -789,6 +789,20 @@ def test_who_has_heard_none_of_many_notices_may_have_missed_some(tmp_path, monke
     assert early.heard(later.place).complete
 
 
+def test_notices_are_listed_from_time_to_time(files, monkeypatch):
+    now, clock = 100.0, SimpleNamespace(monotonic=lambda: now, time_ns=time.time_ns)
+    monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem.time", clock)
+    heard = files.heard(None)
+    files.announce(b"first")
+    listed = Mock(wraps=files._fs.find)
+    monkeypatch.setattr(files._fs, "find", listed)
+    for later, count in ((0.0, 0), (0.5, 0), (1.0, 1), (1.5, 1), (2.0, 2)):
+        now = 100.0 + later
+        heard = files.heard(heard.place)
+        assert (listed.call_count, heard.complete) == (count, True)
+        assert list(heard.notices) == [b"first"] * (later == 1.0)
+
+
 def test_who_could_not_read_a_notice_has_missed_it(files, tmp_path, monkeypatch):
     monkeypatch.setattr("kvboost_hf.cache.tiers.filesystem._LISTED_EVERY_S", 0.0)
     files.announce(b"first")

@@ -125,6 +125,19 @@ def test_two_tiers_of_one_kind_are_refused_and_closed(tmp_path):
     open_tiers([f"disk:{first}:1MB"], None).opened[0].close()
 
 
+@pytest.mark.parametrize(
+    ("tiers", "max_bytes", "told"),
+    [
+        (["ram:1kB", "ram:2kB"], None, r"'ram' at most, got \[1000, 2000\]\."),
+        (["ram:1kB"], 5000, r"'ram' at most, got \[5000, 1000\], `max_bytes` being one\."),
+        (["device:1kB", "device:2kB"], 5000, r"'device' at most, got \[1000, 2000\]\."),
+    ],
+)
+def test_two_sizes_of_one_memory_are_refused(tiers, max_bytes, told):
+    with pytest.raises(ValueError, match=rf"`tiers` must give one size of {told}"):
+        open_tiers(tiers, max_bytes)
+
+
 def test_opens_what_the_address_names():
     opened = open_tier(parse_tier("memory://kv:3MB"))
     assert (type(opened), opened.stats()["max_bytes"]) == (FilesystemTier, 3_000_000)

@@ -315,11 +315,21 @@ def test_quarantine_takes_what_was_stored_while_its_parent_was_below(folder: Pat
     goes_on.set()
     store.flush()
     assert len(store) == 2
-    store.quarantine([first])
+    store.quarantine([first, b"no key"])
     assert len(store) == store.stats()["bytes"] == 0
+    assert store.stats()["quarantined"] == 1
     put_all(store, tokens[:CHUNK])
     assert found_of(store, tokens) == CHUNK
     store.close()
+    for tiers in ((), [f"disk:{folder}:1GB"]):  # in host memory alone, and on disk alone
+        store = open_store(folder, tiers=tiers)
+        put_all(store, tokens[: 0 if tiers else CHUNK])
+        root = store.root(b"")
+        assert root is not None
+        store.quarantine([prefix_key(root, tokens[:CHUNK])])
+        assert store.stats()["quarantined"] == 1
+        assert found_of(store, tokens) == 0
+        store.close()
 
 
 # Closing
@@ -736,6 +746,17 @@ class _Text:
             reservation = self.memory.reserve(10, b"")
             assert reservation is not None
             self.memory.insert(chunk, reservation)
+
+
+@pytest.mark.parametrize(("used", "left"), [(b"chunk 64", b"chunk 64"), (b"chunk 64b", b"chunk 64b")])
+def test_what_was_used_last_is_given_up_last(used: bytes, left: bytes) -> None:
+    memory = HostMemory(30, threading.RLock())
+    ids = np.arange(64)
+    _Text(memory, ids).store(32, 64)
+    _Text(memory, np.concatenate([ids[:32], ids[32:] + 1000]), b"b").store(64)
+    memory.use([used, b"in a lower tier"], by_content=False)
+    assert memory.reserve(10, b"") is not None
+    assert set(memory.chunks) == {b"chunk 32", left}
 
 
 def test_how_far_states_are_behind_those_before_them() -> None:

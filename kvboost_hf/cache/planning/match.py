@@ -95,8 +95,6 @@ def find_moved(tokens: Tokens, start: int, stop: int, index: MovedIndex) -> tupl
     Returns segments in order that do not overlap. Those that were computed directly behind each other have
     `MIN_MOVED_TOKENS` or more together.
     """
-    if stop - start < MIN_MOVED_TOKENS:
-        return ()
     text = text_of(tokens)
     hashes = _rolling_hashes(np.frombuffer(text, dtype=np.int32)[start:stop])
     places = [start + place for place in index.known_heads(hashes)]
@@ -169,8 +167,6 @@ class _Gaps:
         best = Segment(found, 0, place, place + _agreed(found, rest), moved=True) if found is not None else None
         for chunk, at in self._index.inside(window):
             right = common_length(chunk.tokens[at:], rest)
-            if right < MIN_MOVED_TOKENS:  # a collision
-                continue
             left = _common_end(chunk.tokens[:at], self._tokens[start:place])
             if left + right >= (best.stop - best.start + 1 if best is not None else _MIN_INSIDE_TOKENS):
                 best = Segment(chunk, at - left, place - left, place + right, moved=True)

@@ -196,6 +196,8 @@ def _of_columns(stored: LayerKV, right: LayerKV, tail: int, *, lossless: bool) -
 
 
 def _mean_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    if not expected.numel():
+        return 0.0
     return float((found - expected).abs().mean()) / (float(expected.std()) or 1.0)
 
 
@@ -216,9 +218,10 @@ def _error_of_states(layers: Sequence[ReuseLayer], form: StateFormat) -> float:
 def _of_states(stored: LayerState | None, right: LayerState | None, *, lossless: bool) -> float:
     if stored is None or right is None:
         return 0.0 if stored is right else float("inf")
-    pairs = [(a, b) for a, b in zip(stored.tensors, right.tensors, strict=True) if a is not None and b is not None]
-    if any(a.shape != b.shape for a, b in pairs):
+    shapes, theirs = ([None if t is None else t.shape for t in each.tensors] for each in (stored, right))
+    if shapes != theirs:
         return float("inf")
+    pairs = zip(*([t for t in each.tensors if t is not None] for each in (stored, right)), strict=True)
     off_by = difference if lossless else _mean_difference
     offs = [off_by(a.float(), b.float()) for a, b in pairs if a.is_floating_point()]
     return max((off if off == off else float("inf") for off in offs), default=0.0)
