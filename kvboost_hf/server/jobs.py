@@ -135,6 +135,8 @@ class Job:
     # Token ids of a text that the answer may have parts of, which then come with fewer forwards.
     prediction: Sequence[int] = ()
     limited_by: LimitedBy = "request"  # what `SamplingOptions.max_tokens` comes from
+    # Whether `Progress.known` tells, before the prompt is computed, how much of it is stored.
+    tells_known: bool = False
     # Places that must be free in the queue: those of all answers of the request for its first job, 0 for the others.
     places: int = 1
     # Keys of the pieces of the request's text, by which the front of a cluster knows the prompt.
@@ -199,6 +201,9 @@ class Progress:
     tokens: int  # the number of new tokens
     # The log probability of each token, if asked for. Those of the prompt come without new tokens.
     logprobs: tuple[TokenLogprob, ...] = ()
+    # How many first tokens of the prompt are stored. Comes once, alone and first, where `Job.tells_known` asks for it;
+    # None in all other events.
+    known: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,15 +26,18 @@ from tests.internals.server import (
     Connections,
     DrainingError,
     Finished,
+    FrontServer,
     Job,
     JobEvent,
     LimitedProtocol,
     ModelEngine,
     SamplingOptions,
     connections_that_fit,
+    make_app,
 )
+from tests.server.conftest import SETTINGS
 from tests.server.fake_engine import FakeEngine, FakeTicket
-from tests.server.wire import CHAT, HALF, WAIT_S, Slow, Wire, post, process, running, until
+from tests.server.wire import CHAT, HALF, WAIT_S, Slow, Wire, in_a_thread, post, process, running, until
 
 pytestmark = pytest.mark.daily
 
@@ -358,11 +362,21 @@ def test_nonsense_has_a_line_in_the_log_and_no_more(
                 assert answer(one).status in (400, 401)  # 401 where the header was right
                 one.shutdown(socket.SHUT_WR)
                 assert dropped(one)
-        upgrade = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n"
-        with at.open(upgrade) as one:
-            assert answer(one).status == 200
         assert at.health() == 200
     assert not [record for record in log if record.exc_info]
+
+
+def test_websockets_are_told_to_use_http(tokenizer: Any, log: list[logging.LogRecord]) -> None:
+    with running(FakeEngine(), tokenizer) as at:
+        for path, status in (("/health", 200), ("/v1/responses", 426), ("/v1/realtime", 404)):
+            head = (
+                f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n"
+            )
+            with at.open(head.encode()) as one:
+                found = answer(one)
+                assert found.status == status
+                assert (status == 426) == (found.headers["upgrade"] == "HTTP/1.1") == (b"with POST" in found.read())
+    assert not [record for record in log if record.levelno > logging.INFO]
 
 
 # The end
@@ -398,6 +412,18 @@ def test_a_server_that_ends_answers_all(endless: Ending, tokenizer: Any, log: li
     assert [one.status_code for one in found if one not in streams] == [503] * 2
     assert '"code": "cancelled"' in streams[0].text
     assert not [record for record in log if record.levelno > logging.INFO or record.exc_info]
+
+
+def test_answers_that_nobody_reads_at_the_end_are_no_errors(tokenizer: Any, log: list[logging.LogRecord]) -> None:
+    engine = Ending(*["many words " * 1000] * 1000)
+    settings = replace(SETTINGS, port=0, drain_s=1.0)
+    server = FrontServer(make_app(engine, tokenizer, settings), engine, settings, others_listen=True)
+    body = json.dumps(ASK | {"stream": True}).encode()
+    with in_a_thread(server) as at:
+        one = at.open(post(body, f"Content-Length: {len(body)}"), receive_buffer=4096)
+        until(lambda: any(it.flow.write_paused for it in server.server_state.connections), "it is all read")
+    one.close()
+    assert not [record for record in log if record.levelno > logging.INFO]
 
 
 def test_told_again_a_server_waits_no_longer(endless: Ending, tokenizer: Any) -> None:

@@ -342,6 +342,9 @@ class TestAnthropic:
         assert usage.cache_read_input_tokens + usage.cache_creation_input_tokens + usage.input_tokens == whole
         assert answer.stop_reason == "end_turn"
         assert answer._request_id
+        begin, *_ = list(client.messages.create(**talk, stream=True))  # LangChain's JavaScript reads it there alone
+        counts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        assert [getattr(begin.message.usage, name) for name in counts] == [getattr(usage, name) for name in counts]
 
     def test_stream(self, client: Any) -> None:
         with client.messages.stream(**self.TALK, **self.GREEDY) as stream:

@@ -42,7 +42,7 @@ def _error(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"n": 17}, "n", "16"),
         ({"max_tokens": 0}, "max_tokens", "1"),
         ({"seed": 2**70}, "seed", ""),
-        ({"stop": ["a"] * 17}, "stop", "16"),
+        ({"stop": ["a"] * 65}, "stop", "64"),
         ({"logit_bias": {"100000": 1}}, "logit_bias", "below"),
         ({"logit_bias": {"a": 1}}, "logit_bias.a", "integer"),
         ({"tool_choice": "required"}, None, "tools"),

@@ -28,6 +28,7 @@ from kvboost_hf.server.protocol import Engine, Ticket
 
 T = TypeVar("T")
 _log = logging.getLogger("kvboost_hf.server")
+_KNOWN_S = 0.2  # that the beginning of a stream waits for what is known of its prompt
 
 
 class RequestJobs:
@@ -44,6 +45,7 @@ class RequestJobs:
     def __init__(self, engine: Engine, jobs: Sequence[Job], meter: Meter, figures: dict[str, Any]) -> None:
         self._loop, self._meter = asyncio.get_running_loop(), meter
         self._events: asyncio.Queue[tuple[int, JobEvent]] = asyncio.Queue()
+        self._known: asyncio.Future[int] = self._loop.create_future()
         self._tickets: list[Ticket] = []
         self._last: dict[int, float] = {}  # by job, when tokens came
         self.first, self.finished = jobs[0], dict[int, Finished]()
@@ -70,6 +72,11 @@ class RequestJobs:
 
     def _put(self, n: int, event: JobEvent) -> None:
         # Counted here and not in `events`, which nobody may read any more.
+        known = 0 if isinstance(event, Finished) else event.known
+        if not n and not self._known.done():  # an engine that goes on without telling it will not tell it any more
+            self._known.set_result(known or 0)
+        if known is not None and not isinstance(event, Finished):
+            return
         if isinstance(event, Finished):
             self._meter.finished(event)
             self._figures["prompt_tokens"] += event.prompt_tokens
@@ -87,6 +94,14 @@ class RequestJobs:
                 self._meter.gap((now - before) / event.tokens, event.tokens)
             self._last[n] = now
         self._events.put_nowait((n, event))
+
+    async def known(self) -> int:
+        """How many first tokens of the first prompt were stored; 0 if the engine does not tell it at once.
+
+        The jobs must have `Job.tells_known`.
+        """
+        await asyncio.wait({self._known}, timeout=_KNOWN_S)
+        return self._known.result() if self._known.done() else 0
 
     async def events(self) -> AsyncIterator[tuple[int, JobEvent]]:
         """Events with the index of their job, until all have ended; `ApiError` if one was given up, or failed."""

@@ -46,11 +46,12 @@ async def start_chat(
     ids: list[int] | None = None,
     new: int | None = None,
     keep: Sequence[Keep] = (),
+    tells_known: bool = False,
 ) -> tuple[RequestJobs, CallReaders]:
     """Submit a job for each answer that a request asks for; returns them, and readers of calls in their texts.
 
     `ids` are the tokens of the prompt in place of the messages, `new` those of an answer in place of what the body
-    asks for, and `keep` are beginnings of the prompt to pin besides.
+    asks for, and `keep` are beginnings of the prompt to pin besides. `tells_known` is for `RequestJobs.known`.
     """
     context.require_model(body.model)
     choices = context.require_choices(body.n or 1)
@@ -80,7 +81,8 @@ async def start_chat(
             skip_special_tokens=not reading.keeps_special,
             limited_by=length.limited_by,
         )
-        jobs.append(replace(job, prediction=predicted, keep=tuple(keep), reasoning=reading.span(job.stop)))
+        more = replace(job, prediction=predicted, keep=tuple(keep), reasoning=reading.span(job.stop))
+        jobs.append(replace(more, tells_known=tells_known))
     return context.start(jobs, request, body), readers
 
 

@@ -147,6 +147,7 @@ class Task:
     scored: int = 0  # tokens of the prompt whose log probabilities were reported
     spans: list[tuple[int, int]] = field(default_factory=list)  # of the prompt, that moved K/V may serve
     known: KnownRow | None = None  # what the store had of the prompt when it was last looked up
+    told_known: bool = False  # whether the listener has been told how much that is, if it asks
     passed: int = 0  # pieces of other prompts since the last one of this
     ids: list[int] = field(default_factory=list)  # of the answer
     sampler: Sampler | None = None
@@ -204,6 +205,17 @@ class Task:
     def length(self) -> int:
         """Tokens of prompt and answer that the model has computed, once the prompt is: all but the last one."""
         return len(self.job.ids) + len(self.ids) - 1
+
+    @property
+    def must_tell_known(self) -> bool:
+        """Whether the listener waits to be told how much of the prompt is stored."""
+        return self.job.tells_known and not self.told_known
+
+    def tell_known(self) -> None:
+        """Tell the listener how much of the prompt is stored, after it was looked up, if it waits for that."""
+        if self.must_tell_known and self.known is not None:
+            self.told_known = True
+            self._tell(Progress("", 0, known=self.known.filled))
 
     def set_aside(self) -> None:
         """Let go of all K/V. When the task goes on, its text is loaded from the store, or computed again."""

@@ -282,9 +282,14 @@ class ModelEngine:
             self._hear()
         for task in unseen:
             self._runner.look_up(task)
+            task.tell_known()
         admitted = self._intake.admit()
         if admitted:
             self._hear()
+        for task in admitted:
+            if task.must_tell_known:  # too short to be looked up while it waits, or one of many
+                self._runner.look_up(task)
+                task.tell_known()
         self._prefill.tasks += admitted
 
     def _hear(self) -> None:

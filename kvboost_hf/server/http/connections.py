@@ -101,6 +101,11 @@ class Connections:
         for connection in [one for one in self._waiting if not one.answering]:
             self._drop(connection)
 
+    def drop_unread(self) -> None:
+        """Drop connections whose clients do not read their answers."""
+        for connection in [one for one in self._waiting if one.answering]:
+            self._drop(connection)
+
     def admit(self, connection: "LimitedProtocol", address: str) -> bool:
         """Make room for a new connection; returns whether there is room."""
         if self._ends:

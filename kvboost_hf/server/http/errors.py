@@ -140,6 +140,8 @@ def add_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
                 return _no_route(request.scope["path"]).response(request.scope)
             case HTTPException(status_code=405) if request.method == "OPTIONS":
                 return Response(status_code=204, headers={"Allow": ", ".join(sorted(methods))})
+            case HTTPException(status_code=405) if request.headers.get("upgrade", "").lower() == "websocket":
+                return _no_websocket(request, methods).response(request.scope)
             case HTTPException(status_code=405):
                 return _no_method(request, methods).response(request.scope)
         return await handle(request, error)
@@ -164,6 +166,15 @@ def _no_method(request: Request, methods: set[str]) -> ApiError:
     told, path = ", ".join(sorted(methods)), request.scope["path"][:_PATH]
     message = f"{path!a} is served with {told}, got {request.method[:_METHOD]!a}. Send one of these."
     return ApiError(405, message, code="method_not_allowed", headers={"Allow": told})
+
+
+def _no_websocket(request: Request, methods: set[str]) -> ApiError:
+    told, path = ", ".join(sorted(methods)), request.scope["path"][:_PATH]
+    message = f"{path!a} is served with {told}, and not as a WebSocket. Send a request of HTTP for each answer."
+    # By this status Codex asks again so at once, in place of after five more attempts.
+    return ApiError(
+        426, message, code="websocket_not_served", headers={"Upgrade": "HTTP/1.1", "Connection": "Upgrade"}
+    )
 
 
 _STORED = ("/v1/responses/", "/v1/conversations", "/v1/chat/completions/")

@@ -18,6 +18,7 @@ from kvboost_hf.server.settings import ServerSettings
 _log = logging.getLogger("kvboost_hf.server")
 
 _LAST_WORDS_S = 5  # for answers on their way when all requests have ended
+_UNREAD_S = 0.5  # before that time is over, when answers that nobody reads are given up
 _SILENT_S = 2  # that the system keeps a connection to itself on which nothing comes
 _EVERYWHERE = "::"  # all addresses of this machine
 _NOT_HERE = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
@@ -133,7 +134,11 @@ class FrontServer(uvicorn.Server):
         self.connections_of.stop()
         # The answers that are left are short, and told to end again it still sends them.
         self.force_exit = False
+        # Uvicorn cancels what is left then, and logs each of them as an error of the app.
+        last_s = (self.config.timeout_graceful_shutdown or _LAST_WORDS_S) - _UNREAD_S
+        unread = asyncio.get_running_loop().call_later(last_s, self.connections_of.drop_unread)
         await super().shutdown(sockets)
+        unread.cancel()
 
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()

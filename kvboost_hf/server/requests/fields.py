@@ -190,7 +190,7 @@ def _count(raw: bytes) -> int:
     return sum(raw.count(sign) for sign in (b"{", b"[", b":"))
 
 
-MAX_STOPS = 16
+MAX_STOPS = 64  # an editor names the marks of a model, and the words that begin a declaration
 MAX_BIASES = 10_000
 MAX_STOP_TOKENS = 1000
 _Token = Annotated[int, Field(ge=0), NUMBER]

@@ -33,7 +33,9 @@ def message_routes(context: RouteContext) -> APIRouter:
         chat = await context.read(request, lambda: body.chat)
         marks = await _marks(context, body, chat, request)
         keep = [context.keep(_TTL_S[mark.ttl], None if mark.ids is None else len(mark.ids)) for mark in marks]
-        jobs, readers = await start_chat(context, chat, request, new=body.max_tokens, keep=keep)
+        jobs, readers = await start_chat(
+            context, chat, request, new=body.max_tokens, keep=keep, tells_known=bool(body.stream)
+        )
         reply = _Reply(model, jobs, readers, marks)
         if body.stream:
             return EventStream(reply.events(), jobs, context.settings.ping_s, form=PINGED_EVENTS)
@@ -91,6 +93,7 @@ class _Reply:
     arguments: str = ""  # of the last call, so far
     reason: str | None = None
     open: bool = False  # whether the last block is
+    known: int = 0  # tokens of the prompt that were stored when the stream began
 
     async def whole(self) -> dict[str, Any]:
         """The whole message."""
@@ -100,6 +103,8 @@ class _Reply:
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """The events of a stream."""
+        # Some clients read of the prompt's tokens here alone; the end says what was reused of them.
+        self.known = await self.jobs.known()
         yield {"type": "message_start", "message": self._message | {"content": []}}
         async for delta in deltas(self.jobs, self.readers):
             for event in self._grow("thinking", delta.reasoning):
@@ -183,7 +188,7 @@ class _Reply:
     def _usage(self) -> dict[str, Any]:
         """Tokens as this API counts them: each of the prompt's is read, created or neither."""
         prompt, finished, thought = self.jobs.first.ids, self.jobs.finished.get(0), self.readers.thought
-        read = finished.cached_tokens if finished is not None else 0
+        read = finished.cached_tokens if finished is not None else self.known
         ends = {mark.ttl: mark.tokens(prompt) for mark in self.marks}
         hour = max(ends.get("1h", 0) - read, 0)
         created = max(max(ends.values(), default=0) - read, 0)
