@@ -272,6 +272,20 @@ def _qwen2_audio() -> PreTrainedModel:
     return tf.Qwen2AudioForConditionalGeneration(config)
 
 
+def _qwen2_5_omni() -> PreTrainedModel:
+    vision = {
+        "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "patch_size": 4, "intermediate_size": 48,
+        "window_size": 16, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48,
+             "num_mel_bins": 8, "output_dim": 64, "n_window": 4, "max_source_positions": 16}  # fmt: skip
+    return tf.Qwen2_5OmniThinkerForConditionalGeneration(
+        tf.Qwen2_5OmniThinkerConfig(
+            text_config={**_TEXT, "rope_parameters": _MROPE}, vision_config=vision, audio_config=audio, **_QWEN_IDS
+        )
+    )
+
+
 def _voxtral() -> PreTrainedModel:
     audio = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128,
              "num_mel_bins": 8, "max_source_positions": 16}  # fmt: skip
@@ -322,6 +336,7 @@ FAMILIES: dict[str, Family] = {
     "llava": Family(_llava, 16, _pixels),
     "qwen2_vl": Family(_qwen2_vl, 16, _patches("image", _QWEN_DIM, (1, 8, 8)), types="mm_token_type_ids"),
     "qwen2_5_vl": Family(_qwen2_5_vl, 16, _patches("image", _QWEN_DIM, (1, 8, 8)), types="mm_token_type_ids"),
+    "qwen2_5_omni": Family(_qwen2_5_omni, 16, _patches("image", _QWEN_DIM, (1, 8, 8))),
     "qwen3_vl": Family(_qwen3_vl, 16, _patches("image", _QWEN_DIM, (1, 8, 8)), types="mm_token_type_ids"),
     "glm4v": Family(_glm4v, 16, _patches("image", _QWEN_DIM, (1, 8, 8)), types="mm_token_type_ids"),
     "qwen2_vl_video": Family(

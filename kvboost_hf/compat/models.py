@@ -1,5 +1,6 @@
 """Properties of a model: its class, cache layers, decoder layers, attention, devices and sizes of K/V."""
 
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     DynamicCache,
+    GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -369,19 +371,42 @@ def require_generates(model: PreTrainedModel) -> None:
     """Refuse models that cannot generate text.
 
     Raises:
-        ValueError: it cannot; the message names the class that can, if there is one.
+        ValueError: it cannot, or a part does it in its place; the message names the class or the part that can, if
+            there is one.
     """
     if not hasattr(model, "can_generate"):
         raise ValueError(_not_a_model(model))
+    name = type(model).__name__
     if model.can_generate():
+        kind: Any = type(model)
+        if _called(kind) and (parts := _parts_that_generate(model)):
+            names = " and ".join(f"model.{part}" for part in parts)
+            raise ValueError(f"generate() of {name} calls that of a part of it. Pass {names} in place of the model.")
         return
-    found, name = _generating(model.config), type(model).__name__
+    found = _generating(model.config)
     if found is None:
         raise ValueError(f"{name} {_why_not(model.config)}")
     loader, kind = found
     raise ValueError(
         f"{name} cannot generate text. Load the same weights as {kind}: {loader.__name__}.from_pretrained(NAME)."
     )
+
+
+def _parts_that_generate(model: PreTrainedModel) -> list[str]:
+    """Names of the parts whose generate() a model's own one calls in place of going on with transformers' loop."""
+    kind: Any = type(model)
+    parts = [(name, model._modules.get(name)) for name in _called(kind)]
+    return [name for name, part in parts if isinstance(part, PreTrainedModel) and part.can_generate()]
+
+
+@cache
+def _called(kind: Any) -> tuple[str, ...]:
+    """What the generate() of a class names, if that is its own and calls another one than that of its bases."""
+    if kind.generate is GenerationMixin.generate:
+        return ()
+    function: Any = inspect.unwrap(kind.generate)
+    names: tuple[str, ...] = function.__code__.co_names if inspect.isfunction(function) else ()
+    return names if "generate" in names and "super" not in names else ()
 
 
 def _generating(config: PreTrainedConfig) -> tuple[Any, str] | None:

@@ -197,11 +197,7 @@ def _static_reason(model: PreTrainedModel) -> str | None:
     if isinstance(types, str):
         return types
     unknown = ", ".join(sorted(types - SERVED_LAYERS)) or ("" if types else "none at all")
-    if unknown:
-        return f"its cache has layers of a kind that cannot be served ({unknown})"
-    if "logits_to_keep" not in forward_arguments(model):
-        return "its forward takes no logits_to_keep, so it cannot be known which logits a caller needs"
-    return None
+    return f"its cache has layers of a kind that cannot be served ({unknown})" if unknown else None
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, Qwen3NextForCausalLM
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
 from tests import multimodal
@@ -229,6 +229,29 @@ def test_pieces_of_a_prompt_in_somebodys_own_loop(llama: PreTrainedModel) -> Non
         llama(ids[:, :1], past_key_values=cache, **how)  # a step, which is no part of the prompt
         assert reason in str(cache.report.bypass_reason)
         assert (cache.report.prompt_tokens, cache.report.forwarded_tokens) == (70, 70)
+
+
+class LogitsOfAll(Qwen3NextForCausalLM):
+    """A model whose forward cannot be told which logits are needed."""
+
+    def forward(
+        self, input_ids: Any, past_key_values: Any = None, use_cache: Any = None, return_dict: Any = None
+    ) -> Any:
+        return super().forward(input_ids, past_key_values=past_key_values, use_cache=use_cache)
+
+
+@torch.no_grad()
+def test_a_forward_that_returns_all_logits() -> None:
+    """They are those of the ids that it was given, also where it could carry tokens behind a copy of states."""
+    stock, ids = make_model("qwen3_next"), random_ids(70)
+    model = LogitsOfAll(stock.config).eval()
+    model.load_state_dict(stock.state_dict())
+    cache = ChunkReuseCache(model)
+    model(ids[:, :60], past_key_values=cache)
+    assert "takes no logits_to_keep" in str(cache.report.bypass_reason)
+    cache.crop(55)
+    found = model(ids[:, 55:], past_key_values=cache).logits
+    torch.testing.assert_close(found, stock(ids).logits[:, 55:], atol=2e-4, rtol=2e-4)
 
 
 @torch.no_grad()

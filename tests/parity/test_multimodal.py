@@ -15,11 +15,13 @@ from tests.internals.cache import media
 from tests.multimodal import FAMILIES, exaone4_5, hunyuan_vl, make_model, prompt, text
 
 NEW = 4
-BYPASSED = ("paligemma", "qwen2_audio", "mllama")
+BYPASSED = ("paligemma", "mllama")
 STATEFUL = ("qwen3_5", "lfm2_vl")
 REUSING = [name for name in FAMILIES if name not in BYPASSED + STATEFUL and f"{name}-multimodal" not in NOT_BUILT]
 # Their images can be told apart, so that the first of a chat is known again when the second one comes.
-BY_ITEM = [name for name in REUSING if name not in ("idefics3", "smolvlm", "voxtral", "llama4", "glm4v_video")]
+BY_ITEM = [
+    name for name in REUSING if name not in ("idefics3", "smolvlm", "voxtral", "qwen2_audio", "llama4", "glm4v_video")
+]
 
 # One of each kind: plain, positions in three dimensions, features in several layers, attention both ways, sound.
 SOME = ["llava", "qwen2_vl", "qwen3_vl", "gemma3", "voxtral"]
@@ -416,7 +418,6 @@ def test_an_attached_model() -> None:
 
 REASONS = {
     "paligemma": ("position_ids do not count up from 0", "position_ids do not count up from 0"),
-    "qwen2_audio": ("logits_to_keep", "logits_to_keep"),
     "mllama": (None, "`aspect_ratio_ids` was passed"),
 }
 

@@ -1,4 +1,4 @@
-"""Models that cannot generate text are refused in one sentence, which names the class and what would do."""
+"""Models that cannot generate text, or leave it to a part, are refused in one sentence, with what would do."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +12,8 @@ from transformers import (
     CLIPTextModel,
     GPT2Config,
     GPT2Model,
+    Kosmos2Config,
+    Kosmos2ForConditionalGeneration,
     LlamaConfig,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
@@ -66,6 +68,11 @@ _GPT2: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_KOSMOS: dict[str, Any] = {
+    "text_config": {"vocab_size": 40, "embed_dim": 8, "layers": 1, "ffn_dim": 8, "attention_heads": 2},
+    "vision_config": _VIT,
+    "latent_query_num": 1,
+}
 
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "base": (lambda: LlamaModel(LlamaConfig(**_SIZES)), "LlamaForCausalLM: AutoModelForCausalLM"),
@@ -75,6 +82,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "encoder": (lambda: BertModel(BertConfig(**_SIZES)), "it is an encoder"),
     "encoder with a head": (lambda: BertForMaskedLM(BertConfig(**_SIZES)), "it is an encoder"),
     "encoder of a pair": (lambda: T5EncoderModel(T5Config(**_T5)), "T5ForConditionalGeneration"),
+    "whose part generates": (lambda: Kosmos2ForConditionalGeneration(Kosmos2Config(**_KOSMOS)), r"model\.text_model"),
     "of images": (lambda: ViTForImageClassification(ViTConfig(**_VIT)), "no class in transformers"),
     "of texts for images": (lambda: CLIPTextModel(CLIPTextConfig(**_SIZES)), "no class in transformers"),
 }

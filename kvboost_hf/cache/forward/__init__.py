@@ -78,6 +78,7 @@ from kvboost_hf.compat import (
     assisted_call,
     attn_implementation,
     cache_argument,
+    forward_arguments,
     has_own_cache,
     layer_forms,
     running_config,
@@ -122,6 +123,7 @@ def may_carry(model: PreTrainedModel, kwargs: Kwargs, rows: int) -> bool:
         and kwargs.get("use_cache") is not False
         and all(name in _PLAIN or value is None or value is False for name, value in kwargs.items())
         and not any(returns_of_each_token(model).values())
+        and "logits_to_keep" in forward_arguments(model)
     )
 
 

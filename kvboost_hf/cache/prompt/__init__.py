@@ -248,6 +248,7 @@ ALL_LOGITS = (
     "the logits of all tokens are wanted (pass logits_to_keep=1, as generate() does, or "
     "ReusePolicy(keep_logprobs=True))"
 )
+_NO_CHOICE = "its forward takes no logits_to_keep, so only generate() can tell which logits are needed"
 GRADIENTS = "gradients are enabled (call it under torch.no_grad())"
 # Arguments of multimodal models: they are part of the column ids.
 OF_MEDIA = MEDIA_ARGUMENTS | frozenset(TYPES)
@@ -328,6 +329,8 @@ def read_inputs(
     hidden, computes_all = _wanted_of_each_token(model, kwargs, settings, hidden_of)
     if wants_all and not computes_all:  # the last hidden states can be kept, too, where some are
         computes_all = all_logits_reason if not hidden else None
+        if computes_all == ALL_LOGITS and "logits_to_keep" not in forward_arguments(model):
+            computes_all = _NO_CHOICE
     if computes_all:
         return ForwardInputs(ids, mask, positions, ids.shape[1], False, computes_all)
     if wants_all:
