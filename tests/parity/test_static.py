@@ -462,11 +462,10 @@ def test_what_is_refused(llama: PreTrainedModel) -> None:
     for name in ("falcon_h1", "bloom"):
         with pytest.raises(ValueError, match=r"`max_cache_len` is not for .* Leave it out"):
             ChunkReuseCache(make_model(name), max_cache_len=64)
-<<<<<<< HEAD
-    with pytest.raises(ValueError, match=r"`max_cache_len` is not for AllLogits: its forward takes no logits_to_keep"):
-        ChunkReuseCache(AllLogits(LlamaConfig(**llama.config.to_dict())), max_cache_len=64)
-    unserved = AllLogits(LlamaConfig(**llama.config.to_dict()))
-    with pytest.raises(ValueError, match="`fork` needs a model that can reuse K/V, but its forward takes no logits"):
+    unserved = OwnCache(LlamaConfig(**llama.config.to_dict()))
+    with pytest.raises(ValueError, match="`max_cache_len` is not for OwnCache: it keeps its K/V in a cache class"):
+        ChunkReuseCache(unserved, max_cache_len=64)
+    with pytest.raises(ValueError, match="`fork` needs a model that can reuse K/V, but it keeps its K/V in"):
         ChunkReuseCache(unserved).fork()
     with pytest.raises(ValueError, match="it keeps states alone"):
         ChunkReuseCache(make_architecture("mamba2"), max_cache_len=64)
@@ -484,10 +483,6 @@ def test_what_is_refused(llama: PreTrainedModel) -> None:
         with change:
             assert reason in str(static_reason(model, 64))
     assert static_reason(model, 64) is None
-=======
-    with pytest.raises(ValueError, match="`max_cache_len` is not for OwnCache: it keeps its K/V in a cache class"):
-        ChunkReuseCache(OwnCache(LlamaConfig(**llama.config.to_dict())), max_cache_len=64)
->>>>>>> wip-modes
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "glm4v", "gemma3"])
