@@ -371,6 +371,22 @@ def test_one_cache_in_several_threads_is_refused(llama: PreTrainedModel, max_cac
     assert cache.store.check_integrity().wrong == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "part"), [("root", "ledger"), ("content_keys", "ledger"), ("max_cache_len", "static")]
+)
+def test_what_another_thread_drops_as_it_is_read(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str, part: str
+) -> None:
+    """Whoever watches a cache in use is told of what there was."""
+    cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16), max_cache_len=96)
+    llama.generate(**as_inputs(FIRST), **{CACHE: cache}, max_new_tokens=2)
+    expected, there = getattr(cache, name), [getattr(cache.parts.live, part)]
+    assert there != [None]
+    told = property(lambda _: there.pop() if there else None)
+    monkeypatch.setattr(type(cache.parts.live), part, told, raising=False)
+    assert getattr(cache, name) == expected
+
+
 def test_a_cache_that_another_thread_uses_is_not_changed(llama: PreTrainedModel) -> None:
     cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
     found: list[BaseException] = []
