@@ -43,7 +43,7 @@ def answer(
     """The text, forwards, tokens in them, and seconds."""
     seen: list[int] = []
     table = model.get_input_embeddings()
-    hook = own_hook(table.register_forward_hook(lambda _, args, out: seen.append(out.shape[1])))
+    hook = own_hook(table.register_forward_hook, lambda _, args, out: seen.append(out.shape[1]))
     told: dict[str, Any] = {} if trees is None else {"custom_generate": trees}
     generate: Any = model.generate
     began = time.perf_counter()

@@ -297,7 +297,7 @@ class Outcome:
         self.held = 0  # tokens in the cache after it
         self._length, self._clock = length, clock
         self._cache: Callable[[], Any] = lambda: None
-        self._handle = own_hook(target.register_forward_hook(self._after))
+        self._handle = own_hook(target.register_forward_hook, self._after)
 
     def give_up(self) -> None:
         """Stop waiting."""

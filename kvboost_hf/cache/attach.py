@@ -266,7 +266,8 @@ class _Attachment:
     @property
     def last(self) -> ChunkReuseCache | None:
         """The cache of this thread's last call; without one, of the last call of any thread."""
-        return self._of_thread.last if self._of_thread.last is not None else self._latest
+        last = self._of_thread.last  # once: another thread may put an empty one in place of `_of_thread`
+        return last if last is not None else self._latest
 
     def _note(self, cache: ChunkReuseCache) -> GenerateCall:
         """Take a cache for that of the last call, and return the `generate()` call under way.

@@ -604,13 +604,15 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
     @property
     def root(self) -> bytes | None:
         """The key that the chains of what the cache holds start from; None where nothing is known of that."""
-        return self._live.ledger.root if self._live.ledger is not None else None
+        ledger = self._live.ledger  # which another thread may drop
+        return ledger.root if ledger is not None else None
 
     @property
     def content_keys(self) -> frozenset[bytes]:
         """Keys of what was stored to be found by its content only, as it was computed behind moved K/V."""
         self._settle_here()
-        return frozenset(self._live.ledger.content_keys) if self._live.ledger is not None else frozenset()
+        ledger = self._live.ledger
+        return frozenset(ledger.content_keys) if ledger is not None else frozenset()
 
     @property
     def head_roots(self) -> frozenset[bytes]:
@@ -647,7 +649,8 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
     @property
     def max_cache_len(self) -> int:
         """Columns of buffers of a fixed size, or -1: PEFT asks before it puts the cache of its tuned prefix here."""
-        return self._live.static.max_cache_len if self._live.static is not None else -1
+        static = self._live.static
+        return static.max_cache_len if static is not None else -1
 
     @property
     def parts(self) -> CacheParts:

@@ -13,6 +13,7 @@ all threads tell.
 
 import _thread
 import gc
+import inspect
 import logging
 import sys
 import threading
@@ -33,6 +34,8 @@ from kvboost_hf.errors import StoreClosedError
 
 _log = logging.getLogger("kvboost_hf")
 MAX_DEPTH = 40  # frames to look at
+_YIELDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_TRIES = 100  # to read the stack of a thread that goes on
 _COMPILED = ("cuda",)  # where a compiled step is known to save time
 SHARED_KV = "return_shared_kv_states"  # asks for K/V of some layers, which an assistant of Gemma 4 reads
 _MOMENT_S = 0.05  # in which a finalizer ends
@@ -176,7 +179,7 @@ def is_under_way(config: Any, thread: int) -> bool:
 
     It looks at stacks and referrers: for rare cases only.
     """
-    frames = _frames_from(sys._current_frames().get(thread))
+    frames = _frames_of(thread)
     if any(is_generate(frame) and frame.f_locals.get("generation_config") is config for frame in frames):
         return True
     suspended = (GeneratorType, CoroutineType, AsyncGeneratorType)
@@ -188,7 +191,7 @@ def is_under_way(config: Any, thread: int) -> bool:
 def is_in_stock_loop(config: Any, thread: int) -> bool:
     """Whether the generate() call that has made `config` is in a loop of transformers in `thread`, not in its own."""
     inside = False
-    for frame in _frames_from(sys._current_frames().get(thread)):
+    for frame in _frames_of(thread):
         if not is_generate(frame):
             inside |= frame.f_code in _CODE
         elif frame.f_locals.get("generation_config") is config:
@@ -200,7 +203,7 @@ def is_in_stock_loop(config: Any, thread: int) -> bool:
 
 def is_in_forward(cache: Any, thread: int) -> bool:
     """Whether `thread` runs a forward with `cache`."""
-    for frame in _frames_from(sys._current_frames().get(thread)):
+    for frame in _frames_of(thread):
         if frame.f_code is torch.nn.Module._call_impl.__code__:
             if any(cache is value for value in frame.f_locals.get("kwargs", {}).values()):
                 return True
@@ -211,12 +214,25 @@ def is_in_forward(cache: Any, thread: int) -> bool:
 
 def is_running(model: Any) -> bool:
     """Whether a thread runs the model, or a generate() call of it. It looks at all stacks: for rare cases only."""
-    for top in list(sys._current_frames().values()):
-        for frame in _frames_from(top):
+    for thread in sys._current_frames():
+        for frame in _frames_of(thread):
             if frame.f_code is torch.nn.Module._call_impl.__code__ or is_generate(frame):
                 if frame.f_locals.get("self") is model:
                     return True
     return False
+
+
+def _frames_of(thread: int) -> list[FrameType]:
+    """The frames of a thread, which may go on meanwhile: all that it is still in are among them.
+
+    A generator that yields meanwhile does not tell any more who has called it: then they are looked up anew.
+    """
+    frames: list[FrameType] = []
+    for _ in range(_TRIES):
+        frames = list(_frames_from(sys._current_frames().get(thread)))
+        if not frames or not frames[-1].f_code.co_flags & _YIELDS:
+            break
+    return frames
 
 
 def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:

@@ -1,8 +1,7 @@
 """Hooks on parts of a model: on its decoder layers, and behind the last one. They are counted as this package's."""
 
-import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,7 +33,7 @@ def hook_layers(model: PreTrainedModel, called: BeforeLayers) -> list[RemovableH
         The handles that remove the hooks, one for each layer.
     """
     return [
-        own_hook(module.register_forward_pre_hook(_LayerHook(called, idx).before, with_kwargs=True))
+        own_hook(module.register_forward_pre_hook, _LayerHook(called, idx).before, with_kwargs=True)
         for idx, module in enumerate(decoder_layers(model))
     ]
 
@@ -87,25 +86,32 @@ def hook_hidden_states(model: PreTrainedModel, *, selects: bool | None = None, c
         hook = next((owner for owner in owners if isinstance(owner, _HiddenHook)), None)
         if hook is None:
             hook = _HiddenHook()
-            own_hook(inner.register_forward_pre_hook(hook.before, with_kwargs=True))
-            own_hook(inner.register_forward_hook(hook.after, with_kwargs=True))
+            own_hook(inner.register_forward_pre_hook, hook.before, with_kwargs=True)
+            own_hook(inner.register_forward_hook, hook.after, with_kwargs=True)
         hook.selects = hook.selects if selects is None else selects
         hook.count = count or hook.count
 
 
 _hooking = forks.lock()
-_own = itertools.count()
 
 
 class OwnHooks:
-    """Attribute `registered`: how many hooks this package has registered. All others are somebody else's."""
+    """Counts the hooks of this package. All others are somebody else's.
 
+    Attributes:
+        lock: Held while PyTorch has counted one of them, and this package has not yet.
+        registered: How many this package has registered.
+    """
+
+    lock = forks.rlock()
     registered = 0
 
 
-def own_hook(handle: RemovableHandle) -> RemovableHandle:
-    """Count a hook as one of this package."""
-    OwnHooks.registered = next(_own) + 1
+def own_hook(register: Callable[..., RemovableHandle], hook: Callable[..., Any], **how: Any) -> RemovableHandle:
+    """Register a hook of this package by a method such as `module.register_forward_hook`, and count it as one."""
+    with OwnHooks.lock:
+        handle = register(hook, **how)
+        OwnHooks.registered += 1
     return handle
 
 

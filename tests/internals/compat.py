@@ -19,6 +19,7 @@ from kvboost_hf.compat import (
     hidden_form,
     hidden_states_reason,
     hook_hidden_states,
+    hook_layers,
     is_compiled,
     key_rotation,
     known_reason,

@@ -3,18 +3,21 @@
 import asyncio
 import contextlib
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import CacheInUseError, ChunkReuseCache, ChunkStore, attach, last_cache
 from tests.conftest import as_inputs, make_model, random_ids
 from tests.internals.compat import CACHE
+from tests.internals.compat import calls as generate_calls
 
 FIRST, SECOND = random_ids(40, seed=1), random_ids(33, seed=2)
 KINDS: dict[str, dict[str, Any]] = {
@@ -369,6 +372,43 @@ def test_one_cache_in_several_threads_is_refused(llama: PreTrainedModel, max_cac
     assert all("in thread 'caller-" in each for each in refused)
     assert torch.equal(llama.generate(**as_inputs(FIRST), **{CACHE: cache}, max_new_tokens=8), plain("llama", FIRST))
     assert cache.store.check_integrity().wrong == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("root", "ledger"), ("content_keys", "ledger"), ("max_cache_len", "static")]
+)
+def test_what_another_thread_drops_as_it_is_read(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str, part: str
+) -> None:
+    """Whoever watches a cache in use is told of what there was."""
+    cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16), max_cache_len=96)
+    llama.generate(**as_inputs(FIRST), **{CACHE: cache}, max_new_tokens=2)
+    expected, there = getattr(cache, name), [getattr(cache.parts.live, part)]
+    assert there != [None]
+    told = property(lambda _: there.pop() if there else None)
+    monkeypatch.setattr(type(cache.parts.live), part, told, raising=False)
+    assert getattr(cache, name) == expected
+
+
+def test_a_generator_that_yields_while_the_stack_of_its_thread_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not tell who has called it any more: the call around it is under way all the same."""
+    entered, leave, threads, frames = threading.Event(), threading.Event(), list[int](), sys._current_frames
+    suspended: Any = (number for number in range(2))
+    next(suspended)
+    tops: list[Any] = [suspended.gi_frame]
+
+    def generate(generation_config: Any) -> None:
+        threads.append(threading.get_ident())
+        entered.set()
+        assert leave.wait(30)
+
+    config = GenerationConfig()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(generate, config)
+        assert entered.wait(30)
+        monkeypatch.setattr(sys, "_current_frames", lambda: {threads[0]: tops.pop()} if tops else frames())
+        assert generate_calls.is_under_way(config, threads[0])
+        leave.set()
 
 
 def test_a_cache_that_another_thread_uses_is_not_changed(llama: PreTrainedModel) -> None:

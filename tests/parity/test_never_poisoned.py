@@ -8,6 +8,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest.mock import MagicMock
@@ -17,6 +18,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -39,7 +41,7 @@ from tests.architectures.models import make_architecture
 from tests.conftest import _MAKERS as MODELS
 from tests.conftest import STATEFUL, as_inputs, counted, make_model, pickles_models, random_ids
 from tests.internals.cache import foreign_functions
-from tests.internals.compat import CACHE
+from tests.internals.compat import CACHE, hook_layers
 
 CHANGED = "the cache was changed by somebody else"
 BASE = random_ids(100, seed=1)
@@ -799,6 +801,31 @@ def test_hooks_come_and_go_in_another_thread() -> None:
     for _ in range(2):
         assert torch.equal(generate(model, BASE), generate(plain, BASE))
     assert last_cache(model).report.reused_tokens == 96
+
+
+def test_a_hook_that_another_thread_registers_for_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is nobody else's at any moment, or what a call beside it computes would not be stored."""
+    model, begun, go_on, init = make_model("llama"), threading.Event(), threading.Event(), RemovableHandle.__init__
+
+    def halted(*given: Any, **more: Any) -> None:
+        init(*given, **more)
+        begun.set()
+        assert go_on.wait(30)  # before it is counted
+
+    binding = ChunkReuseCache(model, store_of(model)).parts.binding
+    binding.look()
+    monkeypatch.setattr(RemovableHandle, "__init__", halted)
+    with ThreadPoolExecutor(2) as pool:
+        handles = pool.submit(hook_layers, model, MagicMock())
+        assert begun.wait(30)
+        asked = pool.submit(lambda: binding.has_new_hooks)
+        wait((asked,), timeout=0.1)
+        go_on.set()
+        assert not asked.result()
+        assert len(handles.result()) == 2
+    assert not binding.has_new_hooks
+    model.register_forward_hook(lambda *_: None)
+    assert binding.has_new_hooks
 
 
 def test_objects_that_answer_anything() -> None:

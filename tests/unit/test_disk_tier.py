@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -1021,6 +1022,31 @@ def test_a_kill_meanwhile_is_made_up_for(many: Path, opened: Open, monkeypatch: 
     assert 0 < len(rows_of(many)) <= 40
     whole(tier, many, 40)
     assert kept(tier, *range(40)) == list(range(40))
+
+
+def test_one_thread_makes_the_index_whoever_asks_for_it(
+    many: Path, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where two others ask at the same moment, of which each may wait for its end."""
+    tier, begun, go_on, started = opened(), threading.Event(), threading.Event(), list[threading.Thread]()
+    whole(tier, many, 40)
+
+    class Halted(threading.Thread):
+        def start(self) -> None:
+            started.append(self)
+            begun.set()
+            assert go_on.wait(30)
+            super().start()
+
+    monkeypatch.setattr(disk, "Thread", Halted)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(tier._settle_later)
+        assert begun.wait(30)
+        second = pool.submit(tier._settle_later)
+        wait((second,), timeout=0.1)
+        go_on.set()
+        wait((first, second))
+    assert started == [tier._settling]
 
 
 def test_another_process_writes_meanwhile(many: Path, opened: Open, held_up: threading.Event) -> None:

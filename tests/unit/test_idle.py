@@ -2,6 +2,7 @@
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
@@ -38,6 +39,23 @@ def test_work_that_is_under_way_is_not_begun_again(monkeypatch: pytest.MonkeyPat
     idle.begin(second, 1, 10**9)
     assert idle.wait(20)
     assert runs == ["first"] + ["second"] * (1 + forked)
+
+
+def test_work_that_is_stopped_as_it_is_begun_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, as soon as that sees that there is any."""
+    idle, runs, busy = Idle(), list[str](), list[bool]()
+
+    def set_busy(_: Idle, value: bool) -> None:
+        busy.append(value)
+        if value:
+            stopping = pool.submit(idle.stop)
+            wait((stopping,), timeout=0.1)
+
+    monkeypatch.setattr(Idle, "busy", property(lambda _: bool(busy) and busy[-1], set_busy))
+    with ThreadPoolExecutor(1) as pool:
+        idle.begin(lambda stop: bool(runs.append("done")), 1, 10**9)
+    assert idle.wait(20)
+    assert (runs, idle.busy) == ([], False)
 
 
 def test_work_that_comes_as_the_thread_ends_is_done() -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -354,6 +355,32 @@ def test_what_one_row_is_to_do_without_others_find(folder: Path) -> None:
     assert not finds(is_piece=True, without=frozenset([key]))
     known = store.view(root, tokens)
     assert store.view(root, tokens, is_piece=True) is known
+    store.close()
+
+
+def test_two_threads_look_up_what_one_row_is_to_find(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the first one is told what there is, the second one is not told that there is nothing."""
+    store, tokens = open_store(folder), np.arange(2 * CHUNK)
+    put_all(store, tokens)
+    store.close()
+    store = open_store(folder)
+    root = store.root(b"")
+    assert root is not None
+    found, unloaded, view = list[Any](), lower.unloaded, store.view(root, tokens)
+
+    def find() -> Any:
+        return view.find(prefix_key(root, tokens[:CHUNK]), tokens[:CHUNK])
+
+    def meanwhile(each: Any) -> Any:
+        monkeypatch.setattr(lower, "unloaded", unloaded)
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(find).result(30))
+        return unloaded(each)
+
+    monkeypatch.setattr(lower, "unloaded", meanwhile)
+    found.append(find())
+    assert len(found) == 2
+    assert all(found)
     store.close()
 
 

@@ -396,7 +396,7 @@ def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> s
     positions = torch.arange(_TOKENS, device=device)[None]
     layers = make_layers(model)
     masks: list[Any] = []
-    watch = own_hook(decoder_layers(model)[0].register_forward_pre_hook(_Watch(masks).before, with_kwargs=True))
+    watch = own_hook(decoder_layers(model)[0].register_forward_pre_hook, _Watch(masks).before, with_kwargs=True)
     try:
         plain = _last_logits(model, PrivateCache([layer.native for layer in make_layers(model)]), ids, positions)
     finally:

@@ -188,14 +188,19 @@ class Idle:
         """
         if self.busy and self._pid == os.getpid() and not self.wait(0):
             return
-        self.busy, self._pid, self._turn = True, os.getpid(), _IdleTurn(work, nbytes)
-        _line.add(self._turn, most_bytes)
+        turn = self._turn = _IdleTurn(work, nbytes)
+        self._pid = os.getpid()
+        self.busy = True  # from now on another thread may stop the turn, also before it waits
+        _line.add(turn, most_bytes)
 
     def stop(self) -> None:
         """Somebody needs the cache: wait until its layers are left alone."""
-        if self._turn is not None and self._pid == os.getpid():  # a forked child has no such thread
-            _line.drop(self._turn)
-            self.wait()
+        last = None
+        while self._pid == os.getpid() and (turn := self._turn) is not last:  # a forked child has no such thread
+            assert turn is not None
+            _line.drop(turn)
+            turn.ended.wait()
+            last = turn
         self.busy = False
 
     def wait(self, timeout: float | None = None) -> bool:

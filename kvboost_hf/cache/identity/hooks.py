@@ -147,7 +147,7 @@ def watch_forward(model: nn.Module) -> ForwardWatch | None:
     if watch is None:
         unwatch_forward(model)
         watch = attributes[FORWARD_WATCH] = ForwardWatch(function)
-        watch.handles.append(own_hook(inner.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True)))
+        watch.handles.append(own_hook(inner.register_forward_pre_hook, watch.before, prepend=True, with_kwargs=True))
         _order_below(inner._forward_pre_hooks)
     return None if watch.alters else watch
 
@@ -220,8 +220,8 @@ def watch_hooks(module: nn.Module) -> tuple[list[Any], HookWatch | None]:
         methods = [(n, hook) for n, hook in list(hooks.items()) if isinstance(hook, types.MethodType)]
         ours = {hook.__name__: number for number, hook in methods if hook.__self__ is watch}
         if not ours:
-            watch.handles.append(own_hook(register(watch.first, prepend=True, with_kwargs=True)))
-            watch.handles.append(own_hook(register(watch.last, with_kwargs=True)))
+            watch.handles.append(own_hook(register, watch.first, prepend=True, with_kwargs=True))
+            watch.handles.append(own_hook(register, watch.last, with_kwargs=True))
         elif numbers[0] != ours["first"] or numbers[-1] != ours["last"]:
             hooks.move_to_end(ours["first"], last=False)
             hooks.move_to_end(ours["last"])

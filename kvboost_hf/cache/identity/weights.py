@@ -138,8 +138,8 @@ class WeightsWatch:
 @cache
 def _follow_optimizers() -> None:
     """Have the steps of optimizers seen from now on: before, for they may raise half way; and after."""
-    own_hook(register_optimizer_step_pre_hook(_note_step))
-    own_hook(register_optimizer_step_post_hook(_note_step))
+    own_hook(register_optimizer_step_pre_hook, _note_step)
+    own_hook(register_optimizer_step_post_hook, _note_step)
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -109,8 +109,8 @@ class Checkpoints:
         """Begin: the next forward over these layers is the one."""
         for module in self._mixers.values():
             before, after = _Hook(self.before), _Hook(self.after)
-            self._handles.append(own_hook(module.register_forward_pre_hook(before, with_kwargs=True)))
-            self._handles.append(own_hook(module.register_forward_hook(after, prepend=True, with_kwargs=True)))
+            self._handles.append(own_hook(module.register_forward_pre_hook, before, with_kwargs=True))
+            self._handles.append(own_hook(module.register_forward_hook, after, prepend=True, with_kwargs=True))
 
     def stop(self) -> None:
         """End, with whatever was saved."""
@@ -184,8 +184,8 @@ class Checkpoints:
         self._segment = _Segment(hidden)
         for module in mixer.modules():
             if type(module) is nn.Linear and "forward" not in module.__dict__:
-                self._entered.append(own_hook(module.register_forward_pre_hook(_Hook(self.before_projection))))
-                self._entered.append(own_hook(module.register_forward_hook(_Hook(self.after_projection))))
+                self._entered.append(own_hook(module.register_forward_pre_hook, _Hook(self.before_projection)))
+                self._entered.append(own_hook(module.register_forward_hook, _Hook(self.after_projection)))
         return self._segment
 
     def _leave(self) -> None:

@@ -308,8 +308,8 @@ class LiveKV:
     @property
     def held(self) -> int:
         """Columns in the layers; without compiled steps that `catch_up` has not taken over."""
-        if self.counting is not None:
-            return self.counting.length or 0
+        if (counting := self.counting) is not None:  # other threads may ask, too
+            return counting.length or 0
         if self.plain_reason is None:
             return self._columns
         try:
@@ -320,7 +320,8 @@ class LiveKV:
     @property
     def claimed(self) -> int:
         """Columns that callers may count on: those held, and those that the next forward computes in front."""
-        return self.held + (self.behind.ids.shape[1] if self.behind is not None else 0)
+        behind = self.behind
+        return self.held + (behind.ids.shape[1] if behind is not None else 0)
 
     def in_step(self, *, look: bool = True, owned: bool = False) -> Ledger | None:
         """The ledger, unless the layers were changed by somebody else since it was last brought up to date.

@@ -152,7 +152,8 @@ class Binding:
 
     def look(self) -> ModelParts | None:
         """What the K/V of the model, as it is now, depends on; None if it no longer exists."""
-        self._hooks = RemovableHandle.next_id, RemovableHandle.next_id - OwnHooks.registered
+        with OwnHooks.lock:
+            self._hooks = RemovableHandle.next_id, RemovableHandle.next_id - OwnHooks.registered
         model, fingerprint = self.model(), self._fingerprint()
         if model is None or fingerprint is None:
             return None
@@ -198,7 +199,10 @@ class Binding:
     def has_new_hooks(self) -> bool:
         """Whether somebody has registered or removed a hook anywhere since the root was last read."""
         every, others = self._hooks
-        return RemovableHandle.next_id != every and RemovableHandle.next_id - OwnHooks.registered != others
+        if RemovableHandle.next_id == every:
+            return False
+        with OwnHooks.lock:
+            return bool(RemovableHandle.next_id - OwnHooks.registered != others)
 
     @property
     def looks_changed(self) -> bool:

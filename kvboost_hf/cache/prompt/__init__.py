@@ -152,8 +152,8 @@ class ForwardHook:
         given = cache.before_forward(model, kwargs)
         if FORWARD_WATCH in model.__dict__:
             note_call(model, given)
-        if HOOK_WATCH in model.__dict__:
-            model.__dict__[HOOK_WATCH].pass_on(id(cache), (given,))
+        if (watch := model.__dict__.get(HOOK_WATCH)) is not None:  # another thread may take it away
+            watch.pass_on(id(cache), (given,))
         return (), given
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -161,8 +161,8 @@ class ForwardHook:
         assert isinstance(model, PreTrainedModel)
         cache = kwargs.get(self._name or cache_argument(model))
         if _is_hooked(cache):
-            if HOOK_WATCH in model.__dict__:
-                model.__dict__[HOOK_WATCH].compare(id(cache), model, (kwargs,))
+            if (watch := model.__dict__.get(HOOK_WATCH)) is not None:
+                watch.compare(id(cache), model, (kwargs,))
             given: Any = output.get(self._name) if isinstance(output, dict) else None
             if type(given) is EncoderDecoderCache and id(given.self_attention_cache) == id(cache):
                 # GPT-2 with cross-attention puts it into a pair. It computes an encoder's K/V at each forward, then.
@@ -209,8 +209,8 @@ def install(model: PreTrainedModel) -> None:
         take_newest_name(model)
         if not _handles(model):
             hook = ForwardHook()
-            own_hook(model.register_forward_pre_hook(hook.before, with_kwargs=True))
-            own_hook(model.register_forward_hook(hook.after, with_kwargs=True))
+            own_hook(model.register_forward_pre_hook, hook.before, with_kwargs=True)
+            own_hook(model.register_forward_hook, hook.after, with_kwargs=True)
 
 
 def has_other_hooks(module: nn.Module) -> bool:

@@ -386,8 +386,8 @@ class TieredView:
         if key not in self._found:
             keys = [key] if self._found else [key, *[border.key for border in self._row.borders[1:]]]
             found = self._lower.find(list(dict.fromkeys(keys)))
-            self._found |= dict.fromkeys(keys)
-            self._found |= {key: unloaded(each) for key, each in found.items() if key not in self._without}
+            usable = {key: unloaded(each) for key, each in found.items() if key not in self._without}
+            self._found |= dict.fromkeys(keys) | usable  # at once: another thread may look here, too
         below = self._found[key]
         if not isinstance(below, StoredChunk) or below.content_only:
             return None

@@ -27,6 +27,7 @@ from typing import Any
 from uuid import uuid4
 from weakref import ref
 
+from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers import disk_index as index
 from kvboost_hf.cache.tiers.base import Entry, Failures, Heard, is_no_space
@@ -86,6 +87,7 @@ class DiskTier:
         self._notices = NoticeFile(folder / _NOTICES)
         self._full_since = float("-inf")  # when giving others up made no room
         self._settling: Thread | None = None
+        self._starting = forks.lock()  # that thread
         self._unknown_bytes: int | None = None  # of blobs that a partial index lacks; None until they are counted
         log_bytes = max_bytes // _LOG_SHARE
         self._index = DiskIndex(folder, self._refill, read_only=read_only, max_log_bytes=log_bytes)
@@ -368,9 +370,11 @@ class DiskTier:
 
     def _settle_later(self) -> None:
         """Have a thread put right what does not agree. Until then a blob without a row is found by its name."""
-        if self._settling is None or not self._settling.is_alive():
-            self._settling = Thread(target=_settle, args=(ref(self),), name="kvboost_hf-disk", daemon=True)
-            self._settling.start()
+        with self._starting:
+            if self._settling is None or not self._settling.is_alive():
+                thread = Thread(target=_settle, args=(ref(self),), name="kvboost_hf-disk", daemon=True)
+                thread.start()
+                self._settling = thread  # not before: whoever waits for it cannot join one that has not begun
 
     def _settle(self) -> None:
         """Put right what does not agree, after others were killed; locks only if there is something, and not for long.
