@@ -78,20 +78,23 @@ def make_reach(
     Returns:
         None where nothing but the causal order hides a column. Else int32: [batch, 1, 1, columns], 0 for padding and 1
         for all others; with a window, its size in place of 1, and that twice, [batch, 2, 1, columns]. Where all
-        columns are alike, there is one in place of all, and without `columns` one row. With `columns` it is followed,
-        in the last but one dimension, by a row that begins with them.
+        columns are alike, there is one in place of all, and without `columns` one row. With `columns` there are two
+        more in the second dimension, which begin with these, the last one first: so the mask is that of the last
+        queries, too, of which models may cut masks in the last but one dimension (Gemma 4).
     """
     if keep is None and columns is None:
         return torch.full((1, 2, 1, 1), window, dtype=torch.int32, device=device) if window else None
     if keep is None:
         assert columns is not None
         assert columns.shape[1] == 1
-        rows = [torch.full(columns.shape, window or 1, dtype=torch.int32, device=device), columns.int()]
+        reach = torch.full(columns.shape, window or 1, dtype=torch.int32, device=device)
     else:
-        rows = [keep.int() * (window or 1)]
-        if columns is not None:
-            rows.append(F.pad(columns.int(), (0, keep.shape[1] - columns.shape[1])))
-    return torch.stack(rows, dim=1)[:, None].expand(-1, 2 if window else 1, -1, -1)
+        reach = keep.int() * (window or 1)
+    found = reach[:, None].expand(-1, 2 if window else 1, -1)
+    if columns is not None:
+        begun = F.pad(columns.int().flip(-1), (0, reach.shape[1] - columns.shape[1]))
+        found = torch.cat([found, begun[:, None].expand(-1, 2, -1)], dim=1)
+    return found[:, :, None]
 
 
 def read_reach(
@@ -100,9 +103,8 @@ def read_reach(
     """Read a mask of `make_reach`: `keep`, `columns`, and with a window the reach [batch or 1, columns or 1]."""
     reach = mask[:, 0, 0]
     keep = reach > 0 if mask.shape[3] > 1 else None
-    # Contiguous here, where a graph does it once for all layers, and not in each kernel's launch.
-    columns = mask[:, 0, 1, :queries].contiguous() if mask.shape[2] == 2 else None
-    return keep, columns, reach if mask.shape[1] == 2 else None
+    columns = mask[:, -1, 0, :queries].flip(-1) if mask.shape[1] > 2 else None
+    return keep, columns, reach if mask.shape[1] in (2, 4) else None
 
 
 def make_tree(bits: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:

@@ -346,7 +346,7 @@ def _refusal(model: PreTrainedModel, theirs: Cache | None, kwargs: Kwargs) -> st
     if (reason := known_reason(model) or holder_of_cache(model)) is not None:
         return reason
     if theirs is None:
-        if not model.config.get_text_config(decoder=True).use_cache:
+        if not getattr(model.config.get_text_config(decoder=True), "use_cache", True):  # Inkling has none
             return "use_cache is False"
         return reason_of_arguments(model, kwargs)  # with `encoder_hidden_states` a model makes a cache of another kind
     kind = type(theirs)

@@ -145,7 +145,7 @@ class _HiddenHook:
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         layers: Sequence[int] = getattr(cache_in(kwargs), "hidden_layers", ())
-        if all(layer == LAST for layer in layers):
+        if all(layer == LAST for layer in layers) and not (layers and _may_cut(module)):
             return None
         return args, _asking_for(module, kwargs, layers, selects=self.selects)
 
@@ -185,7 +185,13 @@ def _asking_for(module: Any, kwargs: dict[str, Any], layers: Sequence[int], *, s
     if not selects:
         return {**kwargs, _ASKED: _All(1)}
     theirs = [] if not asked else [asked] if isinstance(asked, int) else list(asked)
-    return {**kwargs, _ASKED: _Also([*(layer for layer in layers if layer != LAST), *theirs], asked)}
+    ours = [layer for layer in layers if layer != LAST] or [0]  # a model that is asked for any computes all tokens
+    return {**kwargs, _ASKED: _Also([*ours, *theirs], asked)}
+
+
+def _may_cut(module: Any) -> bool:
+    """Whether a model may compute the last tokens alone in its last layers: Gemma 4, in those that share K/V."""
+    return bool(getattr(module.config, "num_kv_shared_layers", 0))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

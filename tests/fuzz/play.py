@@ -144,7 +144,8 @@ def prepare(history: History, models: Family, dtype: torch.dtype) -> list[Step]:
                 of = None  # what it holds is not what the model computes of its tokens
             if earlier.call.user is not None or call.user is not None:
                 of = None  # nor is it then
-            if earlier.call.mask == "right":
+            drafted = call.options.keys() & {"draft", "prompt_lookup_num_tokens"}
+            if earlier.call.mask == "right" or (earlier.call.mask == "holes" and drafted):
                 of = None  # plain generate() that goes on with a cache says something else there
             latest = max((i for i in range(number % history.threads, number, history.threads)), default=None)
             gone_on = any(step.of == of for step in steps) if history.reuse == "attach" else of != latest

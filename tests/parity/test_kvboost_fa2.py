@@ -51,6 +51,21 @@ def test_tokens(name: str, cache: str) -> None:
         assert sum(calls.values()) == 12 * ours.config.num_hidden_layers, calls
 
 
+@pytest.mark.daily
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gemma4_text"])
+def test_pieces_in_a_cache_of_a_fixed_size(kind: str) -> None:
+    """Gemma 4 computes the last query alone in layers that share K/V, with the last row of each mask."""
+    model = make_architecture(kind)
+    told = {"max_new_tokens": 2, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    call: Any = model.generate
+    for inputs in (as_inputs(random_ids(58)), left_pad(random_ids(58), random_ids(49))):
+        found = []
+        for attention in ("eager", "kvboost_fa2"):
+            model.set_attn_implementation(attention)
+            found.append(call(**inputs, **told, cache_implementation="static", prefill_chunk_size=17).logits)
+        torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("padded", [False, True])
 def test_logits_of_a_suffix(name: str, padded: bool) -> None:

@@ -54,6 +54,13 @@ ONCE_WRONG = [
     History(
         calls=(Call(rows=(Row(head=2), Row(head=1)), new=4, options={"draft": "trees", "repetition_penalty": 1.3}),)
     ),
+    # Gemma 4 computes the last tokens alone in layers that share K/V, so that the others have no hidden states.
+    History(
+        family="gemma4_text",
+        calls=(Call(rows=(Row(head=40), Row(head=40)), new=1, options={"output_hidden_states": -1}),),
+    ),
+    # Inkling's configuration has no `use_cache`.
+    History(family="inkling_text", reuse="attach", calls=(Call(new=1, loop=True),)),
     # A mask of fewer columns than a cache of a fixed size has.
     History(
         attention="kvboost_fa2",

@@ -198,7 +198,7 @@ def test_a_reach_says_what_it_was_made_of(window: int, sparse: bool) -> None:
     columns = torch.tensor([[1, 5, 11], [0, 2, 3]]) if sparse else None
     mask = make_reach(keep, window, "cpu", columns)
     assert mask is not None
-    assert mask.shape == (2, 1 + bool(window), 1 + sparse, 12)
+    assert mask.shape == (2, 1 + bool(window) + 2 * sparse, 1, 12)
     found_keep, found_columns, reach = read_reach(mask, 3)
     assert found_keep is not None
     assert torch.equal(found_keep, keep)
@@ -206,6 +206,10 @@ def test_a_reach_says_what_it_was_made_of(window: int, sparse: bool) -> None:
     assert columns is None or torch.equal(found_columns, columns.int())
     assert (reach is not None) == bool(window)
     assert reach is None or torch.equal(reach, keep * window)
+    for queries in (1, 2):  # as models cut it that compute the last queries alone
+        found = read_reach(mask[:, :, -queries:], queries)[1]
+        assert (found is None) == (columns is None)
+        assert found is None or columns is None or torch.equal(found, columns[:, -queries:].int())
 
 
 def test_without_padding_a_reach_is_one_number() -> None:

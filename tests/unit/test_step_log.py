@@ -113,7 +113,7 @@ def test_columns_without_padding() -> None:
     for window in (0, WINDOW):
         mask = make_reach(None, window, "cpu", column)
         assert mask is not None
-        assert mask.shape == (1, 2 if window else 1, 2, 1)
+        assert mask.shape == (1, 4 if window else 3, 1, 1)
         windows = SLIDING if window else FULL
         seen = seen_columns(mask, windows, column[0], TOTAL)
         assert seen is not None

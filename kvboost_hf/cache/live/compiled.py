@@ -387,4 +387,4 @@ def _seen(mask: Any, own: torch.Tensor, total: int) -> torch.Tensor | None:
 
 def is_of_all_columns(mask: torch.Tensor, total: int) -> bool:
     """Whether a 4-D mask is for a cache of a fixed size, whose columns behind the queries it hides."""
-    return mask.shape[2] == 2 if mask.dtype == torch.int32 else mask.shape[3] == total
+    return mask.shape[1] > 2 if mask.dtype == torch.int32 else mask.shape[3] == total
