@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import islice, product
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
@@ -222,11 +222,13 @@ def is_running(model: Any) -> bool:
     return False
 
 
-def _frames_of(thread: int) -> list[FrameType]:
+def _frames_of(thread: int) -> Iterable[FrameType]:
     """The frames of a thread, which may go on meanwhile: all that it is still in are among them.
 
     A generator that yields meanwhile does not tell any more who has called it: then they are looked up anew.
     """
+    if thread == threading.get_ident():
+        return _frames_from(sys._getframe(1))  # no list: it would hold the frame that holds it, and all K/V with that
     frames: list[FrameType] = []
     for _ in range(_TRIES):
         frames = list(_frames_from(sys._current_frames().get(thread)))
