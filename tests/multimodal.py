@@ -166,7 +166,7 @@ def hunyuan_vl() -> PreTrainedModel:
 
 
 def exaone4_5() -> PreTrainedModel:
-    """Its layers count columns: generate() leaves positions out."""
+    """The layers count columns, so that generate() leaves positions out."""
     vision = {
         "depth": 1, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "num_key_value_heads": 2,
         "patch_size": 4, "intermediate_size": 48, "window_size": 16, "fullatt_block_indexes": [0],

@@ -497,7 +497,7 @@ def test_other_uses_of_a_cache_whose_buffers_are_fixed(llama: PreTrainedModel, c
 
 
 def test_a_forward_by_hand_grows_what_a_graph_has_left(llama: PreTrainedModel, compiler: Compiler) -> None:
-    """It may be longer than the buffers that were made for the call."""
+    """A text may be longer than the buffers that were made for the call."""
     cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=32))
     with pretended_gpu(compiler):
         answer = generate(llama, as_inputs(BASE[:, :60]), cache=cache)

@@ -391,7 +391,7 @@ def test_what_another_thread_drops_as_it_is_read(
 
 
 def test_a_generator_that_yields_while_the_stack_of_its_thread_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not tell who has called it any more: the call around it is under way all the same."""
+    """A generator that has yielded does not tell who has called it: the call around it is under way all the same."""
     entered, leave, threads, frames = threading.Event(), threading.Event(), list[int](), sys._current_frames
     suspended: Any = (number for number in range(2))
     next(suspended)

@@ -804,7 +804,7 @@ def test_hooks_come_and_go_in_another_thread() -> None:
 
 
 def test_a_hook_that_another_thread_registers_for_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is nobody else's at any moment, or what a call beside it computes would not be stored."""
+    """The hook is nobody else's at any moment, or what a call beside it computes would not be stored."""
     model, begun, go_on, init = make_model("llama"), threading.Event(), threading.Event(), RemovableHandle.__init__
 
     def halted(*given: Any, **more: Any) -> None:

@@ -371,7 +371,7 @@ def new_tokens(kwargs: Kwargs) -> int:
 def begun_tokens(kwargs: Kwargs) -> int:
     """Tokens of the prompt that a forward begins, without padding and what was drafted.
 
-    Of one in pieces all are counted: with another cache, nothing tells of the pieces that follow.
+    All pieces of a prompt are counted: with another cache, nothing tells of the pieces that follow.
     """
     whole = whole_of_piece(kwargs.get("input_ids")) or kwargs
     mask = whole.get("attention_mask")
@@ -424,7 +424,7 @@ def with_positions(model: PreTrainedModel, kwargs: dict[str, Any], held: int) ->
 def _hidden_positions(model: PreTrainedModel, ids: torch.Tensor, mask: Any) -> torch.Tensor | None:
     """The positions of a padded batch that generate() leaves out.
 
-    It does where a function in place of the forward hides them, and where the model has them count columns instead.
+    generate() does so where a function in place of the forward hides them, and where the model counts columns instead.
     Rotary attention is the same with and without them, for only distances count.
     """
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or bool(mask.all()):
