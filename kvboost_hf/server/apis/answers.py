@@ -72,10 +72,10 @@ class RequestJobs:
 
     def _put(self, n: int, event: JobEvent) -> None:
         # Counted here and not in `events`, which nobody may read any more.
-        known = 0 if isinstance(event, Finished) else event.known
+        known = None if isinstance(event, Finished) else event.known
         if not n and not self._known.done():  # an engine that goes on without telling it will not tell it any more
             self._known.set_result(known or 0)
-        if known is not None and not isinstance(event, Finished):
+        if known is not None:
             return
         if isinstance(event, Finished):
             self._meter.finished(event)
