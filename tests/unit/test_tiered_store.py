@@ -336,14 +336,20 @@ def test_quarantine_takes_what_was_stored_while_its_parent_was_below(folder: Pat
 # Closing
 
 
-def test_what_one_row_is_to_do_without_others_find(folder: Path) -> None:
-    """A later piece of a prompt finds what the prompt did, unless that was looked up without something."""
+def stored_below(folder: Path) -> tuple[ChunkStore, Any, bytes]:
+    """A store with two chunks on its disk tier and none in host memory; their tokens, and the root."""
     store, tokens = open_store(folder), np.arange(2 * CHUNK)
     put_all(store, tokens)
     store.close()
     store = open_store(folder)
     root = store.root(b"")
     assert root is not None
+    return store, tokens, root
+
+
+def test_what_one_row_is_to_do_without_others_find(folder: Path) -> None:
+    """A later piece of a prompt finds what the prompt did, unless that was looked up without something."""
+    store, tokens, root = stored_below(folder)
     key = prefix_key(root, tokens[:CHUNK])
 
     def finds(**how: Any) -> bool:
@@ -360,12 +366,7 @@ def test_what_one_row_is_to_do_without_others_find(folder: Path) -> None:
 
 def test_two_threads_look_up_what_one_row_is_to_find(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the first one is told what there is, the second one is not told that there is nothing."""
-    store, tokens = open_store(folder), np.arange(2 * CHUNK)
-    put_all(store, tokens)
-    store.close()
-    store = open_store(folder)
-    root = store.root(b"")
-    assert root is not None
+    store, tokens, root = stored_below(folder)
     found, unloaded, view = list[Any](), lower.unloaded, store.view(root, tokens)
 
     def find() -> Any:
