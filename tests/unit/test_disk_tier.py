@@ -1028,7 +1028,8 @@ def test_one_thread_makes_the_index_whoever_asks_for_it(
     many: Path, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where two others ask at the same moment, of which each may wait for its end."""
-    tier, begun, go_on, started = opened(), threading.Event(), threading.Event(), list[threading.Thread]()
+    tier, started = opened(), list[threading.Thread]()
+    begun, go_on, asked = (threading.Event() for _ in range(3))
     whole(tier, many, 40)
 
     class Halted(threading.Thread):
@@ -1037,6 +1038,10 @@ def test_one_thread_makes_the_index_whoever_asks_for_it(
             begun.set()
             assert go_on.wait(30)
             super().start()
+
+        def run(self) -> None:
+            assert asked.wait(30)  # one that is done by then may be followed by another
+            super().run()
 
     monkeypatch.setattr(disk, "Thread", Halted)
     with ThreadPoolExecutor(2) as pool:
@@ -1047,6 +1052,9 @@ def test_one_thread_makes_the_index_whoever_asks_for_it(
         go_on.set()
         wait((first, second))
     assert started == [tier._settling]
+    asked.set()
+    started[0].join(60)
+    assert not started[0].is_alive()
 
 
 def test_another_process_writes_meanwhile(many: Path, opened: Open, held_up: threading.Event) -> None:
