@@ -19,7 +19,7 @@ class KVBoostError(RuntimeError):
 
 
 class CacheInUseError(KVBoostError):
-    """A `ChunkReuseCache` was passed to a call while another one, or another thread, was using it."""
+    """A `ChunkReuseCache` was used, or changed, while another call or another thread was using it."""
 
 
 class CacheModelMismatchError(KVBoostError):

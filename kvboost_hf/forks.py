@@ -10,26 +10,21 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakMethod
 
 _PATIENCE_S = 5.0  # how long a fork waits until nobody is in the middle of a change
 _MOMENT_S = 0.01  # for one lock, before the others are released again: its owner may wait for one of them
 
 
-class _Owner:
-    """What else happens to a lock at a fork.
+class _Owner(NamedTuple):
+    """What else happens to a lock at a fork."""
 
-    Args:
-        torn: A method that is called in a child where another thread held the lock.
-        before: A method that is called before a fork, while the lock is held.
-    """
-
-    def __init__(self, torn: Callable[[], None] | None, before: Callable[[], None] | None) -> None:
-        self.torn = WeakMethod(torn) if torn is not None else None
-        self.before = WeakMethod(before) if before is not None else None
+    torn: "WeakMethod[Callable[[], None]] | None" = None  # called in a child where another thread held the lock
+    before: "WeakMethod[Callable[[], None]] | None" = None  # called before a fork, while the lock is held
 
 
+_NOBODY = _Owner()
 _owners: WeakKeyDictionary[Any, _Owner] = WeakKeyDictionary()  # by lock
 _starting: set[WeakMethod[Callable[[], None]]] = set()  # called in children
 atexit.register(_starting.clear)  # or their callbacks would run when `weakref` has lost its own names
@@ -46,7 +41,7 @@ def lock(*, torn: Callable[[], None] | None = None) -> threading.Lock:
             what it guards is whole at any time.
     """
     made = threading.Lock()
-    _register(made, _Owner(torn, None))
+    _register(made, torn, None)
     return made
 
 
@@ -58,7 +53,7 @@ def rlock(*, torn: Callable[[], None] | None = None, before: Callable[[], None] 
         before: A method that is called before a fork, while the lock is held; it is referred to weakly.
     """
     made = threading.RLock()
-    _register(made, _Owner(torn, before))
+    _register(made, torn, before)
     return made
 
 
@@ -68,7 +63,9 @@ def in_child(method: Callable[[], None]) -> None:
         _starting.add(WeakMethod(method, _starting.discard))
 
 
-def _register(made: Any, owner: _Owner) -> None:
+def _register(made: Any, torn: Callable[[], None] | None, before: Callable[[], None] | None) -> None:
+    is_owned = torn is not None or before is not None
+    owner = _Owner(*(each and WeakMethod(each) for each in (torn, before))) if is_owned else _NOBODY
     with _registering:
         _owners[made] = owner
 

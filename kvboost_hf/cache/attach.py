@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from math import prod
 from types import MethodType
@@ -51,6 +52,7 @@ from kvboost_hf.compat import (
     unwrapped,
 )
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
+from kvboost_hf.errors import CacheInUseError
 
 Salt = str | bytes | None
 
@@ -260,7 +262,7 @@ class _Attachment:
     def flush(self) -> None:
         """Store what the last call of this thread has left."""
         if (last := self._of_thread.last) is not None:
-            with self._storing:
+            with self._storing, suppress(CacheInUseError):  # by another thread, which has it from `last_cache`
                 last.store_tails()
 
     @property
@@ -290,8 +292,9 @@ class _Attachment:
         """
         if (cache := ended()) is not None and self._storing.acquire(blocking=thread == threading.get_ident()):
             try:
-                if cache.store_tails():
-                    cache.repair_when_idle()
+                with suppress(CacheInUseError):  # see `flush`
+                    if cache.store_tails():
+                        cache.repair_when_idle()
             finally:
                 self._storing.release()
 
@@ -331,14 +334,12 @@ def _is_empty(theirs: Cache) -> bool:
     """Whether a cache that transformers made holds nothing."""
     if not hasattr(theirs, "layers"):  # an EncoderDecoderCache has two caches in their place
         return int(theirs.get_seq_length()) == 0
-    return not any(_holds(layer) for layer in theirs.layers)
-
-
-def _holds(layer: Any) -> bool:
-    """Whether a layer that transformers made holds anything."""
-    if isinstance(layer, CacheLayerMixin) and int(layer.get_seq_length()) > 0:
-        return True
-    return any(getattr(layer, "has_previous_state", {}).values())
+    for layer in theirs.layers:
+        if isinstance(layer, CacheLayerMixin) and int(layer.get_seq_length()) > 0:
+            return False
+        if any(getattr(layer, "has_previous_state", {}).values()):
+            return False
+    return True
 
 
 def _refusal(model: PreTrainedModel, theirs: Cache | None, kwargs: Kwargs) -> str | None:

@@ -12,9 +12,9 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from types import FrameType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from kvboost_hf.cache.forward.repair_later import (
     repair_while_idle,
 )
 from kvboost_hf.cache.forward.reused import Reused
-from kvboost_hf.cache.forward.running import CacheParts, CacheUse, Forward, Request, SettledLater, Step, note_hooks
+from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, SettledLater, Step, note_hooks
 from kvboost_hf.cache.identity.foreign import is_own
 from kvboost_hf.cache.layers.base import ReuseLayer, whole_columns
 from kvboost_hf.cache.live import LiveKV, suffix_graph
@@ -67,7 +67,25 @@ from kvboost_hf.compat import (
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _UNUSED = "the model has made no use of the cache"
+
+
+def _changes(
+    method: "Callable[Concatenate[ChunkReuseCache, P], R]",
+) -> "Callable[Concatenate[ChunkReuseCache, P], R]":
+    """Has a method raise a CacheInUseError while another thread uses the cache, and keeps other threads out of it."""
+
+    @wraps(method)
+    def change(cache: "ChunkReuseCache", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        cache._use.begin_change(cache)
+        try:
+            return method(cache, *args, **kwargs)
+        finally:
+            cache._use.changing.release()
+
+    return change
 
 
 class _KindOfCache(type):
@@ -108,7 +126,7 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
             `reproducible`; audits of lossy K/V, or `reproducible` with it; and later, for a generate() call that may
             take more than `max_cache_len` tokens.
         CacheInUseError: later, for a call while another one is under way with the cache, around it or in another
-            thread.
+            thread; and for whatever would change what it holds, or needs that to stay, while another thread uses it.
 
     Example:
         >>> from kvboost_hf.assets import load_embedded
@@ -165,7 +183,7 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
 
     def _take(self, parts: CacheParts) -> None:
         self._parts, self._binding, self._live = parts, parts.binding, parts.live
-        self._writer, self._form, self._use = parts.writer, parts.form, CacheUse()
+        self._writer, self._form, self._use = parts.writer, parts.form, parts.use
         self._forward: Forward | None = None  # the one under way
         self._step: Step | None = None  # the last decoding step, which may go on with the next token
         self._config: Any = None  # of the generate() call whose forward is under way
@@ -206,7 +224,7 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
             self.__dict__.pop(name, None)
         self._go_on()
         call, live, self._step = calling(), self._live, None
-        self._use.begin_call(call)
+        self._use.begin_call(call, self)
         if self._forward is not None:  # it has failed
             self._recover()
         self._settle_last()
@@ -295,11 +313,13 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
             self._live.record_for_call()
         super().activate_past_recording()  # type: ignore[no-untyped-call]
 
+    @_changes
     def stop_recording(self) -> None:
         """Undo `activate_past_recording`: until it is called again, `crop` goes back to what the store has."""
         self._settle()
         self._live.stop_recording()
 
+    @_changes
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` columns; what remains is confirmed.
 
@@ -340,6 +360,7 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         """Columns that the next forward computes in front of its own, since `crop` has taken others out of states."""
         return self._live.claimed - self._live.held
 
+    @_changes
     def catch_up(self) -> None:
         """Compute the columns of `lag` now, in one forward."""
         behind, model = self._live.behind, self._binding.model()
@@ -368,6 +389,7 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         """Repeat each row `repeats` times."""
         self._select(partial(super().batch_repeat_interleave, repeats), lambda rows: np.arange(rows).repeat(repeats))
 
+    @_changes
     def _select(self, change: Callable[[], None], rows_of: Callable[[int], NDArray[np.int64]]) -> None:
         """Change the rows of the layers, of which there are so many: row i becomes what row `rows[i]` was."""
         self._settle()
@@ -402,9 +424,9 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         model = self._binding.model()
         return f"{which} {type(model).__name__} object" if model is not None else "a model that no longer exists"
 
+    @_changes
     def reset(self) -> None:
         """Let go of what the cache holds. The store keeps its chunks."""
-        self._use.require_free()
         self._recover()
         self.store_tails()
         self._live.drop()
@@ -542,11 +564,11 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
             forward.abandon()
 
     def _settle_last(self) -> None:
-        if self._parts.idle.busy:
-            self._parts.idle.stop()
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is not None:
             unsettled.settle()
+        if self._parts.idle.busy:  # maybe only since the last call has ended, a moment ago
+            self._parts.idle.stop()
 
     def _settle_here(self) -> None:
         """For whoever only reads, and may do so in another thread than the call's."""
@@ -568,6 +590,7 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         return self._binding.store
 
     @store.setter
+    @_changes
     def store(self, store: ChunkStore) -> None:
         if (model := self._binding.model()) is not None:
             require_store(store, model)
@@ -580,6 +603,7 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         return self._binding.policy
 
     @policy.setter
+    @_changes
     def policy(self, policy: ReusePolicy) -> None:
         require_policy(policy)
         for name in ("keep_logprobs", "keep_hidden_states", "reproducible"):
@@ -598,8 +622,12 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
     def salt(self, salt: str | bytes) -> None:
         new = salt_bytes(salt)
         if new != self._binding.salt:
-            self.reset()  # with the old one: what it holds belongs to that
-            self._binding.salt = new
+            self._take_salt(new)
+
+    @_changes
+    def _take_salt(self, salt: bytes) -> None:
+        self.reset()  # with the old one: what it holds belongs to that
+        self._binding.salt = salt
 
     @property
     def root(self) -> bytes | None:
@@ -660,7 +688,7 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
     def serve_call(self, call: GenerateCall) -> None:
         """The cache is made for a generate() call, or for one forward: `attach` has made it, and not its user."""
         self._of_call = True
-        self._use.begin_call(call)
+        self._use.begin_call(call, self)
 
     def _go_on(self) -> None:
         """Before the cache is used: if the call that `attach` made it for has ended, it grows as others do."""
@@ -669,6 +697,7 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         if self._of_call and self._use.call_has_ended:
             self._form.grow(self._settle)
 
+    @_changes
     def repair(self) -> int:
         """Compute again what moved chunks have left, until all K/V is that of plain generate(), and store it as such.
 
@@ -690,6 +719,7 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
             self._writer.confirm(live.ledger)
         return live.tally.repaired - before
 
+    @_changes
     def edit(
         self,
         *,
@@ -757,22 +787,23 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         self.catch_up()
         return torch.from_numpy(text.ids).to(input_device(model))
 
+    @_changes
     def repair_when_idle(self) -> None:
         """Go on with a repair that rides, in a thread of its own, until the cache or its model is used again.
 
         For whoever calls the model in a loop of their own: a generate() call does so when it ends.
         """
         self._settle_last()
-        ledger = self._live.ledger
-        if ledger is not None and ledger.blended is not None and not self._live.in_forward:
-            self._parts.begin_idle()
+        self._parts.begin_idle()
 
+    @_changes
     def store_all(self, *, pinned: bool = False) -> list[Put]:
         """Offer everything that the cache holds to the store, unfinished chunks included."""
         self._settle_last()
         self.catch_up()
         return self._writer.offer_all(pinned=pinned)
 
+    @_changes
     def store_content(self, store: ChunkStore, start: int, *, pinned: bool = False) -> list[Put]:
         """Offer what the cache holds from column `start` on, of one row without padding, to be found by content only.
 
@@ -782,17 +813,19 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         self.catch_up()
         return self._writer.offer_content(store, start, pinned=pinned)
 
+    @_changes
     def store_tails(self) -> bool:
         """Offer the tokens that fill no chunk to the store, before the cache lets go of them; not within a forward.
 
         Returns:
             Whether the cache holds what moved chunks have left; see `repair_when_idle`.
         """
-        if not self._use.is_in_forward(self):
+        if self._use.inside == 0 or not self._use.is_in_forward(self):
             self._settle_last()
             self._writer.offer_tails()
         return self._live.ledger is not None and self._live.ledger.blended is not None
 
+    @_changes
     def fork(self) -> "ChunkReuseCache":
         """A cache that holds the same, at no cost: whichever of the two is written to first copies its buffers.
 
@@ -925,6 +958,7 @@ class ChunkReuseCache(DynamicCache, metaclass=_KindOfCache):
         self._settle_last()
         return movable_spans(self._parts, row, start)
 
+    @_changes
     def __reduce__(self) -> Any:
         """A `DynamicCache` with copies of what this one holds, which needs neither its model nor this package."""
         self._settle()

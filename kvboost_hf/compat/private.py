@@ -147,7 +147,7 @@ class LayerMasks:
 
     def concern(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether a layer that is called with these arguments runs in this forward."""
-        return any(value is self._cache for value in (*args, *kwargs.values()))
+        return id(self._cache) in map(id, (*args, *kwargs.values()))
 
     def put(self, idx: int, args: Any, kwargs: dict[str, Any], queries: int, see: See) -> tuple[Any, dict[str, Any]]:
         """Put the mask of layer `idx` for its last `queries` tokens in place of the stand-in.

@@ -222,6 +222,10 @@ class Engine(Drains, Protocol):
         """
         ...
 
+    def load(self) -> dict[str, int]:
+        """How many requests are `waiting`, read as `prompts`, and `running`, and whether it is `draining`."""
+        ...
+
     def stats(self) -> dict[str, Any]:
-        """Current figures, as numbers, strings, and dicts of them."""
+        """Current figures, as numbers, strings, and dicts of them. It waits for tiers."""
         ...

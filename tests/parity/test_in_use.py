@@ -5,8 +5,9 @@ import contextlib
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from kvboost_hf import CacheInUseError, ChunkReuseCache, ChunkStore, attach, last_cache
+from kvboost_hf import CacheInUseError, ChunkReuseCache, ChunkStore, ReusePolicy, attach, last_cache
 from tests.conftest import as_inputs, make_model, random_ids
 from tests.internals.compat import CACHE
 from tests.internals.compat import calls as generate_calls
@@ -411,31 +412,98 @@ def test_a_generator_that_yields_while_the_stack_of_its_thread_is_read(monkeypat
         leave.set()
 
 
+CHANGES: dict[str, tuple[str, Callable[[ChunkReuseCache], Any]]] = {  # with a part of it that takes its time
+    "reset": ("drop", lambda cache: cache.reset()),
+    "crop": ("can_crop", lambda cache: cache.crop(-3)),
+    "fork": ("share_into", lambda cache: cache.fork()),
+    "pickle": ("claimed", lambda cache: cache.__reduce__()),
+    "rows": ("selected", lambda cache: cache.batch_repeat_interleave(1)),
+    "salt": ("drop", lambda cache: setattr(cache, "salt", "other")),
+    "store": ("claimed", lambda cache: cache.store_all()),
+    "tails": ("claimed", lambda cache: cache.store_tails()),
+    "policy": ("claimed", lambda cache: setattr(cache, "policy", ReusePolicy())),
+    "repair": ("claimed", lambda cache: cache.repair()),
+}
+
+
+def refused(changes: Iterable[Callable[[], Any]]) -> int:
+    """How many of them say that the cache is in use."""
+    count = 0
+    for change in changes:
+        try:
+            change()
+        except CacheInUseError:
+            count += 1
+    return count
+
+
 def test_a_cache_that_another_thread_uses_is_not_changed(llama: PreTrainedModel) -> None:
     cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
-    found: list[BaseException] = []
-
-    def disturb() -> None:
-        for change in (
-            cache.reset,
-            cache.fork,
-            lambda: cache.crop(-3),
-            lambda: llama(SECOND[:, :4], **{CACHE: cache}),
-            lambda: setattr(cache, "salt", "other"),
-        ):
-            try:
-                change()
-            except CacheInUseError as error:
-                found.append(error)
+    found: list[int] = []
+    disturbing = [
+        *(partial(change, cache) for _, change in CHANGES.values()),
+        lambda: llama(SECOND[:, :4], **{CACHE: cache}),
+    ]
 
     def within() -> None:
-        thread = threading.Thread(target=disturb)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(refused, disturbing).result())
 
     answer = llama.generate(**as_inputs(FIRST), **{CACHE: cache}, max_new_tokens=8, logits_processor=[Calls(within)])
     assert torch.equal(answer, plain("llama", FIRST))
-    assert len(found) == 5 * 8
+    assert found == [len(disturbing)] * 8
+
+
+@contextlib.contextmanager
+def changed_by_another_thread(cache: ChunkReuseCache, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another thread is in the middle of a change."""
+    place, change = CHANGES[name]
+    inside, go_on, live = threading.Event(), threading.Event(), type(cache.parts.live)
+    real = getattr(live, place)
+
+    def halted(*args: Any, **kwargs: Any) -> Any:
+        inside.set()
+        assert go_on.wait(30)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(live, place, halted)
+    with ThreadPoolExecutor(1) as pool:
+        changing = pool.submit(change, cache)
+        assert inside.wait(30)
+        monkeypatch.setattr(live, place, real)
+        try:
+            yield
+        finally:
+            go_on.set()
+        changing.result()
+
+
+@pytest.mark.parametrize("name", [name for name, (place, _) in CHANGES.items() if place != "claimed"])
+def test_a_cache_that_another_thread_changes_is_not_used(
+    name: str, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
+    llama.generate(**as_inputs(FIRST), **{CACHE: cache}, max_new_tokens=8)
+    with changed_by_another_thread(cache, name, monkeypatch):
+        others = [partial(change, cache) for _, change in CHANGES.values()]
+        calls = [
+            lambda: llama.generate(**as_inputs(SECOND), **{CACHE: cache}, max_new_tokens=8),
+            lambda: llama(SECOND[:, :4], **{CACHE: cache}),
+        ]
+        assert refused([*others, *calls]) == len(others) + 2
+    for ids in (FIRST, SECOND):
+        assert torch.equal(llama.generate(**as_inputs(ids), **{CACHE: cache}, max_new_tokens=8), plain("llama", ids))
+    assert cache.store.check_integrity().wrong == 0
+
+
+def test_a_call_goes_on_while_another_thread_changes_the_last_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, store, generate = attached("llama", "growing")
+    generate(FIRST)
+    cache = last_cache(model)
+    assert cache is not None
+    with changed_by_another_thread(cache, "fork", monkeypatch):
+        assert torch.equal(generate(SECOND), plain("llama", SECOND))
+    assert store.check_integrity().wrong == 0
 
 
 def test_forwards_by_hand_in_two_threads(llama: PreTrainedModel) -> None:

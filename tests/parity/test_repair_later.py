@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ReusePolicy, TreeDecoding, attach, detach
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
-from tests.internals.cache import REPAIRS, blend_reason, costs, idle, idle_of, repair_later, scatter
+from tests.internals.cache import REPAIRS, CacheParts, blend_reason, costs, idle, idle_of, repair_later, scatter
 from tests.parity.test_blend import (
     MOVABLE,
     OutOfLuck,
@@ -267,6 +268,25 @@ def test_what_an_attached_call_has_left_is_repaired() -> None:
     until(lambda: ChunkReuseCache(model, store).stored_tokens(asked) >= 296, "nothing was repaired")
     detach(model)
     assert not store.check_integrity().wrong
+
+
+def test_no_repair_begins_once_another_thread_uses_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other thread comes at the end of the call, just before what is left of it would begin to be repaired."""
+    model = prepared()
+    cache = ChunkReuseCache(model, store_with_documents(model), riding(10))
+    begin, coming = CacheParts.begin_idle, list[Any]()
+
+    def begin_later(parts: CacheParts) -> None:
+        coming.append(pool.submit(cache.store_all))
+        wait(coming, timeout=0.3)
+        begin(parts)
+
+    monkeypatch.setattr(CacheParts, "begin_idle", begin_later)
+    with ThreadPoolExecutor(1) as pool:
+        generate(model, as_inputs(prompt([2, 0, 3, 1])), cache, max_new_tokens=3, min_new_tokens=3)
+        assert len(coming) == 1
+        assert coming[0].result(30)
+    assert not idle_of(cache).busy
 
 
 @pytest.mark.parametrize("progressive", [False, True])

@@ -131,9 +131,13 @@ class FakeEngine:
         """See `Engine`."""
         return None
 
+    def load(self) -> dict[str, int]:
+        """See `Engine`."""
+        return {"waiting": 0, "running": len(self.tickets)}
+
     def stats(self) -> dict[str, Any]:
         """See `Engine`."""
-        return {"waiting": 0, "running": len(self.tickets), "store": {"tiers": {"ram": {"bytes": 7}}}, "name": "fake"}
+        return {**self.load(), "store": {"tiers": {"ram": {"bytes": 7}}}, "name": "fake"}
 
     def drain(self, timeout_s: float) -> bool:
         """See `Engine`."""

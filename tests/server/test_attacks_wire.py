@@ -60,8 +60,8 @@ class Ending(FakeEngine):
             ticket.cancel()
         return ended
 
-    def stats(self) -> dict[str, Any]:
-        return super().stats() | {"draining": self.drained is not None}
+    def load(self) -> dict[str, int]:
+        return super().load() | {"draining": self.drained is not None}
 
 
 @pytest.fixture

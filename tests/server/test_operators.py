@@ -2,6 +2,8 @@
 
 import json
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -246,11 +248,33 @@ def test_other_origins_are_let_in_only_if_asked(serve: Serve, engine: FakeEngine
 
 def test_ready_says_when_the_queue_is_full(at: Listening, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert at.http.get("/ready").json() == {"status": "ready"}
-    monkeypatch.setattr(engine, "stats", lambda: {"waiting": 64})  # which have come at once
+    monkeypatch.setattr(engine, "load", lambda: {"waiting": 64})  # which have come at once
     assert at.http.get("/ready").json() == {"status": "ready"}
-    monkeypatch.setattr(engine, "stats", lambda: {"waiting": 64, "prompts": 1, "running": 7})
+    monkeypatch.setattr(engine, "load", lambda: {"waiting": 64, "prompts": 1, "running": 7})
     assert at.http.get("/ready").status_code == 503
     assert httpx.get(at.url + "/health").status_code == 200
+
+
+def test_figures_that_take_long_hold_nobody_up(at: Listening, engine: FakeEngine, monkeypatch: Any) -> None:
+    """A tier hangs while it is asked for its figures, by somebody who asks again and again."""
+    begun, answers, figures = threading.Event(), threading.Event(), engine.stats
+
+    def stats() -> dict[str, Any]:
+        begun.set()
+        assert answers.wait(30)
+        return figures()
+
+    monkeypatch.setattr(engine, "stats", stats)
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(at.http.get, path, timeout=30) for path in ("/metrics", "/v1/stats") * 4]
+        try:
+            assert begun.wait(30)
+            for path in ("/ready", "/health", "/v1/models"):
+                assert at.http.get(path, timeout=10).status_code == 200
+            assert not any(each.done() for each in asked)
+        finally:
+            answers.set()
+        assert {each.result().status_code for each in asked} == {200}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, counted, make_model, random_ids
 from tests.internals.cache import Loans, view_states
 from tests.internals.compat import kv_bytes_per_token
+from tests.internals.disk import DiskTier
 from tests.internals.server import (
     BatchKV,
     DrainingError,
@@ -130,6 +133,35 @@ def test_answers_beside_others(name: str, engines: Any) -> None:
         assert listener.end.completion_tokens == count
         assert listener.end.prompt_tokens == ids.shape[1]
     assert engine.stats()["running"] == engine.stats()["waiting"] == 0
+
+
+def test_figures_that_take_long_keep_nobody_waiting(engines: Any, tmp_path: Path) -> None:
+    """A lower tier hangs while somebody asks it for its figures."""
+    asked, answers = threading.Event(), threading.Event()
+
+    class Hangs(DiskTier):
+        def stats(self) -> Any:
+            asked.set()
+            assert answers.wait(WAIT_S)
+            return super().stats()
+
+    model, ids = make_model("llama"), random_ids(40)
+    answers.set()  # the store asks it as it is opened
+    engine = engines(model, store=ChunkStore(model, chunk_size=16, tiers=[Hangs(tmp_path, 2**20)]))
+    engine.store.flush()
+    asked.clear()
+    answers.clear()
+    with ThreadPoolExecutor(1) as pool:
+        figures = pool.submit(engine.stats)
+        try:
+            assert asked.wait(WAIT_S)
+            told = Told()
+            engine.submit(job(ids, 4), told)
+            assert told.text == plain(model, ids, 4)
+            assert not figures.done()
+        finally:
+            answers.set()
+        assert figures.result()["store"]["tiers"]["disk"]["chunks"] >= 0
 
 
 IN_PLACE = {"llama": True, "qwen2": True, "deepseek_v3": False, "gemma2": False, "mistral": False, "bloom": False}

@@ -42,6 +42,130 @@ _SHARE_OF_STORE = 4  # part of its bytes, that K/V may take that waits to be rep
 _ALIKE = 16  # columns in which two prompts agree that may share more
 
 
+_REMEDY = (
+    "Give each call a cache of its own, ChunkReuseCache(model): they share K/V by their store. Or leave the cache out "
+    "after attach(model), which gives each call one."
+)
+
+
+class CacheUse:
+    """The generate() call, the forward or the change that uses a `ChunkReuseCache`; all others are refused meanwhile.
+
+    Attributes:
+        inside: The thread of the forward under way, or of the last one that raised; 0 if it has returned.
+        changing: Held by the thread that changes the cache outside of its forwards.
+    """
+
+    def __init__(self) -> None:
+        self._lock = forks.rlock()  # a call's end may show, and store its tokens, wherever memory is allocated
+        self.changing = forks.rlock()
+        self._config: weakref.ref[Any] | None = None  # of the call
+        self._thread, self._name = 0, ""  # that the call runs in
+        self._ran = False  # a forward of the call has begun
+        self.inside = 0
+
+    def begin_call(self, call: GenerateCall, cache: Any) -> None:
+        """A generate() call of this thread takes the cache.
+
+        CacheInUseError: another call is under way that has computed K/V with it, or that runs in another thread; or
+        another thread runs a forward with the cache, or changes it.
+        """
+        config = call.config
+        with self._lock:
+            self._require_no_other(cache)
+            other = self._config() if self._config is not None else None
+            if other is not None and other is not config:
+                self._require_returned(other)
+            self._config = weakref.ref(config) if config is not None else None
+            self._thread, self._name = threading.get_ident(), threading.current_thread().name
+            self._ran = False
+
+    def begin_forward(self, cache: Any) -> None:
+        """A forward of this thread takes the cache. CacheInUseError: another thread has, or changes, it."""
+        with self._lock:
+            self._require_no_other(cache)
+            self.inside, self._ran = threading.get_ident(), True
+
+    def begin_change(self, cache: Any) -> None:
+        """This thread changes what the cache holds, until it releases `changing`.
+
+        CacheInUseError: another thread has, or changes, the cache.
+        """
+        with self._lock:
+            self._require_no_other(cache)
+            self.changing.acquire()
+
+    def when_left(self, act: Callable[[], None]) -> None:
+        """Call `act`, unless the last call is under way, or somebody has taken the cache since it has ended."""
+        if self._lock.acquire(blocking=False):
+            try:
+                has_ended = self._config is not None and self._config() is None
+                if has_ended and self.inside == 0 and self.changing.acquire(blocking=False):
+                    self.changing.release()
+                    act()
+            finally:
+                self._lock.release()
+
+    def _require_no_other(self, cache: Any) -> None:
+        thread = threading.get_ident()
+        if not self.changing.acquire(blocking=False):
+            raise CacheInUseError(f"This ChunkReuseCache is in use: another thread changes what it holds. {_REMEDY}")
+        self.changing.release()
+        if self._thread != thread and self._config is not None:
+            self._require_no_call()
+        if self.inside not in (0, thread) and self.is_in_forward(cache):
+            raise CacheInUseError(
+                f"This ChunkReuseCache is in use: thread {self.inside} runs a forward with it. {_REMEDY}"
+            )
+
+    def is_in_forward(self, cache: Any) -> bool:
+        """Whether a forward with the cache is under way, and not one that has raised."""
+        return self.inside != 0 and is_in_forward(cache, self.inside)
+
+    def require_free(self) -> None:
+        """Before somebody changes what the cache holds. CacheInUseError: a call of another thread has it."""
+        if self._thread != threading.get_ident():
+            with self._lock:
+                self._require_no_call()
+
+    def require_idle(self) -> None:
+        """Before somebody changes the text itself, which a generate() call under way counts on.
+
+        CacheInUseError: a call is under way with it, in this thread or in another one.
+        """
+        with self._lock:
+            self._require_no_call()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a generate() call of another thread has the cache."""
+        config = self._config
+        return config is not None and config() is not None and self._thread != threading.get_ident()
+
+    @property
+    def call_has_ended(self) -> bool:
+        """Whether a generate() call has had the cache, and has returned."""
+        return self._config is not None and self._config() is None
+
+    def _require_no_call(self) -> None:
+        other = self._config() if self._config is not None else None
+        if other is not None:
+            self._require_returned(other)
+
+    def _require_returned(self, other: Any) -> None:
+        """`other` is the configuration of the last call."""
+        here = self._thread == threading.get_ident()
+        if here and not self._ran and not is_in_stock_loop(other, self._thread):  # it may hand the cache on
+            return
+        if not is_under_way(other, self._thread):  # it has failed, and somebody keeps the exception
+            self._config = None
+            return
+        where = "around this one, in the same thread" if here else f"in thread {self._name!r}"
+        raise CacheInUseError(
+            f"This ChunkReuseCache is in use: a generate() call {where}, holds it and has not returned. {_REMEDY}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class CacheParts:
     """The parts of one `ChunkReuseCache`."""
@@ -52,9 +176,13 @@ class CacheParts:
     form: DecodingForm  # whether its buffers grow, or are of a fixed size
     when_idle: "Callable[[CacheParts, threading.Event], bool]"  # done between two calls; see `Idle.begin`
     idle: Idle = field(default_factory=Idle)  # has it done
+    use: CacheUse = field(default_factory=CacheUse)  # who has the cache
 
     def begin_idle(self) -> None:
-        """A call has ended, but not the repair: go on with that until somebody needs the cache."""
+        """A call has ended: go on with a repair that has not, until somebody needs the cache."""
+        ledger = self.live.ledger
+        if ledger is None or ledger.blended is None or self.live.in_forward:
+            return
         most_bytes = self.binding.store.max_bytes // _SHARE_OF_STORE
         self.idle.begin(partial(self.when_idle, self), self.live.nbytes, most_bytes)
 
@@ -206,7 +334,7 @@ class SettledLater:
                 self._lock.release()
             ledger = self._parts.live.ledger
             if ledger is not None and ledger.blended is not None:
-                self._parts.begin_idle()
+                self._parts.use.when_left(self._parts.begin_idle)
 
     def settle_here(self) -> None:
         """Settle it, unless another thread may still be running the call."""
@@ -442,93 +570,3 @@ def leave_prompts(parts: CacheParts, model: PreTrainedModel) -> bool:
     parts.writer.offer_tails()  # let the store have what there is
     parts.live.ledger, parts.live.untracked = None, True
     return True
-
-
-_REMEDY = (
-    "Give each call a cache of its own, ChunkReuseCache(model): they share K/V by their store. Or leave the cache out "
-    "after attach(model), which gives each call one."
-)
-
-
-class CacheUse:
-    """The generate() call and the forward that use a `ChunkReuseCache`; all others are refused meanwhile.
-
-    Attributes:
-        inside: The thread of the forward under way, or of the last one that raised; 0 if it has returned.
-    """
-
-    def __init__(self) -> None:
-        self._lock = forks.lock()
-        self._config: weakref.ref[Any] | None = None  # of the call
-        self._thread, self._name = 0, ""  # that the call runs in
-        self._ran = False  # a forward of the call has begun
-        self.inside = 0
-
-    def begin_call(self, call: GenerateCall) -> None:
-        """A generate() call of this thread takes the cache.
-
-        CacheInUseError: another call is under way that has computed K/V with it, or that runs in another thread.
-        """
-        config = call.config
-        with self._lock:
-            self._require_free(config)
-            self._config = weakref.ref(config) if config is not None else None
-            self._thread, self._name = threading.get_ident(), threading.current_thread().name
-            self._ran = False
-
-    def begin_forward(self, cache: Any) -> None:
-        """A forward of this thread takes the cache. CacheInUseError: a call, or forward, of another thread has it."""
-        thread = threading.get_ident()
-        with self._lock:
-            if self._thread != thread and self._config is not None:
-                self._require_free(None)
-            if self.inside != thread and self.is_in_forward(cache):
-                raise CacheInUseError(
-                    f"This ChunkReuseCache is in use: thread {self.inside} runs a forward with it. {_REMEDY}"
-                )
-            self.inside, self._ran = thread, True
-
-    def is_in_forward(self, cache: Any) -> bool:
-        """Whether a forward with the cache is under way, and not one that has raised."""
-        return self.inside != 0 and is_in_forward(cache, self.inside)
-
-    def require_free(self) -> None:
-        """Before somebody changes what the cache holds. CacheInUseError: a call of another thread has it."""
-        if self._config is not None and self._thread != threading.get_ident():
-            with self._lock:
-                self._require_free(None)
-
-    def require_idle(self) -> None:
-        """Before somebody changes the text itself, which a generate() call under way counts on.
-
-        CacheInUseError: a call is under way with it, in this thread or in another one.
-        """
-        with self._lock:
-            self._require_free(None)
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether a generate() call of another thread has the cache."""
-        config = self._config
-        return config is not None and config() is not None and self._thread != threading.get_ident()
-
-    @property
-    def call_has_ended(self) -> bool:
-        """Whether a generate() call has had the cache, and has returned."""
-        return self._config is not None and self._config() is None
-
-    def _require_free(self, config: Any) -> None:
-        """`config` is that of the call that is to use the cache, or None for none."""
-        other = self._config() if self._config is not None else None
-        if other is None or other is config:
-            return
-        here = self._thread == threading.get_ident()
-        if here and not self._ran and not is_in_stock_loop(other, self._thread):  # it may hand the cache on
-            return
-        if not is_under_way(other, self._thread):  # it has failed, and somebody keeps the exception
-            self._config = None
-            return
-        where = "around this one, in the same thread" if here else f"in thread {self._name!r}"
-        raise CacheInUseError(
-            f"This ChunkReuseCache is in use: a generate() call {where}, holds it and has not returned. {_REMEDY}"
-        )

@@ -508,6 +508,7 @@ class TieredRecords:
     def stats(self, audits: Audits, codec: str) -> dict[str, Any]:
         """Counts and bytes by tier, as `ChunkStore.stats()` returns them."""
         memory, device, lower = self.memory, self.device, self.lower
+        below = lower.tiers.stats()  # a tier that takes long to answer keeps nobody from the store
         with self.lock:
             chunks = memory.chunks.values()
             ram = {"chunks": len(chunks), "bytes": memory.nbytes, "max_bytes": memory.max_bytes}
@@ -527,7 +528,7 @@ class TieredRecords:
                 "lost": lower.lost,
                 "codec": codec,
                 "seconds_per_token": self.payback.seconds_per_token if self.has_lower else None,
-                "tiers": {**near, **lower.tiers.stats()},
+                "tiers": {**near, **below},
             }
 
     def check_consistency(self) -> None:

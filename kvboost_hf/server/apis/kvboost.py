@@ -173,7 +173,11 @@ async def _one_by_one(context: RouteContext, jobs: Sequence[Job], request: Reque
 
 def operator_routes(context: RouteContext) -> APIRouter:
     """Make a router with these routes; those of figures require an operator."""
-    router = APIRouter()
+    router, turns = APIRouter(), Turns(2, context.settings.max_requests)
+
+    async def figures(request: Request, find: Callable[[], T]) -> T:
+        require_operator(request.scope)
+        return await unless_gone(request, None, turns.run(client(request), find, long=True))
 
     @router.get("/health")
     async def health() -> dict[str, str]:
@@ -181,20 +185,18 @@ def operator_routes(context: RouteContext) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        stats, settings = context.engine.stats(), context.settings
-        taken = stats.get("prompts", 0) + stats.get("running", 0)
-        full = stats.get("waiting", 0) + min(taken, settings.max_batch_size) >= settings.max_requests
-        status = "draining" if stats.get("draining") else "busy" if full else "ready"
+        load, settings = context.engine.load(), context.settings
+        taken = load.get("prompts", 0) + load.get("running", 0)
+        full = load.get("waiting", 0) + min(taken, settings.max_batch_size) >= settings.max_requests
+        status = "draining" if load.get("draining") else "busy" if full else "ready"
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
-        require_operator(request.scope)
-        return Response(context.meter.page(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await figures(request, context.meter.page), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/v1/stats")
     async def stats(request: Request) -> dict[str, Any]:
-        require_operator(request.scope)
-        return context.engine.stats()
+        return await figures(request, context.engine.stats)
 
     return router

@@ -208,26 +208,35 @@ class ModelEngine:
     def known_tokens(self, prompts: Sequence[Sequence[int]], salt: bytes) -> list[int]:
         return self._intake.call(lambda: [self._runner.known_tokens(ids, salt) for ids in prompts])
 
-    def stats(self) -> dict[str, Any]:
-        """Current figures, as numbers, strings, and dicts of them."""
+    def load(self) -> dict[str, int]:
+        """How many requests are waiting, read and running, and whether the engine is draining."""
         with self._intake.changed:
             return {
                 "waiting": self._intake.waiting,
                 "prompts": len(self._prefill.tasks),
                 "running": len(self._decoding.tasks),
+                "draining": self._intake.draining,
+            }
+
+    def stats(self) -> dict[str, Any]:
+        """Current figures, as numbers, strings, and dicts of them. It waits for tiers."""
+        store = dict(self.store.stats())  # its tiers may take long to answer, and nobody waits for that
+        streamed = streaming_stats(self.model)
+        with self._intake.changed:
+            return {
+                **self.load(),
                 "embeddings": len(self._intake.embeddings),
                 "sessions": len(self._sessions),
                 "pins": len(self._sessions.pins),
-                "draining": self._intake.draining,
                 "batch_bytes": self._decoding.batch_bytes,
                 **{name: self._counts[name] for name in ("prompt_tokens", "cached_tokens", "computed_tokens")},
                 **{name: self._counts[name] for name in ("generated_tokens", "steps", "set_aside")},
                 "pieces": self._prefill.pieces,
                 "cached_tokens_by_tier": dict(self._tiers),
                 "finished": dict(self._intake.finished),
-                "streaming": asdict(streamed) if (streamed := streaming_stats(self.model)) is not None else {},
+                "streaming": asdict(streamed) if streamed is not None else {},
                 "speculation": self._ahead.figures,
-                "store": dict(self.store.stats()),
+                "store": store,
             }
 
     def drain(self, timeout_s: float) -> bool:
