@@ -25,7 +25,11 @@ constexpr int64_t kColumns = 32;  // unpacked at a time: those of 16 bytes
 constexpr int64_t kBlock = 64;  // columns, where a single token is multiplied by blocks
 constexpr float kLargest = 127 * 256 + 127;  // integer: both of its halves fit into 8 bits
 constexpr int64_t kMostGroup = 128;
-constexpr int64_t kTokens = 3;  // multiplied at a time: their sums fit into registers
+#if defined(__AVX512VL__)
+constexpr int64_t kTokens = 4;  // multiplied at a time: their sums fit into registers
+#else
+constexpr int64_t kTokens = 3;
+#endif
 constexpr int64_t kHeadGroup = 64;  // inputs that share a scale, for codes of 8 bits
 constexpr int64_t kTile = 96;  // tokens whose integers stay in the cache of a processor
 
@@ -223,6 +227,7 @@ void multiply(
       add(std::integral_constant<int64_t, 1>{}, packed);
     } else {
       add(std::integral_constant<int64_t, kTokens>{}, Unpacked{weights});
+      add(std::integral_constant<int64_t, 2>{}, Unpacked{weights});
       add(std::integral_constant<int64_t, 1>{}, Unpacked{weights});
     }
   }
