@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import gc
+import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -493,6 +495,56 @@ def test_a_cache_that_another_thread_changes_is_not_used(
         assert refused([*others, *calls]) == len(others) + 2
     for ids in (FIRST, SECOND):
         assert torch.equal(llama.generate(**as_inputs(ids), **{CACHE: cache}, max_new_tokens=8), plain("llama", ids))
+    assert cache.store.check_integrity().wrong == 0
+
+
+READ: list[Callable[[ChunkReuseCache], Any]] = [
+    lambda cache: cache.report,
+    lambda cache: (cache.root, cache.content_keys, cache.nbytes, len(cache.layers), cache.get_seq_length()),
+    lambda cache: cache.stored_tokens(FIRST),
+    lambda cache: cache.movable_spans(FIRST, 0),
+    lambda cache: cache.store.check_integrity(),
+    lambda cache: cache.repair_when_idle(),
+]
+
+
+@pytest.fixture
+def switching_often() -> Iterator[None]:
+    """Threads take turns after every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("mode", ["exact", "blend"])
+@pytest.mark.usefixtures("switching_often")
+def test_calls_and_changes_of_many_threads(mode: Any, llama: PreTrainedModel) -> None:
+    """Whatever is not refused is right: answers of exact reuse, and what is stored."""
+    cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16), ReusePolicy(mode=mode, min_prefill_saving=0))
+    texts = [random_ids(48, seed=at) for at in range(4)]
+    prompts = [torch.cat([texts[at], texts[at - 1], texts[at - 2]], dim=1) for at in range(4)]
+    expected = [plain("llama", ids, max_new_tokens=4) for ids in prompts]
+    changes = [*(change for _, change in CHANGES.values()), *READ]
+    ends, right, wrong = time.monotonic() + 2, list[int](), list[int]()
+
+    def use(seed: int) -> None:
+        drawn = random.Random(seed)
+        while time.monotonic() < ends or not (right or wrong):
+            at = drawn.randrange(4)
+            with contextlib.suppress(CacheInUseError):
+                if seed % 2:
+                    drawn.choice(changes)(cache)
+                    time.sleep(1e-3)
+                    continue
+                found = llama.generate(**as_inputs(prompts[at]), **{CACHE: cache}, max_new_tokens=4)
+                (right if mode != "exact" or torch.equal(found, expected[at]) else wrong).append(at)
+
+    with ThreadPoolExecutor(4) as pool:
+        for each in [pool.submit(torch.no_grad()(use), seed) for seed in range(4)]:
+            each.result()
+    assert right
+    assert not wrong
     assert cache.store.check_integrity().wrong == 0
 
 
