@@ -188,8 +188,9 @@ class _Attachment:
 
     def _of_call(self, cache: ChunkReuseCache) -> ChunkReuseCache:
         """Note the cache of a call that begins, and have its last tokens stored when that has ended."""
-        call = self._note(cache)
-        cache.serve_call(call)
+        call = calling()
+        cache.serve_call(call)  # before other threads can have it
+        self._note(cache, call)
         if (config := call.config) is None:
             cache.stores_prompts_whole = True
         else:  # generate() makes it for one call, and lets go of it when it returns
@@ -237,7 +238,7 @@ class _Attachment:
         """Note why a call is not served: a report for `last_cache`."""
         cache = ChunkReuseCache(model, self._store, self._policy, b"", live_quant=self._live_quant)
         cache.note_refusal(reason, tokens)
-        self._note(cache)
+        self._note(cache, calling())
 
     def _refuse_again(self, model: PreTrainedModel, reason: str, tokens: int) -> None:
         """The same where one call may come as many forwards, of which the first one has the prompt."""
@@ -247,7 +248,7 @@ class _Attachment:
                 return
         if last is not None and last.report.bypass_reason == reason:
             last.note_refusal(reason, tokens)
-            self._note(last)
+            self._note(last, calling())
         else:
             self.flush()
             self._refuse(model, reason, tokens)
@@ -271,19 +272,17 @@ class _Attachment:
         last = self._of_thread.last  # once: another thread may put an empty one in place of `_of_thread`
         return last if last is not None else self._latest
 
-    def _note(self, cache: ChunkReuseCache) -> GenerateCall:
-        """Take a cache for that of the last call, and return the `generate()` call under way.
+    def _note(self, cache: ChunkReuseCache, call: GenerateCall) -> None:
+        """Take a cache for that of the last call, which is under way.
 
         Loops of transformers begin with the prompt: a call's forwards of other texts, such as those of
         `guidance_scale`, do not stand for it.
         """
-        call, of_thread = calling(), self._of_thread
-        config = call.config
+        of_thread, config = self._of_thread, call.config
         is_noted = config is not None and of_thread.config is not None and of_thread.config() is config
         if not is_noted or not is_in_stock_loop(config, threading.get_ident()):
             of_thread.last = self._latest = cache
             of_thread.config = weakref.ref(config) if config is not None else None
-        return call
 
     def _store_tails_of(self, ended: "weakref.ref[ChunkReuseCache]", thread: int) -> None:
         """Store what a call of a thread has left, unless the end shows in another thread, which must not wait.

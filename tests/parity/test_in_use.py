@@ -558,6 +558,20 @@ def test_a_call_goes_on_while_another_thread_changes_the_last_cache(monkeypatch:
     assert store.check_integrity().wrong == 0
 
 
+def test_nobody_has_the_cache_of_a_call_before_that_has_taken_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, generate = attached("llama", "growing")
+    serve, known = ChunkReuseCache.serve_call, list[bool]()
+
+    def serve_call(cache: ChunkReuseCache, call: Any) -> None:
+        known.append(last_cache(model) is cache)
+        serve(cache, call)
+
+    monkeypatch.setattr(ChunkReuseCache, "serve_call", serve_call)
+    generate(FIRST)
+    assert known == [False]
+    assert last_cache(model) is not None
+
+
 def test_forwards_by_hand_in_two_threads(llama: PreTrainedModel) -> None:
     """One after the other is served, also from another thread; one within the other is refused."""
     cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
