@@ -29,7 +29,7 @@ from kvboost_hf import (
 )
 from kvboost_hf.errors import KVBoostError
 from tests.conftest import as_inputs, left_pad
-from tests.fuzz.families import OWN_DRAFTS, Family, draft, family, mode, model_as, tokenizer, user_code
+from tests.fuzz.families import OWN_DRAFTS, STATEFUL, Family, draft, family, mode, model_as, tokenizer, user_code
 from tests.fuzz.history import EDITS, REUSES, TEXTS, Call, History, Row
 from tests.internals.cache import ComputePace, chunk_bytes, make_codec
 from tests.internals.compat import CACHE, cache_argument, cache_in, decoder_layers
@@ -150,6 +150,9 @@ def prepare(history: History, models: Family, dtype: torch.dtype) -> list[Step]:
             drafted = call.options.keys() & {"draft", "prompt_lookup_num_tokens"}
             if earlier.call.mask == "right" or (earlier.call.mask == "holes" and drafted):
                 of = None  # plain generate() that goes on with a cache says something else there
+            pieces = earlier.call.options.get("prefill_chunk_size") is not None and history.family in STATEFUL
+            if (pieces or history.family == "deepseek_v4") and not earlier.inputs["attention_mask"].all():
+                of = None  # nor there: it takes padding into states
             latest = max((i for i in range(number % history.threads, number, history.threads)), default=None)
             gone_on = any(step.of == of for step in steps) if history.reuse == "attach" else of != latest
             if of is not None and gone_on:
