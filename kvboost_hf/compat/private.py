@@ -109,12 +109,12 @@ class PrivateCache(Cache):
         return keys, values
 
 
-_TAKE_MASKS = ("sdpa", "eager", ATTENTION)
+TAKE_MASKS = ("sdpa", "eager", ATTENTION)  # attentions that any mask [batch, 1, m, columns] can be passed to
 
 
 def masks_reason(model: PreTrainedModel) -> str | None:
     """Why the attention of a model cannot be given a mask for each layer and token, as `LayerMasks` does; or None."""
-    if (attention := attn_implementation(model)) in _TAKE_MASKS:
+    if (attention := attn_implementation(model)) in TAKE_MASKS:
         return None
     return f"its attention ({attention}) takes no mask of its own for each token; use sdpa, eager or {ATTENTION}"
 
