@@ -421,10 +421,10 @@ class PredictedText:
         for token in draft:
             parent = tree.add(token, parent)
         branches = branches_of(self._model, cache, len(self._job.ids) + len(ids), self._device)
-        logits = branches.forward([ids[-1], *tree.tokens], range(-1, len(tree)))
+        logits = branches.forward([[ids[-1], *tree.tokens]], [range(-1, len(tree))])[0]
         choosing = Choosing(self._sampler, add)
         taken = choosing.take(tree, logits)
-        branches.keep([0, *(node + 1 for node in taken.kept)])
+        branches.keep([[0, *(node + 1 for node in taken.kept)]])
         cache.stop_recording()
         right = len(taken.path)
         self.drafted, self.accepted, self._at = self.drafted + len(tree), self.accepted + right, self._at + right
