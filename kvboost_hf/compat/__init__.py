@@ -86,7 +86,7 @@ from kvboost_hf.compat.models import (
     weights_come_and_go,
 )
 from kvboost_hf.compat.naming import for_config, naming
-from kvboost_hf.compat.private import TAKE_MASKS, LayerMasks, PrivateCache, masks_reason, run_model
+from kvboost_hf.compat.private import OF_EACH_TOKEN, TAKE_MASKS, LayerMasks, PrivateCache, masks_reason, run_model
 from kvboost_hf.compat.probes import (
     HiddenForm,
     as_steps,
