@@ -1,25 +1,34 @@
-"""Forwards over a tree of tokens that continue a text, after which the cache keeps one branch of it.
+"""Forwards over trees of tokens that continue the rows of a cache, of which each row keeps one branch.
 
-    cache       [ text ]                       unchanged, until a branch is kept
-    forward     [ text | a b c d e ]           children b, c of a, d of b, …, by mask and positions
-    keep        [ text | a b d ]
+    cache       [ . . a a a a ]                unchanged; columns that all rows have
+                [ b b b b b b ]
+    tails       [ a     ]                      accepted tokens behind these, which not all rows have yet
+                [ b b b ]
+    forward     [ . . a a a a | a     | a a ]  a tree for each row, behind its own tail, by mask and positions
+                [ b b b b b b | b b b | b b ]
+    keep        the columns that every row now has go into the cache
 
-Hooks on the decoder layers give each its own mask during such a forward.
+So a row never waits for another one, no column is moved, and the cache holds what plain decoding would have left: all
+that was kept, where there is one row. While no row is ahead and nothing is drafted, a forward is that of plain
+decoding, with the cache itself. Hooks on the decoder layers give each its own mask during a forward over trees.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf.assisted.hidden import TextStates
-from kvboost_hf.assisted.tree import as_bits, depths, lineage
+from kvboost_hf.assisted.hidden import TextStates, asking_for
+from kvboost_hf.assisted.tree import ROOT, as_bits, depths, lineage
 from kvboost_hf.compat import (
     LayerMasks,
     PrivateCache,
@@ -47,7 +56,7 @@ _BITS = 64  # queries of a tree mask of bits, at most
 _TEXT = 3  # tokens of the probe before the branches
 _LAYERS = frozenset(("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"))
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, num_kv_heads, tokens, head_dim]
+Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [rows, num_kv_heads, tokens, head_dim]
 
 
 class Lender(Protocol):
@@ -90,15 +99,16 @@ class Lender(Protocol):
 
 
 class Branches:
-    """A tree of tokens that continues the text in a cache. The cache is unchanged between two calls.
+    """A tree of tokens behind each row of a cache. After some forwards, `keep` keeps one branch of each tree.
 
     Args:
         model: The model of the cache.
-        cache: A `ChunkReuseCache` or a cache of generate(), with one row.
-        position: The position of the first token, [1, 1] or [planes, 1, 1].
-        keep: [1, columns held], bool: the columns that are no padding; None for all.
-        states: Takes the hidden states of the tokens that are kept, for heads that draft from them. The model needs
-            `hook_hidden_states` then.
+        cache: A `ChunkReuseCache` or a cache of generate(), which was told to record.
+        position: The position of the first token behind each row, [rows, 1] or [planes, rows, 1].
+        keep: [rows, columns held], bool: the columns that are no padding; None for all.
+        branching: Whether there may be trees; else `step` alone is called, which any cache is good for.
+        states: For each row, what takes the hidden states of the tokens that are kept, for heads that draft from
+            them; none for other drafts. The model needs `hook_hidden_states` then.
 
     Raises:
         ValueError: for a cache whose layers cannot be cropped.
@@ -112,137 +122,236 @@ class Branches:
         cache: Cache,
         position: torch.Tensor,
         keep: torch.Tensor | None = None,
-        states: TextStates | None = None,
+        *,
+        branching: bool = True,
+        states: Sequence[TextStates] = (),
     ) -> None:
-        self.model, self._position, self._keep, self._states = model, position, keep, states
-        self._lender = lender_of(cache)
-        if states is not None:
-            states.read_kv = self._lender.read
-        self._held = cache.get_seq_length()
-        self._pads = int((~keep).sum()) if keep is not None else 0
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
-        self._kv: list[Pair | None] = []  # of each layer, of all tokens so far
-        self._hidden: dict[int, torch.Tensor] = {}  # [1, tokens, hidden_size] of layers that are kept, likewise
+        self.model, self._cache, self._position, self._keep = model, cache, position, keep
+        self._lends = lender_of(cache) if branching else None
+        self._held, self._flushed, rows = cache.get_seq_length(), 0, position.shape[-2]
+        self._tails: list[list[int]] = [[] for _ in range(rows)]
+        self._tokens: list[list[int]] = [[] for _ in range(rows)]  # of the trees, in all forwards so far
+        self._parents: list[list[int]] = [[] for _ in range(rows)]
+        self._kv: list[Pair | None] = []  # of each layer, of tails and trees
+        self._hidden: dict[int, torch.Tensor] = {}  # [rows, tokens, hidden_size] of layers that are kept, likewise
+        self._states, self._shown = states, states[0].layers if states else ()
+        self._pads = (~keep).sum(-1).tolist() if keep is not None else [0] * rows
+        for row, each in enumerate(states):
+            each.read_kv = partial(self._read, row)
+
+    @property
+    def lengths(self) -> list[int]:
+        """For each row, how many tokens were computed and kept."""
+        return [self._flushed + len(tail) for tail in self._tails]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all rows end where the cache does."""
+        return not self._longest
+
+    @torch.no_grad()
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Compute and keep one token of each row, as plain decoding does; only while `is_even`.
+
+        Args:
+            tokens: The id of each row's token.
+
+        Returns:
+            Logits [rows, 1, vocab_size] behind each token.
+        """
+        cache: Any = self._cache
+        more: dict[str, Any] = {"output_hidden_states": asking_for(self.model, self._shown)} if self._shown else {}
+        keep = F.pad(self._keep, (0, 1), value=True) if self._keep is not None else None
+        found = run_model(
+            self.model,
+            torch.tensor(tokens, device=self._position.device)[:, None],
+            cache,
+            position_ids=self._position,
+            attention_mask=keep.long() if keep is not None else None,
+            **more,
+        )
+        if self._lends is not None:
+            cache.crop(0)  # layers with a window let go of what has left it
+        self._held, self._flushed, self._position = self._held + 1, self._flushed + 1, self._position + 1
+        self._keep = keep
+        for row in range(len(self._states)):
+            self._append(row, found.hidden_states, torch.zeros(1, dtype=torch.long))
+        logits: torch.Tensor = found.logits[:, -1:]
+        return logits
 
     # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
-    def forward(self, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
-        """Add tokens to the tree.
+    def forward(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Add tokens to each tree. Where there are fewer, tokens that nothing else sees fill up.
 
         Args:
-            tokens: Ids of the new tokens.
-            parents: The index of each token's parent, counted from the first token ever added, or -1 for the text.
+            tokens: For each row, ids of its new tokens, one at least.
+            parents: For each row, the index of each token's parent, counted from the first token added since `keep`,
+                or -1 for the text.
 
         Returns:
-            Logits [tokens, vocab_size] behind each new token.
+            Logits [rows, most tokens, vocab_size] behind each new token.
         """
-        self._tokens += tokens
-        self._parents += parents
+        device, count = self._position.device, max(map(len, tokens))
+        full: list[list[int]] = [[*row, *row[-1:] * (count - len(row))] for row in map(list, tokens)]
+        for row, (own, above) in enumerate(zip(full, parents, strict=True)):
+            self._tokens[row] += own
+            self._parents[row] += [*above, *[ROOT] * (count - len(above))]
         layers, handles = self._lender.lend(), list[RemovableHandle]()
         try:
-            running = Running(self, layers, len(tokens))
-            running.show({*self._lender.kept_layers, *(self._states.layers if self._states is not None else ())})
+            running = Running(self, layers, count)
+            running.show({*self._lender.kept_layers, *self._shown})
             handles = hook_layers(self.model, running)
             found = run_model(
                 self.model,
-                torch.tensor([tokens], device=self._position.device),
+                torch.tensor(full, device=device),
                 running.cache,
                 logits=0,
-                position_ids=self._positions()[..., -len(tokens) :],
-                attention_mask=running.masks.stand_in(1, self._position.device),
+                position_ids=self._position + torch.from_numpy(self._own()[:, -count:]).to(device),
+                attention_mask=running.masks.stand_in(len(full), device),
             )
         except BaseException:
-            del self._tokens[-len(tokens) :], self._parents[-len(tokens) :]
+            for each in (*self._tokens, *self._parents):
+                del each[-count:]
             raise
         finally:
             for handle in handles:
                 handle.remove()
             self._lender.give_back()
         self._kv, self._hidden = running.kv, running.hidden_behind(self._hidden)
-        logits: torch.Tensor = found.logits[0]
+        logits: torch.Tensor = found.logits
         return logits
 
-    def keep(self, path: Sequence[int]) -> int:
-        """Append these tokens, each the child of the one before, to the cache, and drop the others.
+    def keep(self, paths: Sequence[Sequence[int]]) -> int:
+        """Keep tokens of the trees, for each row a path from the root, and drop the others.
+
+        Args:
+            paths: For each row, indices of the tokens to keep, each the child of the one before.
 
         Returns:
-            How many tokens the cache holds more.
+            How many columns the cache holds more.
         """
-        if path:
-            at = torch.tensor(path)
-            kv = [None if pair is None else (_columns(pair[0], at), _columns(pair[1], at)) for pair in self._kv]
-            ids = torch.tensor([[self._tokens[node] for node in path]], device=self._position.device)
-            hidden = {layer: found.index_select(1, at.to(found.device)) for layer, found in self._hidden.items()}
-            self._lender.extend(ids, self._positions()[..., at], kv, hidden=hidden)
-            self._held += len(path)
-            if self._states is not None:
-                self._states.append(hidden, self._held - self._pads)
-            self._position = self._position + len(path)
-            if self._keep is not None:
-                self._keep = torch.cat([self._keep, self._keep.new_ones(1, len(path))], dim=1)
-        self._tokens, self._parents, self._kv, self._hidden = [], [], [], {}
-        return len(path)
+        longest, pairs = self._longest, list(zip(self._tails, paths, strict=True))
+        places = [[*range(len(tail)), *(longest + node for node in path)] for tail, path in pairs]
+        for number, (tail, path) in enumerate(pairs):
+            tail += [self._tokens[number][node] for node in path]
+            if self._states and path:
+                self._append(number, self._hidden, torch.tensor([longest + node for node in path], dtype=torch.long))
+        most, ready = max(map(len, places)), min(map(len, places))
+        at = torch.tensor([[*row, *[0] * (most - len(row))] for row in places], dtype=torch.long)
+        self._kv = [pair and (_gathered(pair[0], at), _gathered(pair[1], at)) for pair in self._kv]
+        self._hidden = {layer: _gathered(found[:, None], at)[:, 0] for layer, found in self._hidden.items()}
+        self._tokens, self._parents = [[] for _ in paths], [[] for _ in paths]
+        self._flush(ready)
+        return ready
 
     def end(self) -> None:
         """Nothing: the cache holds what was kept."""
 
-    def _positions(self) -> torch.Tensor:
-        """Of all tokens, [1, tokens] or [planes, 1, tokens]."""
-        return self._position + torch.from_numpy(depths(self._parents)).to(self._position.device)
+    def _append(self, row: int, hidden: Any, at: torch.Tensor) -> None:
+        """Show the hidden states of tokens that a row has kept, in columns `at` of [rows, tokens, hidden_size]."""
+        found = {layer: hidden[layer][row : row + 1] for layer in self._shown}
+        stop = self._held - self._pads[row] + len(self._tails[row])
+        states = {layer: each.index_select(1, at.to(each.device)) for layer, each in found.items()}
+        self._states[row].append(states, stop)
+
+    def _read(self, row: int, layers: Sequence[int]) -> list[Pair | None]:
+        """Keys and values of some layers of a row, padding included."""
+        held, own, tail = self._lender.read(layers, row), slice(row, row + 1), slice(len(self._tails[row]))
+        found: list[Pair | None] = []
+        for layer, pair in zip(layers, held, strict=True):
+            if pair is not None and self._kv and (new := self._kv[layer]) is not None:
+                pair = (
+                    torch.cat([pair[0], new[0][own, :, tail]], dim=2),
+                    torch.cat([pair[1], new[1][own, :, tail]], dim=2),
+                )
+            found.append(pair)
+        return found
+
+    def settle(self, length: int) -> None:
+        """Leave `length` columns of each row behind the first ones in the cache. All rows must have as many."""
+        for tail in self._tails:
+            del tail[length - self._flushed :]
+        if not self.is_even:
+            self._flush(self._longest)
+
+    def _flush(self, count: int) -> None:
+        """Move the first columns of all tails into the cache."""
+        kv, hidden, rest = self._kv, self._hidden, slice(count, self._longest)
+        ahead = count < self._longest
+        self._kv = [pair and (pair[0][:, :, rest], pair[1][:, :, rest]) for pair in kv] if ahead else []
+        self._hidden = {layer: found[:, rest] for layer, found in hidden.items()} if ahead else {}
+        if not count:
+            return
+        ids = torch.tensor([tail[:count] for tail in self._tails], device=self._position.device)
+        positions = self._position + torch.arange(count, device=self._position.device)
+        first = [pair and (pair[0][:, :, :count], pair[1][:, :, :count]) for pair in kv]
+        self._lender.extend(ids, positions, first, hidden={layer: found[:, :count] for layer, found in hidden.items()})
+        for tail in self._tails:
+            del tail[:count]
+        self._held, self._flushed, self._position = self._held + count, self._flushed + count, self._position + count
+        if self._keep is not None:
+            self._keep = F.pad(self._keep, (0, count), value=True)
+
+    @property
+    def _lender(self) -> Lender:
+        assert self._lends is not None, "no trees were announced"
+        return self._lends
+
+    @property
+    def _longest(self) -> int:
+        return max(map(len, self._tails))
+
+    @property
+    def count(self) -> int:
+        """Columns behind those of the cache: the longest tail, and the trees."""
+        return self._longest + len(self._tokens[0])
+
+    def _own(self) -> NDArray[np.int64]:
+        """How far each token of the trees is behind the cache, [rows, tokens]."""
+        trees = zip(self._tails, self._parents, strict=True)
+        own: NDArray[np.int64] = np.stack([len(tail) + depths(row) for tail, row in trees])
+        return own
 
     def see(self, window: int, columns: int, queries: int, device: torch.device) -> Visibility:
-        """What the last `queries` tokens see of the columns of a layer, the last of which are the tree's.
+        """What the last tokens of the trees see of the columns of a layer: of the cache, the tails, and the trees.
 
         Args:
             window: Columns that a token sees, itself included; 0 for all.
             columns: The number of columns.
-            queries: Tokens of this forward.
+            queries: Tokens of each row in this forward.
             device: The device of the layer.
         """
-        depth, seen = depths(self._parents), lineage(self._parents)
-        before = columns - len(depth)
+        before, behind, seen = columns - self.count, self._own(), np.stack([lineage(row) for row in self._parents])
+        tails = np.arange(self._longest)[None, None] < np.array([len(tail) for tail in self._tails])[:, None, None]
         own = None
         if window:
-            seen &= depth[:, None] - depth < window
-            own = (torch.from_numpy(depth).to(device)[None, -queries:] + before).int()
+            seen &= behind[:, :, None] - behind[:, None] < window
+            tails = tails & (behind[:, :, None] - np.arange(self._longest) < window)
+            own = (torch.from_numpy(behind[:, -queries:]).to(device) + before).int()
         keep = self._keep[:, self._held - before :].to(device) if self._keep is not None else None
         if keep is not None:
-            keep = F.pad(keep, (0, len(depth)), value=True)
-        if queries == len(depth) <= _BITS:
-            return Visibility(True, window, keep, own, tree=torch.from_numpy(as_bits(seen)).to(device)[None])
-        mask = F.pad(torch.from_numpy(seen).to(device)[-queries:], (before, 0), value=True)
-        return Visibility(False, window, keep, own, mask=mask[None, None])
+            keep = F.pad(keep, (0, self.count), value=True)
+        if not self._longest and queries == behind.shape[1] <= _BITS:
+            bits = np.stack([as_bits(row) for row in seen])
+            return Visibility(True, window, keep, own, tree=torch.from_numpy(bits).to(device))
+        tails = np.broadcast_to(tails, (*seen.shape[:2], self._longest))
+        mask = torch.from_numpy(np.concatenate([tails, seen], axis=2)[:, -queries:]).to(device)
+        return Visibility(False, window, keep, own, mask=F.pad(mask, (before, 0), value=True)[:, None])
 
     def with_new(self, idx: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """Keys and values of a layer for all tokens, those of the earlier forwards before the new ones."""
+        """Keys and values of a layer behind those of the cache: of the tails, and of the trees, the new ones last."""
         pair = self._kv[idx] if self._kv else None
         return (keys, values) if pair is None else (torch.cat([pair[0], keys], 2), torch.cat([pair[1], values], 2))
 
-    @property
-    def count(self) -> int:
-        """Tokens so far."""
-        return len(self._tokens)
 
-
-class Continuing(Protocol):
-    """Tokens that continue what a cache holds, in a forward over lent layers."""
-
-    model: PreTrainedModel
-
-    @property
-    def count(self) -> int:
-        """Columns behind those of the cache."""
-        ...
-
-    def see(self, window: int, columns: int, queries: int, device: torch.device) -> Visibility:
-        """What the last `queries` tokens see of the columns of a layer."""
-        ...
-
-    def with_new(self, idx: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """Keys and values of a layer behind those of the cache, the new ones last."""
-        ...
+def _gathered(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Columns `at` [rows, columns] of a tensor [rows, heads, columns, dim]."""
+    index = at.to(tensor.device)
+    if len(index) == 1:
+        return tensor.index_select(2, index[0])
+    return tensor.gather(2, index[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
 
 
 class Running:
@@ -254,7 +363,7 @@ class Running:
         queries: Tokens of each row.
     """
 
-    def __init__(self, branches: Continuing, layers: list[Any], queries: int) -> None:
+    def __init__(self, branches: Branches, layers: list[Any], queries: int) -> None:
         self.cache = PrivateCache(layers)
         self.kv: list[Pair | None] = [None] * len(layers)
         self.cache.take = _append_behind(branches, layers, self.kv)
@@ -292,7 +401,7 @@ class Running:
 
 
 def _append_behind(
-    branches: Continuing, layers: Sequence[Any], kv: list[Pair | None]
+    branches: Branches, layers: Sequence[Any], kv: list[Pair | None]
 ) -> Callable[[int, torch.Tensor, torch.Tensor], Pair]:
     """Appends new K/V to lent layers, behind that of earlier forwards, and notes both in `kv`."""
 
@@ -382,10 +491,6 @@ def _has_kv(layer: Any) -> bool:
     return type(layer).__name__ != "DummyLayer"
 
 
-def _columns(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    return tensor.index_select(2, at.to(tensor.device))
-
-
 def branch_reason(model: PreTrainedModel) -> str | None:
     """Why tokens that branch cannot be computed in one forward; None if they can.
 
@@ -434,7 +539,7 @@ def _probe(model: PreTrainedModel) -> str | None:
     cache.activate_past_recording()  # type: ignore[no-untyped-call]
     branches = Branches(model, cache, torch.tensor([[_TEXT]], device=ids.device))
     tokens = ways.T.flatten().tolist()  # a b a b …
-    found = branches.forward(tokens, [node - 2 if node > 1 else -1 for node in range(len(tokens))])
+    found = branches.forward([tokens], [[node - 2 if node > 1 else ROOT for node in range(len(tokens))]])[0]
     off = max(difference(found[way::2].float(), plain[way]) for way in range(2))
     if not off <= tolerance(model.dtype):
         return f"tokens that branch have other logits than alone (by {off:.2g} standard deviations)"

@@ -80,38 +80,39 @@ class Chain:
     # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
-    def forward(self, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
-        """Append tokens.
+    def forward(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Append tokens to the row.
 
         Args:
-            tokens: Ids of the new tokens.
+            tokens: Ids of the new tokens, of one row.
             parents: The index of each token's parent, which is the token before it.
 
         Returns:
-            Logits [tokens, vocab_size] behind each new token.
+            Logits [1, tokens, vocab_size] behind each new token.
         """
-        count, device = len(tokens), self._position.device
-        assert list(parents) == list(range(self._count - 1, self._count - 1 + count)), "states cannot branch"
+        count, device = len(tokens[0]), self._position.device
+        assert list(parents[0]) == list(range(self._count - 1, self._count - 1 + count)), "states cannot branch"
         mask = F.pad(self._keep, (0, self._count + count), value=True).long() if self._keep is not None else None
         with as_steps(self._model):
             found = run_model(
                 self._model,
-                *self._given(torch.tensor([tokens], device=device)),
+                *self._given(torch.tensor(tokens, device=device)),
                 logits=count,
                 attention_mask=mask,
                 position_ids=self._positions(count),
             )
         self._count += count
-        logits: torch.Tensor = found.logits[0, -count:]
+        logits: torch.Tensor = found.logits[:, -count:]
         return logits
 
-    def keep(self, path: Sequence[int]) -> int:
-        """Keep the first tokens, as many as there are in `path`, and drop the others.
+    def keep(self, paths: Sequence[Sequence[int]]) -> int:
+        """Keep the first tokens, as many as there are in the row's path, and drop the others.
 
         Returns:
             How many tokens the cache holds more, for whoever goes on without this object.
         """
-        kept, dropped = len(path), self._count - len(path)
+        kept = len(paths[0])
+        dropped = self._count - kept
         self._lagging.crop(-dropped)
         self._count, self._position = 0, self._position + kept
         if self._keep is not None:
@@ -201,7 +202,7 @@ def continuing(
     """
     if keeps_states(model):
         return Chain(model, cache, position, keep)
-    return Branches(model, cache, position, keep, states)
+    return Branches(model, cache, position, keep, states=() if states is None else (states,))
 
 
 def keeps_states(model: PreTrainedModel) -> bool:

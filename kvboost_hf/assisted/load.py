@@ -23,6 +23,7 @@ from kvboost_hf.assisted.shared_kv import prepare_shared
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
 from kvboost_hf.compat import (
     cache_argument,
+    for_config,
     forward_arguments,
     loader_of,
     loader_of_pair,
@@ -39,7 +40,6 @@ Schedule = Literal["adaptive", "constant", "heuristic"]
 _LONGEST = 32  # tokens of a draft with the adaptive schedule, at most
 _FAR = 256  # and with other schedules
 _FIRST = 5  # tokens, before anything is known
-_OF_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder")
 
 
 def load_assistant(
@@ -173,9 +173,8 @@ def _load(name_or_model: Any, target: PreTrainedModel, kwargs: dict[str, Any]) -
     given = {"dtype": target.dtype, "device_map": {"": target.device}, **kwargs}
     config = kwargs.get("config")
     if not isinstance(config, PreTrainedConfig):
-        of_config = {key: kwargs[key] for key in _OF_CONFIG if key in kwargs}
         with naming(name_or_model):
-            config = AutoConfig.from_pretrained(name_or_model if config is None else config, **of_config)
+            config = AutoConfig.from_pretrained(name_or_model if config is None else config, **for_config(kwargs))
     if is_eagle(config):
         return load_eagle(str(name_or_model), config, target, given)
     if is_dflash(config):

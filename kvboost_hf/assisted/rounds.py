@@ -87,10 +87,10 @@ class Rounds:
             nodes = self.growth.chosen(tree)
             tree = tree.part(nodes)
         drafted = self.clock()
-        logits = branches.forward([int(ids[0, -1]), *tree.tokens], [ROOT, *(parent + 1 for parent in tree.parents)])
-        taken = take(tree, logits)
+        parents = [ROOT, *(parent + 1 for parent in tree.parents)]
+        taken = take(tree, branches.forward([[int(ids[0, -1]), *tree.tokens]], [parents])[0])
         verified = self.clock()
-        branches.keep([0, *(node + 1 for node in taken.kept)])
+        branches.keep([[0, *(node + 1 for node in taken.kept)]])
         if nodes:
             drafting.keep([nodes[node] for node in taken.kept])
         self.note(tree, taken, drafting.passes, (began, drafted, verified, self.clock()), carried=lag)
@@ -222,13 +222,13 @@ class ModelSource:
     def forward(self, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
         """As `DraftSource.forward`."""
         assert self._branches is not None
-        logits: torch.Tensor = self._branches.forward(tokens, parents)
+        logits: torch.Tensor = self._branches.forward([tokens], [parents])[0]
         return logits
 
     def keep(self, path: Sequence[int]) -> None:
         """Keep the K/V of these tokens."""
         assert self._branches is not None
-        self._held += self._branches.keep(path)
+        self._held += self._branches.keep([path])
 
     def room(self, length: int, most: int) -> int:
         """How many tokens can be drafted behind so many, at most `most`."""

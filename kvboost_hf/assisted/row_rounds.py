@@ -10,11 +10,11 @@ from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from kvboost_hf.assisted.branches import Branches
 from kvboost_hf.assisted.columns import Account, PassTimes
 from kvboost_hf.assisted.hidden import TextStates, asking_for
 from kvboost_hf.assisted.limits import end_tokens
 from kvboost_hf.assisted.rounds import Drafter, Rounds, Taken
-from kvboost_hf.assisted.row_branches import RowBranches
 from kvboost_hf.assisted.text import DraftedText
 from kvboost_hf.assisted.tree import ROOT, Tree
 from kvboost_hf.compat import CACHE, running_streamer
@@ -188,7 +188,7 @@ class RowRounds:
         self._times.learn_prompt(_computed(cache, input_ids), self._rounds.clock() - began)
         if drafts:
             cache.activate_past_recording()
-        branches = RowBranches(model, cache, positions[..., -1:] + 1, keep, branching=drafts, states=states)
+        branches = Branches(model, cache, positions[..., -1:] + 1, keep, branching=drafts, states=states)
         read: Sequence[TextStates | None] = states or [None] * len(own)
         drafters = [drafter(each, ends, shown) for each, shown in zip(own, read, strict=True)] if drafter else []
         batch = _Batch(branches, texts, drafters, _pad_token(asked))
@@ -259,7 +259,7 @@ class _Batch:
         pad: What follows a row that has ended.
     """
 
-    def __init__(self, branches: RowBranches, texts: list[DraftedText], drafters: list[Drafter], pad: int) -> None:
+    def __init__(self, branches: Branches, texts: list[DraftedText], drafters: list[Drafter], pad: int) -> None:
         self.branches, self.texts, self.drafters, self._pad = branches, texts, drafters, pad
 
     @property

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.assisted.branches import Pair
 from kvboost_hf.assisted.head_drafts import Chains
 from kvboost_hf.assisted.heads import DraftedAnswer, HeadKind, prepared, require_can_read, share_of
 from kvboost_hf.assisted.hidden import TextStates
@@ -26,7 +27,6 @@ from kvboost_hf.assisted.rounds import Drafter
 from kvboost_hf.compat import LAST, SHARED_KV, HiddenForm, layer_configs
 
 _WINDOWED = "sliding_attention"
-Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values [1, num_kv_heads, columns, head_dim]
 
 
 def prepare_shared(draft: PreTrainedModel, target: PreTrainedModel, chains: Chains) -> PreTrainedModel:

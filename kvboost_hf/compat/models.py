@@ -177,7 +177,12 @@ def needs_positions(model: PreTrainedModel) -> bool:
 
     Without, some models count on from their last prompt, whose shift they keep, and Bamba counts from 0 again.
     """
-    return hasattr(model.base_model, "compute_3d_position_ids") or model.config.model_type == "bamba"
+    return position_planes(model) is not None or model.config.model_type == "bamba"
+
+
+def position_planes(model: PreTrainedModel) -> Callable[..., torch.Tensor | None] | None:
+    """Computes the positions [planes, batch, tokens] of a model whose positions have several dimensions, else None."""
+    return getattr(model.base_model, "compute_3d_position_ids", None)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

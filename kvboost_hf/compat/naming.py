@@ -1,13 +1,20 @@
-"""Errors of loading a model that name it."""
+"""Loading a model by its name: errors that name it, and the arguments that its configuration takes."""
 
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+_OF_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder")
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "*.gguf", "spiece*", "tekken*")
+
+
+def for_config(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments of `from_pretrained()` that are also for the one of a configuration."""
+    return {key: arguments[key] for key in _OF_CONFIG if key in arguments}
 
 
 @contextmanager

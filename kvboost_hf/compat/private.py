@@ -18,7 +18,7 @@ KV = tuple[torch.Tensor, torch.Tensor]  # keys and values [batch, num_kv_heads, 
 
 # What a configuration may turn on for each token, and nobody reads of a forward of ours. Router logits also fail it:
 # models make a loss of them, for which the mask must have a column for each token of the forward and no other.
-_OF_EACH_TOKEN = ("output_attentions", "output_hidden_states", "output_router_logits")
+OF_EACH_TOKEN = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 def run_model(
@@ -76,7 +76,7 @@ def _turned_off(model: PreTrainedModel) -> dict[str, bool]:
     """The arguments that turn off what a configuration of the model has turned on."""
     config = model.config
     configs = (config, config.get_text_config(decoder=True)) if config.sub_configs else (config,)
-    return {name: False for name in _OF_EACH_TOKEN if any(getattr(each, name, None) for each in configs)}
+    return {name: False for name in OF_EACH_TOKEN if any(getattr(each, name, None) for each in configs)}
 
 
 class PrivateCache(Cache):
@@ -109,12 +109,12 @@ class PrivateCache(Cache):
         return keys, values
 
 
-_TAKE_MASKS = ("sdpa", "eager", ATTENTION)
+TAKE_MASKS = ("sdpa", "eager", ATTENTION)  # attentions that any mask [batch, 1, m, columns] can be passed to
 
 
 def masks_reason(model: PreTrainedModel) -> str | None:
     """Why the attention of a model cannot be given a mask for each layer and token, as `LayerMasks` does; or None."""
-    if (attention := attn_implementation(model)) in _TAKE_MASKS:
+    if (attention := attn_implementation(model)) in TAKE_MASKS:
         return None
     return f"its attention ({attention}) takes no mask of its own for each token; use sdpa, eager or {ATTENTION}"
 

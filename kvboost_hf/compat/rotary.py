@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.compat.forwards import forward_arguments
 from kvboost_hf.compat.memo import attempt, remember
-from kvboost_hf.compat.models import cache_layers
+from kvboost_hf.compat.models import cache_layers, position_planes
 from kvboost_hf.compat.private import PrivateCache
 from kvboost_hf.compat.probes import probe_ids, probe_logits, tolerance
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Style
@@ -52,8 +52,7 @@ def _static_reason(model: PreTrainedModel) -> str | None:
         return "its forward takes no position_ids"
     if getattr(config, "alibi", False) or not _frequencies(model):
         return "its positions are not rotary"
-    in_planes = hasattr(model.base_model, "compute_3d_position_ids")
-    if in_planes or "mrope_section" in str(getattr(config, "rope_parameters", None)):
+    if position_planes(model) is not None or "mrope_section" in str(getattr(config, "rope_parameters", None)):
         return "its positions have several dimensions"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "some of its layers attend within fixed stretches of positions"

@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kvboost_hf.compat import available_device, loader_of, naming
+from kvboost_hf.compat import available_device, for_config, loader_of, naming
 from kvboost_hf.config import StreamingConfig, require_streaming
 from kvboost_hf.offload.awq.experts import AwqExperts
 from kvboost_hf.offload.awq.formats import PackedFormat
@@ -28,7 +28,6 @@ from kvboost_hf.offload.awq.swap import awq_config, expect_stored, lay_out, save
 from kvboost_hf.offload.build import StreamBuilder, default_device
 from kvboost_hf.offload.checkpoint import Checkpoint
 
-_OF_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder")
 logger = logging.getLogger(__name__)
 METHOD = "kvboost_stream"
 
@@ -85,7 +84,7 @@ def load_streamed(
         )
     if device is not None:
         kwargs["device_map"] = {"": available_device(device)}
-    of_config = {key: kwargs[key] for key in _OF_CONFIG if key in kwargs}
+    of_config = for_config(kwargs)
     config = with_streaming(kwargs.pop("config", None) or name, streaming or StreamingConfig(), **of_config)
     with naming(name, (OSError,)):  # a ValueError may be about the arguments
         model = loader_of(config).from_pretrained(name, config=config, **kwargs)

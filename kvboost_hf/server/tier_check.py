@@ -15,9 +15,8 @@ from kvboost_hf.cache.planning.chunks import Chunker, root_key
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.store.history import versions
 from kvboost_hf.cache.tiers.base import Entry, Kind
-from kvboost_hf.compat import attn_implementation
+from kvboost_hf.compat import TAKE_MASKS, attn_implementation
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.handles import ATTENTION
 
 _OWN = "the --codec and --live-quant of this server"
 _NOT_KNOWN = (
@@ -27,7 +26,6 @@ _NOT_KNOWN = (
 )
 LOOKED_AT = 10_000  # blobs
 _COMPARED = 16  # roots, of each of which a blob is read
-_ATTENTIONS = ("sdpa", "eager", ATTENTION)
 _LOSSY = ("int8", "int8:4", "int4", "int2", "turboquant", "turboquant:3.5", "turboquant:3", "turboquant:2")
 
 
@@ -115,11 +113,11 @@ def _compared(
             told = re.sub(r"[^\w.+, -]", "?", made.versions[:100])  # anybody may have written it
             newer = root, f"{told}; this server has {versions()}. Run `kvboost-hf warm` again, with its flags."
         kept = [made.codec], [made.regime.encode("latin-1", "replace")]
-        tried = [made.attention] if made.attention in {attn_implementation(model), *_ATTENTIONS} else []
+        tried = [made.attention] if made.attention in {attn_implementation(model), *TAKE_MASKS} else []
         if (found := _difference(model, store.codec.name, live, salts, {root}, tried, *kept)) is not None:
             return found
     own = attn_implementation(model)
-    tried = [own, *(name for name in _ATTENTIONS if attentions and name != own)]
+    tried = [own, *(name for name in TAKE_MASKS if attentions and name != own)]
     codecs, lives = [store.codec.name, *_codec_flags()], [live, *_live_flags()]
     guessed = _difference(model, store.codec.name, live, salts, untold, tried, codecs, lives) if untold else None
     return guessed or newer

@@ -1,6 +1,6 @@
 """Names of `kvboost_hf.assisted`."""
 
-from kvboost_hf.assisted import branches, eagle_drafts, row_branches
+from kvboost_hf.assisted import branches, eagle_drafts
 from kvboost_hf.assisted import heads as head_kinds
 from kvboost_hf.assisted.branches import Branches, branch_reason
 from kvboost_hf.assisted.chains import drafting_reason

@@ -26,7 +26,7 @@ from kvboost_hf import (
 from kvboost_hf.assets import load_embedded
 from tests.conftest import CHOOSES, PAD, Work, left_pad, make_model, random_ids
 from tests.heads import Pair, make_pair
-from tests.internals.assisted import Account, PassTimes, row_branches
+from tests.internals.assisted import Account, Branches, PassTimes
 from tests.internals.top import Continued
 from tests.parity.test_assistants import noisy
 
@@ -170,7 +170,7 @@ def test_wrong_masks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_model()
     told = {**batch(UNEVEN), "max_new_tokens": 21}
     wanted = target.generate(**told)
-    see = row_branches.RowBranches.see
+    see = Branches.see
 
     def all_seen(self: Any, window: int, columns: int, queries: int, device: torch.device) -> Any:
         found = see(self, window, columns, queries, device)
@@ -178,7 +178,7 @@ def test_wrong_masks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             found.mask[:] = True
         return found
 
-    monkeypatch.setattr(row_branches.RowBranches, "see", all_seen)
+    monkeypatch.setattr(Branches, "see", all_seen)
     assert not torch.equal(target.generate(**told, custom_generate=looked_up(target, wanted, 0.3, CHAINS)), wanted)
 
 
@@ -357,7 +357,7 @@ def test_answers_of_sampled_rows_are_as_likely_as_they_should_be(
     prompts = [random_ids(length, seed=length) for length in (9, 4, 14)]
     told = {"do_sample": True, "top_k": 2, "max_new_tokens": 4, "num_return_sequences": 96}
     if is_wrong:
-        forward = row_branches.RowBranches.forward
+        forward = Branches.forward
 
         def off(self: Any, tokens: Any, parents: Any) -> torch.Tensor:
             logits = forward(self, tokens, parents)
@@ -367,7 +367,7 @@ def test_answers_of_sampled_rows_are_as_likely_as_they_should_be(
                     found[drafts[node]] += 0.7 * (drafts[node] in found.topk(2).indices)
             return logits
 
-        monkeypatch.setattr(row_branches.RowBranches, "forward", off)
+        monkeypatch.setattr(Branches, "forward", off)
     trees, answers = TreeDecoding(pair.heads, config), []
     for seed in range(4):
         torch.manual_seed(seed)

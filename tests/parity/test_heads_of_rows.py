@@ -9,7 +9,7 @@ import torch
 from kvboost_hf import ChunkReuseCache, ChunkStore, DraftTreeConfig, TreeDecoding, speculation_stats
 from tests.conftest import PAD
 from tests.heads import TREES, make_pair
-from tests.internals.assisted import Account, PassTimes, eagle_drafts, head_kinds, row_branches
+from tests.internals.assisted import Account, Branches, PassTimes, eagle_drafts, head_kinds
 from tests.parity.test_drafts_of_rows import UNEVEN, batch
 
 CHAINS = DraftTreeConfig(policy="tree", branching=1, width=1, depth=3)
@@ -60,7 +60,7 @@ def test_hidden_states_of_other_rows_are_noticed(tmp_path: Path, monkeypatch: py
     """Negative control: heads that read those of the row before draft something else, and rows say the same."""
     model, heads = make_pair("glm4_moe", tmp_path)
     told, seen = {**batch(UNEVEN), "max_new_tokens": 20}, []
-    wanted, append = model.generate(**told), row_branches.RowBranches._append
+    wanted, append = model.generate(**told), Branches._append
 
     def mistaken(self: Any, row: int, hidden: Any, at: torch.Tensor) -> None:
         append(self, row, {layer: each.roll(1, 0) for layer, each in dict(hidden).items()}, at)
@@ -69,7 +69,7 @@ def test_hidden_states_of_other_rows_are_noticed(tmp_path: Path, monkeypatch: py
         trees = TreeDecoding(heads, CHAINS)
         with monkeypatch.context() as patched:
             if wrong:
-                patched.setattr(row_branches.RowBranches, "_append", mistaken)
+                patched.setattr(Branches, "_append", mistaken)
             assert torch.equal(model.generate(**told, custom_generate=trees), wanted)
         seen.append(trees.stats.histogram)
     assert seen[0] != seen[1]

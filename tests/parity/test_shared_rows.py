@@ -27,7 +27,6 @@ from tests.internals.compat import padding_reason, steps_reason
 from tests.internals.top import handles
 
 CHUNK = 32
-EIGHT_BITS = KVQuantConfig(method="kivi", key_bits=8, value_bits=8)
 HEAD, *TAILS = [random_ids(n, seed=n) for n in (321, 90, 91, 92, 93)]
 STATES = ["qwen3_5_text", "nemotron_h", "mamba2", "lfm2", "kimi_linear", "granitemoehybrid", "olmo_hybrid", "zamba2"]
 MODELS = ["llama", "gpt2", "bloom", "deepseek_v3", "mistral", "gemma2", "qwen3_next", "falcon_h1"]

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,8 +156,9 @@ def test_logits_are_those_of_each_path(name: str, trimmed: bool) -> None:
 
 def test_a_branch_sees_its_window_of_itself_alone() -> None:
     """A window goes by depth: among branches, an ancestor that has left it is no farther off in the order of nodes."""
-    branches = SimpleNamespace(_parents=[ROOT, 0, 1, 0, 3], _keep=None, _held=0)
-    seen = Branches.see(branches, 2, 5, 5, torch.device("cpu"))  # type: ignore[arg-type]
+    branches = Branches(make_model("llama"), DynamicCache(), torch.tensor([[0]]), branching=False)
+    branches._tokens, branches._parents = [[7] * 5], [[ROOT, 0, 1, 0, 3]]
+    seen = branches.see(2, 5, 5, torch.device("cpu"))
     assert seen.tree is not None
     assert seen.tree.tolist() == [[0b00001, 0b00011, 0b00110, 0b01001, 0b11000]]
 

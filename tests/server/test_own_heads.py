@@ -73,6 +73,17 @@ def run(engine: ModelEngine, asked: Job) -> tuple[Finished, dict[str, float]]:
     return told.end, {name: after[name] - before[name] for name in before if name != "committed_per_round"}
 
 
+def assert_right_in_a_batch(engine: ModelEngine, plain: ModelEngine) -> None:
+    """A second answer joins one under way: both are those of an engine without drafts."""
+    told, asked = [Told(), Told()], [job(count=64), job(PROMPT[:40], count=12)]
+    engine.submit(asked[0], told[0])
+    while len(told[0].events) < 2:
+        time.sleep(0.001)
+    engine.submit(asked[1], told[1])
+    for listener, each in zip(told, asked, strict=True):
+        assert listener.end.ids == run(plain, each)[0].ids
+
+
 @pytest.fixture(params=["glm4_moe", "glm4_moe 2", "deepseek_v3", "mimo_v2_flash", "blocks", "blocks gemma2"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
     return make_heads(request.param, tmp_path)
@@ -216,13 +227,7 @@ def test_trees_of_heads(kind: str, make: Make, tmp_path: Path) -> None:
     seen[1][0].assert_like(seen[0][0])
     assert seen[1][1] == seen[0][1]
     assert 0 < seen[0][1]["accepted"] < seen[0][1]["drafted"]
-    told, asked = [Told(), Told()], [job(count=64), job(PROMPT[:40], count=12)]
-    engine.submit(asked[0], told[0])
-    while len(told[0].events) < 2:
-        time.sleep(0.001)
-    engine.submit(asked[1], told[1])
-    for listener, each in zip(told, asked, strict=True):
-        assert listener.end.ids == run(plain, each)[0].ids
+    assert_right_in_a_batch(engine, plain)
     assert engine.stats()["speculation"]["accepted"] > seen[0][1]["accepted"]
     assert store.check_integrity().wrong == 0
 
@@ -245,15 +250,8 @@ def test_an_assistant_that_reads_shared_kv(how: dict[str, Any], make: Make) -> N
     assert seen[0] == seen[1]
     assert 0 < seen[0]["accepted"] < seen[0]["drafted"]
     assert not any(store.hidden_kinds)
-    told, asked = [Told(), Told()], [job(count=64), job(PROMPT[:40], count=12)]
-    engine.submit(asked[0], told[0])
-    while len(told[0].events) < 2:
-        time.sleep(0.001)
-    engine.submit(asked[1], told[1])
-    for listener, each in zip(told, asked, strict=True):
-        assert listener.end.ids == run(plain, each)[0].ids
-    stats = engine.stats()["speculation"]
-    assert stats["accepted"] > seen[1]["accepted"]
+    assert_right_in_a_batch(engine, plain)
+    assert engine.stats()["speculation"]["accepted"] > seen[1]["accepted"]
 
 
 def test_without_a_store_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:

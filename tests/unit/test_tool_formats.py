@@ -154,6 +154,17 @@ def test_a_call_that_ends_in_its_first_argument_is_none(tokenizer: Any, name: st
         assert (parsed.calls, parsed.content) == ((), text)
 
 
+def assert_read_as(tokenizer: Any, schema: Any, text: str, read_as: Any) -> None:
+    """Read a call of a tool whose argument `x` has a schema, in one piece and streamed."""
+    parameters = {"type": "object", "properties": {"x": schema}, "$defs": {"one": {"enum": [1]}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for streams in (False, True):
+        stream = ToolCallStream(tokenizer, [tool], streams=streams)
+        [call] = joined([*map(stream.push, text), stream.finish()]).calls
+        found = json.loads(call.arguments)["x"]
+        assert (found, type(found)) == (read_as, type(read_as))
+
+
 def pieces_of(parts: list[Parsed]) -> list[ToolCall]:
     return [call for part in parts for call in part.calls]
 
@@ -218,15 +229,9 @@ def test_arguments_come_as_they_are_written(tokenizer: Any, name: str) -> None:
     ],
 )
 def test_values_in_tags_have_a_type_of_their_schema(tokenizer: Any, schema: Any, written: str, read_as: Any) -> None:
-    parameters = {"type": "object", "properties": {"x": schema}, "$defs": {"one": {"enum": [1]}}}
     tokenizer.chat_template = RECORDED["QWEN_XML"][0]
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written}\n</parameter>\n</function>\n</tool_call>"
-    for streams in (False, True):
-        stream = ToolCallStream(tokenizer, [tool], streams=streams)
-        [call] = joined([*map(stream.push, text), stream.finish()]).calls
-        found = json.loads(call.arguments)["x"]
-        assert (found, type(found)) == (read_as, type(read_as))
+    assert_read_as(tokenizer, schema, text, read_as)
 
 
 @pytest.mark.parametrize(
@@ -248,15 +253,9 @@ def test_a_model_may_say_whether_a_value_is_a_text(
     tokenizer: Any, schema: Any, told: str, written: str, read_as: Any
 ) -> None:
     tokenizer.chat_template = RECORDED["DSML"][0]
-    parameters = {"type": "object", "properties": {"x": schema}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     value = f'<｜DSML｜parameter name="x" string="{told}">{written}</｜DSML｜parameter>'
     text = f'<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n{value}\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
-    for streams in (False, True):
-        stream = ToolCallStream(tokenizer, [tool], streams=streams)
-        [call] = joined([*map(stream.push, text), stream.finish()]).calls
-        found = json.loads(call.arguments)["x"]
-        assert (found, type(found)) == (read_as, type(read_as))
+    assert_read_as(tokenizer, schema, text, read_as)
 
 
 @pytest.mark.parametrize(

@@ -187,10 +187,14 @@ def admit_prompt(parts: CacheParts, request: Request) -> Admitted | str:
 def root_of(parts: CacheParts, tokens: int) -> bytes | None:
     """The root of a prompt of one row with so many tokens; None if nothing of it can be stored."""
     live, model = parts.live, parts.binding.model()
-    if model is None or live.unsupported is not None or (regime := rope_regime(model, tokens)) is None:
+    if model is None or live.unsupported is not None:
+        return None
+    seen = parts.binding.look()
+    regime = rope_regime(model, tokens) if length_matters(parts, model) else b""
+    if regime is None:
         return None
     grows = live.static is None and parts.binding.live_quant is None  # others keep no hidden states
-    return parts.binding.root(regime, hidden_layers=parts.binding.always_hidden(model) if grows else None)
+    return parts.binding.root(regime, seen, parts.binding.always_hidden(model) if grows else None)
 
 
 def admit_more(parts: CacheParts, request: Request, ledger: Ledger | None, held: int) -> str | None:

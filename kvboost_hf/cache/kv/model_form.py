@@ -5,11 +5,12 @@ are those of the model, found by running it on a few tokens, and the layout of a
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -19,11 +20,23 @@ from kvboost_hf.cache.kv.layer_kv import RAW, Block, LayerKV, Place
 from kvboost_hf.cache.kv.layer_states import CodedState, LayerStates, StateCodes, StateFormat, as_columns
 from kvboost_hf.cache.layers import make_layers, private_cache
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer, extra_as_json
+from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
-from kvboost_hf.compat import KeyRotation, LayerRotation, probe_ids, probe_logits
+from kvboost_hf.compat import (
+    KeyRotation,
+    LayerRotation,
+    cache_layers,
+    key_rotation,
+    known_reason,
+    probe_ids,
+    probe_logits,
+)
 from kvboost_hf.device_link import on_host
 
 _log = logging.getLogger("kvboost_hf")
+K = TypeVar("K")
+V = TypeVar("V")
+_REMEMBERED = 65_536  # keys
 _REMEMBERED_FORMS, _REMEMBERED_CHARACTERS = 64, 2**16  # of layouts, which anybody may have written
 
 
@@ -356,3 +369,87 @@ def _state_tensor(
     expected = _plane_forms(kept_as.codec, "values", as_columns(shape), dtype)  # type: ignore[arg-type]
     planes = {plane: blob.require(f"{name}.{plane}", kind, (1, *rest)) for plane, (rest, kind) in expected.items()}
     return StateCodes(planes, shape, dtype, kept_as.codec)
+
+
+class BlobReader:
+    """Knows the forms that K/V of a model has had under each root, and the format that columns are kept in."""
+
+    def __init__(self, model: Callable[[], PreTrainedModel], codec: Codec, state_format: StateFormat) -> None:
+        self._model, self.codec, self.state_format = model, codec, state_format
+        self._format: tuple[Codec, ColumnFormat] | None = None  # of the codec
+        self._first_form: ModelForm | None = None
+        self._kinds: OrderedDict[bytes, tuple[bytes, tuple[int, ...]]] = OrderedDict()  # by root, see `note_root`
+        self._forms: OrderedDict[tuple[bytes, tuple[int, ...]], ModelForm | None] = OrderedDict()  # by kind
+        self._chunk_forms: ChunkForms | None = None  # of the form that was read last
+
+    @property
+    def column_format(self) -> ColumnFormat:
+        """The format of columns."""
+        if self._format is None or self._format[0] is not self.codec:
+            model = self._model()
+            rotation = key_rotation(model) if not self.codec.lossless else "not needed"
+            known = rotation if not isinstance(rotation, str) else None
+            layers = len(cache_layers(model)) if not self.codec.lossless else None
+            self._format = self.codec, ColumnFormat(self.codec, known, layers)
+        return self._format[1]
+
+    def look_at_model(self) -> None:
+        """Find out now what form the K/V of the model has, which takes a moment."""
+        model = self._model()
+        self._first_form = ModelForm.of(model) if known_reason(model) is None else None
+
+    def note_root(self, root: bytes, fingerprint: bytes, *, hidden_layers: tuple[int, ...]) -> None:
+        """Remember which fingerprint of the model a root is of, and which hidden states are kept under it."""
+        remember(self._kinds, root, (fingerprint, hidden_layers))
+
+    def note_form(self, root: bytes, form: ModelForm) -> None:
+        """Remember the form of what is under a root that is not of the model's own K/V."""
+        kind = root, ()
+        remember(self._kinds, root, kind)
+        remember(self._forms, kind, form)
+
+    def read(self, blob: Blob, root: bytes) -> LayerKV | LayerStates | None:
+        """The K/V or the states in a blob, or None where the form that they should have is not known.
+
+        Tried are the form of the model as it was at first, then, where it may have changed since, as it is.
+        DamagedBlobError: they have another form.
+        """
+        kind = self._kinds.get(root)
+        if kind is None:
+            return None  # nothing of it is in a lower tier
+        damage: DamagedBlobError | None = None
+        if kind not in self._forms:
+            _, hidden_layers = kind
+            if self._first_form is not None and not hidden_layers:
+                try:
+                    return self._read_as(self._first_form, blob)
+                except DamagedBlobError as error:
+                    damage = error
+        if (form := self.form_of(root)) is not None:
+            return self._read_as(form, blob)
+        if damage is not None:
+            raise damage
+        return None
+
+    def form_of(self, root: bytes) -> ModelForm | None:
+        """The form as the model is now; None where it cannot be told, and for roots that are in no lower tier."""
+        kind = self._kinds.get(root)
+        if kind is not None and kind not in self._forms:
+            remember(self._forms, kind, ModelForm.of(self._model(), hidden_layers=kind[1]))
+        return self._forms[kind] if kind is not None else None
+
+    def _read_as(self, form: ModelForm, blob: Blob) -> LayerKV | LayerStates:
+        if blob.entry.kind is Kind.STATES:
+            return read_states(blob, form, self.state_format)
+        known, columns = self._chunk_forms, self.column_format
+        if known is None or known.form is not form or known.columns is not columns:
+            known = self._chunk_forms = ChunkForms(columns, form)
+        return read_kv(blob, known)
+
+
+def remember(memory: OrderedDict[K, V], key: K, value: V) -> None:
+    """Enter the newest of a bounded number of keys."""
+    memory[key] = value
+    memory.move_to_end(key)
+    if len(memory) > _REMEMBERED:
+        memory.popitem(last=False)

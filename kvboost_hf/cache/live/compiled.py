@@ -25,8 +25,7 @@ from kvboost_hf.cache.layers.static import StaticReuseLayer, StaticStateLayer
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import shifted_ids
 from kvboost_hf.cache.prompt.token_log import TokenLog, text_positions
-from kvboost_hf.compat import GenerateCall, cache_layers, forward_arguments, known_reason, rope_regime
-from kvboost_hf.handles import ATTENTION
+from kvboost_hf.compat import TAKE_MASKS, GenerateCall, cache_layers, forward_arguments, known_reason, rope_regime
 from kvboost_hf.visibility import read_reach
 
 # By layer type, the columns that a token can attend to, itself included; 0 for all. Types without a window come first.
@@ -34,7 +33,6 @@ Windows = Mapping[str, int]
 _NOTES = 5  # token id, place in the row, position, first visible column, visible columns
 _WITH_COLUMNS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 _WITHOUT_COLUMNS = {"LinearAttentionLayer", "DummyLayer"}
-_ATTENTION = ("sdpa", "eager", ATTENTION)  # others want other masks than [batch, 1, m, columns]
 
 
 class Suffix(NamedTuple):
@@ -266,8 +264,8 @@ def static_reason(model: PreTrainedModel, max_cache_len: int) -> str | None:
     if "position_ids" not in forward_arguments(model):
         return "it takes its positions from the attention mask, whose shape would have to change"
     attention = model.config._attn_implementation
-    if attention not in _ATTENTION:
-        return f"its attention is {attention!r}, and only {' and '.join(map(repr, _ATTENTION))} take fixed masks"
+    if attention not in TAKE_MASKS:
+        return f"its attention is {attention!r}, and only {' and '.join(map(repr, TAKE_MASKS))} take fixed masks"
     return None
 
 

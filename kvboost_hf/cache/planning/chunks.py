@@ -44,9 +44,9 @@ LEAST_CHUNK_SIZE = 32
 HEAD_TOKENS = 8  # leading tokens by which a chunk is looked up: no chunk is shorter, none serves fewer
 _SHORTEST_BY_CONTENT = 16
 _HASHED = 4  # tokens before a place that tell how good it is
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _TEXT_BEFORE = 32  # tokens: K/V hardly depends on what is farther away, and templates have no text as long
-_SHIFT = np.uint64(32)
+HALF = np.uint64(32)
 _SENTENCE_END, _SEPARATOR = np.uint8(1), np.uint8(2)
 _SENTENCE_MARKS = (".", "!", "?", "…", "。", "！", "？", "．", "｡", "।", "؟")  # noqa: RUF001
 _CLOSING = " \t\"'”’»)]}*_」』）】》"  # noqa: RUF001
@@ -79,7 +79,7 @@ def text_of(column_ids: Tokens) -> bytes:
     codes = column_ids.astype(np.int32)
     other = codes != column_ids
     if other.any():
-        codes[other] = -1 - ((column_ids[other].view(np.uint64) * _FACTOR) >> np.uint64(33)).astype(np.int32)
+        codes[other] = -1 - ((column_ids[other].view(np.uint64) * FACTOR) >> np.uint64(33)).astype(np.int32)
     return codes.tobytes()
 
 
@@ -365,15 +365,15 @@ def piece_ends(filled: int, limit: int) -> list[int]:
 
 def _best_place(window: Tokens, shortest: int) -> int:
     """The last place in [shortest, len(window)] whose `_HASHED` tokens before it have the largest hash."""
-    mixed = window[shortest - _HASHED :].view(np.uint64) * _FACTOR
-    mixed ^= mixed >> _SHIFT
+    mixed = window[shortest - _HASHED :].view(np.uint64) * FACTOR
+    mixed ^= mixed >> HALF
     places = len(mixed) - _HASHED + 1
     hashed = mixed[:places].copy()
     for k in range(1, _HASHED):
-        hashed *= _FACTOR
+        hashed *= FACTOR
         hashed += mixed[k : k + places]
-    hashed ^= hashed >> _SHIFT
-    hashed *= _FACTOR
+    hashed ^= hashed >> HALF
+    hashed *= FACTOR
     return len(window) - int(hashed[::-1].argmax())
 
 

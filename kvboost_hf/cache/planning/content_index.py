@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvboost_hf.cache.planning.chunks import CODE_BYTES, HEAD_TOKENS, Tokens, common_length, text_of
+from kvboost_hf.cache.planning.chunks import CODE_BYTES, FACTOR, HALF, HEAD_TOKENS, Tokens, common_length, text_of
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, window_hashes
 from kvboost_hf.cache.planning.plan import Chunk
 
@@ -18,8 +18,6 @@ _MAX_INSIDE = 8  # texts that are known to have the same window inside, the late
 _BLOCK = 512  # texts that are sorted together
 _FEWEST_ROWS = 64  # of a table of hashes
 _NONE, _GONE = -1, -2  # no place; none any more, in the middle of a run
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_HALF = np.uint64(32)
 
 C = TypeVar("C", bound=Chunk)
 
@@ -396,5 +394,5 @@ class WindowTable:
 
 def _rows(hashes: NDArray[np.uint64], size: int) -> NDArray[np.int64]:
     """Where hashes belong in a table of so many rows."""
-    rows: NDArray[np.int64] = ((((hashes * _FACTOR) >> _HALF) * np.uint64(size)) >> _HALF).astype(np.int64)
+    rows: NDArray[np.int64] = ((((hashes * FACTOR) >> HALF) * np.uint64(size)) >> HALF).astype(np.int64)
     return rows

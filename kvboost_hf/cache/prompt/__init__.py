@@ -24,6 +24,7 @@ from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
 from kvboost_hf.cache.prompt.token_log import computed_positions
 from kvboost_hf.compat import (
     LAST,
+    OF_EACH_TOKEN,
     SHARED_KV,
     KeyRotation,
     PrivateCache,
@@ -232,11 +233,9 @@ def _is_ours(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), ForwardHook)
 
 
-# Arguments by which a forward returns something of each token besides logits.
 _HIDDEN = "output_hidden_states"
-_OF_EACH_TOKEN = (_HIDDEN, "output_attentions", "output_router_logits")
 # Arguments that are read by what decides on reuse.
-READ = frozenset(_OF_EACH_TOKEN) | frozenset(
+READ = frozenset(OF_EACH_TOKEN) | frozenset(
     "input_ids attention_mask position_ids past_key_values cache_params cache use_cache logits_to_keep labels "
     f"cache_position {SHARED_KV}".split()
 )
@@ -267,7 +266,7 @@ def returns_of_each_token(model: PreTrainedModel) -> dict[str, Any]:
     """What the configuration says where arguments are not given by which a forward returns something of each token."""
     config = model.config
     text = config.get_text_config(decoder=True)
-    return {name: getattr(config, name, None) or getattr(text, name, None) for name in _OF_EACH_TOKEN}
+    return {name: getattr(config, name, None) or getattr(text, name, None) for name in OF_EACH_TOKEN}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import forks
 from kvboost_hf.cache.planning.chunks import Tokens, shifted_ids
+from kvboost_hf.compat import position_planes
 
 _PLACE_AND_THREE = 4
 _settling = forks.lock()  # while what is pending in a log is read: for all logs, as it takes a moment
@@ -279,14 +280,12 @@ def computed_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> torch.
     Its forward does that, and would compute others from cut ids. As in its forward, the model also keeps the shift for
     later steps.
     """
-    compute = getattr(model.base_model, "compute_3d_position_ids", None)
-    ids = kwargs["input_ids"]
+    compute, ids = position_planes(model), kwargs["input_ids"]
     if compute is None:
         return None
     known = {**kwargs, "inputs_embeds": ids[..., None]}  # read for its shape and device
     given = {name: known.get(name) for name in inspect.signature(compute).parameters}
-    positions: torch.Tensor | None = compute(**given)
-    return positions
+    return compute(**given)
 
 
 def counts_from_padding_id(model: PreTrainedModel) -> bool:

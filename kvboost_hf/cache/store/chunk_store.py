@@ -18,12 +18,11 @@ from kvboost_hf.cache.costs import stored_per_computed
 from kvboost_hf.cache.identity import ModelState, model_name
 from kvboost_hf.cache.kv import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.kv.layer_states import StateFormat
-from kvboost_hf.cache.kv.model_form import ColumnFormat
+from kvboost_hf.cache.kv.model_form import BlobReader, ColumnFormat
 from kvboost_hf.cache.planning.chunks import Chunker
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.history import Audits, Payback, Roots, require_model, salt_bytes
 from kvboost_hf.cache.store.integrity import IntegrityReport, check_integrity
-from kvboost_hf.cache.store.lower import BlobReader
 from kvboost_hf.cache.store.settings import (
     Starts,
     Texts,

@@ -20,10 +20,10 @@ from kvboost_hf.cache.identity import ModelState
 from kvboost_hf.cache.identity.foreign import library_versions
 from kvboost_hf.cache.identity.walk import ModelParts
 from kvboost_hf.cache.kv import Stored, StoredChunk
-from kvboost_hf.cache.kv.model_form import ModelForm
+from kvboost_hf.cache.kv.model_form import BlobReader, ModelForm, remember
 from kvboost_hf.cache.planning.chunks import HEAD_TOKENS, Tokens, prefix_key, root_beside, root_key
 from kvboost_hf.cache.planning.plan import RowPlan, Segment, trim_row
-from kvboost_hf.cache.store.lower import BlobReader, LowerMemory, remember
+from kvboost_hf.cache.store.lower import LowerMemory
 from kvboost_hf.cache.tiers.base import MadeWith
 from kvboost_hf.compat import LAST, KeptOnModel, attn_implementation, input_device
 from kvboost_hf.errors import StoreClosedError

@@ -191,7 +191,7 @@ class Insertion:
         bring_back: Callable[[StoredChunk], None],
         on_torn: Callable[[], None],
     ) -> None:
-        self._lock, self._memory, self._lower = lock, memory, lower
+        self._lock, self._memory, self._lower, self._has_lower = lock, memory, lower, bool(lower.tiers)
         self._contents, self._payback, self._counts = contents, payback, counts
         self._require_open, self._bring_back, self._on_torn = require_open, bring_back, on_torn
         self.offences: dict[bytes, int] = {}
@@ -320,7 +320,8 @@ class Insertion:
                     reserved.release()
                     return Put.NO_PARENT if orphaned else Put.PRESENT
                 self.insert(stored, reserved, pinned=pinned)
-                self._lower.write(stored)
+                if self._has_lower:
+                    self._lower.write(stored)
                 if isinstance(stored, StoredChunk) and not stored.content_only:
                     for shorter in self._memory.continued_by(stored):
                         self._replace(shorter, stored)

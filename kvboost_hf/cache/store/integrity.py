@@ -18,11 +18,10 @@ from kvboost_hf.cache.kv import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.kv.checkpoints import Checkpoints, can_segment, mixers_of
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerKVReader
 from kvboost_hf.cache.kv.layer_states import LayerStates, StateFormat, copy_states
-from kvboost_hf.cache.kv.model_form import ColumnFormat, copy_columns
+from kvboost_hf.cache.kv.model_form import BlobReader, ColumnFormat, copy_columns
 from kvboost_hf.cache.layers import make_layers
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.planning.chunks import Tokens, is_text
-from kvboost_hf.cache.store.lower import BlobReader
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.compat import PrivateCache, difference, input_device, rope_regime, run_model, tolerance
 

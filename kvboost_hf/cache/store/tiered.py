@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvboost_hf import forks
 from kvboost_hf.cache.kv import Stored, StoredChunk, StoredStates, with_descendants
+from kvboost_hf.cache.kv.model_form import BlobReader
 from kvboost_hf.cache.planning.chunks import (
     HEAD_TOKENS,
     KEY_BYTES,
@@ -26,7 +27,7 @@ from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.plan import Border, ChunkIndex, RowPlan
 from kvboost_hf.cache.store.history import Audits, History, Payback
 from kvboost_hf.cache.store.insertion import ContentIndexes, Insertion, StoredText
-from kvboost_hf.cache.store.lower import BlobReader, LowerMemory, RowToServe, TieredView
+from kvboost_hf.cache.store.lower import LowerMemory, RowToServe, TieredView
 from kvboost_hf.cache.store.memory import DEVICE, DeviceMemory, HostMemory
 from kvboost_hf.cache.store.settings import hand_over
 from kvboost_hf.cache.tiers.base import Entry, MadeWith

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvboost_hf.offload.awq.layout import StoredWeight
+from kvboost_hf.offload.awq.layout import AWQ, StoredWeight
 
-_AWQ_VERSIONS = ("gemm", "gemv", "llm-awq")
 _ELSE = "Load it with from_pretrained() as it is, without streaming."
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the tensors of a weight, by their last names
@@ -65,7 +64,7 @@ class PackedFormat:
     @property
     def is_awq(self) -> bool:
         """Whether it is one of AWQ's."""
-        return self.version in _AWQ_VERSIONS
+        return self.version in AWQ
 
     @property
     def words(self) -> str:
@@ -108,8 +107,8 @@ def _awq(config: dict[str, Any]) -> PackedFormat:
             f"AWQ weights must have 4 bits, groups of 32, 64 or 128 and zero points, got {bits} bits, groups of "
             f"{group_size} and zero_point={config.get('zero_point', True)}."
         )
-    if version not in _AWQ_VERSIONS:
-        raise ValueError(f"The layout of AWQ weights must be one of {_AWQ_VERSIONS}, got {version!r}.")
+    if version not in AWQ:
+        raise ValueError(f"The layout of AWQ weights must be one of {AWQ}, got {version!r}.")
     names = config.get("modules_to_not_convert") or ()
     left_out = _any_of(pattern for name in names for pattern in (name, f".*{re.escape(name)}$"))
     return PackedFormat(version=version, group_sizes=(group_size,), config=config, left_out=left_out)

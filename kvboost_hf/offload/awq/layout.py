@@ -32,8 +32,8 @@ import torch
 COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the nibbles of a word, lowest first
 _NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each column
 _GROUP_SIZES = (32, 64, 128)
-_AWQ = ("gemm", "gemv", "llm-awq")
-VERSIONS = (*_AWQ, "pack-quantized", "gptq", "gptq_v2")
+AWQ = ("gemm", "gemv", "llm-awq")
+VERSIONS = (*AWQ, "pack-quantized", "gptq", "gptq_v2")
 
 _ONES = 0x11111111  # a one in each nibble of a word
 _SYMMETRIC_ZERO = 8  # of weights that are stored without zero points
@@ -114,7 +114,7 @@ def layout_of(
     Raises:
         ValueError: an unknown layout, or sizes that do not fit it.
     """
-    if version in _AWQ and group_size not in _GROUP_SIZES:
+    if version in AWQ and group_size not in _GROUP_SIZES:
         raise ValueError(f"`group_size` must be one of {_GROUP_SIZES}, got {group_size}; quantize with one of these.")
     if in_features % group_size:
         raise ValueError(f"`in_features` must be a multiple of the group size {group_size}, got {in_features}.")
@@ -122,7 +122,7 @@ def layout_of(
         raise ValueError(f"`out_features` must be a multiple of 8, got {out_features}; leave this layer as it is.")
     groups = in_features // group_size
     step = 8 * 128 // group_size
-    padded = -(-groups // step) * step if version in _AWQ else groups
+    padded = -(-groups // step) * step if version in AWQ else groups
     if version == "gemm":
         return {
             "qweight": ((in_features, out_features // 8), torch.int32),

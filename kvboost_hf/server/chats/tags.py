@@ -231,9 +231,9 @@ class TagsReader:
 
     def _parts(self, value: str) -> list[tuple[str, str]]:
         """The tags that a value consists of, with what is in them; none where there is anything else."""
-        found, at = list[tuple[str, str]](), 0
+        found, at, stop = list[tuple[str, str]](), 0, len(value.rstrip())
         opened = regex.compile(rf"\s*{regex.escape(self._tags.nested)}<(?P<key>[^<>/]+)>")
-        while value[at:].strip():
+        while at < stop:
             tag = opened.match(value, at)
             end = self._end_of(value, tag["key"], tag.end()) if tag is not None else -1
             if end < 0:

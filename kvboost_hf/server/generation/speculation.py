@@ -132,7 +132,7 @@ class Drafts:
         fits = self._positions is None or longest <= self._positions
         return fits and not self._failed and job.options.constraint is None
 
-    def give_up(self, error: BaseException | None) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Stop drafting, since the draft model has failed."""
         self._failed = True
         _log.error("The draft model has failed: answers go on without drafts, until a restart.", exc_info=error)
@@ -155,46 +155,16 @@ class Drafts:
         }
 
 
-class _DraftFailedError(RuntimeError):
-    """The draft model has failed, not the model that checks it."""
-
-
-class _Guarded:
-    """Drafts whose failures are `_DraftFailedError`."""
-
-    def __init__(self, drafts: Drafter) -> None:
-        self._drafts, self.passes, self.share = drafts, 0, drafts.share
-
-    def behind(self, length: int) -> int:
-        """As `Drafter.behind`."""
-        return self._drafts.behind(length)
-
-    def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
-        """As `Drafter.grow`."""
-        try:
-            tree = self._drafts.grow(ids, room, chain=chain)
-        except Exception as error:
-            raise _DraftFailedError from error
-        self.passes = self._drafts.passes
-        return tree
-
-    def keep(self, path: Sequence[int]) -> None:
-        """As `Drafter.keep`."""
-        try:
-            self._drafts.keep(path)
-        except Exception as error:
-            raise _DraftFailedError from error
-
-
 class AnswerDrafts:
-    """The drafting of one answer, with the draft model's K/V."""
+    """The `Drafter` of one answer, with the draft model's K/V. If that model fails, nobody drafts any more."""
 
     def __init__(self, drafts: Drafts, job: Job, sampler: Sampler, store: TextStore) -> None:
         self._drafts, self._job, self._sampler, self._states = drafts, job, sampler, drafts.states()
-        self._drafting = _Guarded(drafts.drafting(job, sampler, store, self._states))
+        self._drafting = drafts.drafting(job, sampler, store, self._states)
+        self.passes, self.share = 0, self._drafting.share
 
     def run(self, cache: ChunkReuseCache, ids: Sequence[int], add: Add) -> FinishReason | None:
-        """Run one round, which adds the drafts that are right and one more token; none if the draft model fails.
+        """Run one round, which adds the drafts that are right and one more token.
 
         The cache holds prompt and answer except the last token. Returns why the text ends; None if it goes on.
         """
@@ -206,16 +176,13 @@ class AnswerDrafts:
             states.append(cache.loans.read_hidden(states.layers, states.stop) or {})
             states.cache = cache
         branches = branches_of(self._drafts.model, cache, text.shape[1], text.device, states)
-        try:
-            self._drafts.rounds.run(branches, self._drafting, text, room, choosing.take)
-        except _DraftFailedError as failed:  # before anything was checked, or behind it: the text is as it should be
-            self._drafts.give_up(failed.__cause__)
+        self._drafts.rounds.run(branches, self, text, room, choosing.take)
         cache.stop_recording()
         return choosing.reason
 
     def cost(self, said: int) -> tuple[float, int]:
         """What a draft behind the first `said` tokens of the answer is expected to take: see `Account.may_draft`."""
-        return self._drafting.share, self._drafting.behind(len(self._job.ids) + said)
+        return self.share, self.behind(len(self._job.ids) + said)
 
     def chain(self, ids: Sequence[int], show: Callable[[TextStates], None]) -> Tree:
         """A chain behind the answer so far, for a pass over several answers. `show` has heads see what they read."""
@@ -225,17 +192,31 @@ class AnswerDrafts:
         try:
             if self._states is not None:
                 show(self._states)
-            return self._drafting.grow(torch.tensor([[*self._job.ids, *ids]]), room, chain=True)
-        except Exception as error:  # of the draft model, or of the caches that heads read
-            self._drafts.give_up(error.__cause__ or error)
+        except Exception as error:  # of the caches that heads read
+            self._drafts.give_up(error)
             return Tree()
+        return self.grow(torch.tensor([[*self._job.ids, *ids]]), room, chain=True)
+
+    def behind(self, length: int) -> int:
+        """As `Drafter.behind`."""
+        return self._drafting.behind(length)
+
+    def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
+        """As `Drafter.grow`."""
+        try:
+            tree = self._drafting.grow(ids, room, chain=chain)
+        except Exception as error:
+            self._drafts.give_up(error)
+            return Tree()
+        self.passes = self._drafting.passes
+        return tree
 
     def keep(self, path: Sequence[int]) -> None:
-        """Take note of the tokens of the last chain that are in the answer now."""
+        """As `Drafter.keep`: take note of the tokens of the last tree that are in the answer now."""
         try:
             self._drafting.keep(path)
-        except _DraftFailedError as failed:
-            self._drafts.give_up(failed.__cause__)
+        except Exception as error:
+            self._drafts.give_up(error)
 
 
 class RowDrafts:
@@ -421,10 +402,10 @@ class PredictedText:
         for token in draft:
             parent = tree.add(token, parent)
         branches = branches_of(self._model, cache, len(self._job.ids) + len(ids), self._device)
-        logits = branches.forward([ids[-1], *tree.tokens], range(-1, len(tree)))
+        logits = branches.forward([[ids[-1], *tree.tokens]], [range(-1, len(tree))])[0]
         choosing = Choosing(self._sampler, add)
         taken = choosing.take(tree, logits)
-        branches.keep([0, *(node + 1 for node in taken.kept)])
+        branches.keep([[0, *(node + 1 for node in taken.kept)]])
         cache.stop_recording()
         right = len(taken.path)
         self.drafted, self.accepted, self._at = self.drafted + len(tree), self.accepted + right, self._at + right
