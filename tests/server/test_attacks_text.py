@@ -583,6 +583,14 @@ def test_no_text_has_too_many_markers() -> None:
     assert time.thread_time() - began < 20
 
 
+def test_markers_are_special_and_longer_than_a_character() -> None:
+    tokenizer: Any = load_embedded()[1]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["~", "~~"]})
+    tokenizer.add_tokens(["<mark>"])
+    text = "a ~ <mark> ~~"
+    assert [text[slice(*span)] for span in Markers(tokenizer).find(text)] == ["~~"]
+
+
 def test_the_end_by_a_stop_text_is_told_from_others() -> None:
     """So that a call that it cuts is left out."""
     model, tokenizer = load_embedded()

@@ -104,6 +104,7 @@ EXACT: list[tuple[Any, list[Any], list[Any]]] = [
     ),
     ({"type": "object", "properties": {"a": True, "b": False}}, [{"a": 1}], [{"b": 1}]),
     ({"oneOf": [{"const": "a"}, {"const": "b"}]}, ["a", "b"], ["c"]),
+    ({"oneOf": [{"enum": [1, None]}, {"type": "boolean"}, TEXT]}, [1, None, True, "a"], [2, []]),
     (
         {
             "oneOf": [{"$ref": "#/components/schemas/cat"}, {"$ref": "#/components/schemas/dog"}],
@@ -183,6 +184,7 @@ LEFT: list[tuple[Any, list[Any], list[Any], list[str]]] = [
     ({"type": "string", "pattern": 5}, ["a"], [1], ["pattern"]),
     ({"oneOf": [_CAT, {**_CAT, "required": ["lives"]}]}, [{"name": "a"}], [{"name": 1}], ["oneOf"]),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, [1, 1.5], ["a"], ["oneOf"]),
+    ({"oneOf": [{"const": 1}, {"type": "integer"}]}, [1, 2], ["a"], ["oneOf"]),
     ({"oneOf": [{"type": "object", "required": ["name"]}, _CAT]}, [{"name": "a"}], [1], ["oneOf"]),
     (
         {"type": "object", "properties": {"a": TEXT}, "if": {"required": ["a"]}, "then": {"required": ["b"]}},
