@@ -270,6 +270,10 @@ def test_a_model_may_say_whether_a_value_is_a_text(
         (r"\ud800x\udbff", "\ufffdx\ufffd"),
         (r"\udc00\udfff", "\ufffd\ufffd"),
         (r"\ud7ff\ue000", "\ud7ff\ue000"),
+        (
+            "\\\ud800\\\udfff\\\ud7ff\\\ue000",
+            "\\\ufffd\\\ufffd\\\ud7ff\\\ue000",
+        ),  # behind a backslash that escapes nothing
     ],
 )
 def test_halves_of_characters(tokenizer: Any, written: str, read_as: str) -> None:
