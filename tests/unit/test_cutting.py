@@ -1,5 +1,6 @@
 """Cuts depend on the content after the last cut, are never taken back, and soon fall again where they fell."""
 
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -133,7 +134,10 @@ class TestBoundaries:
 
 class TestForTokenizer:
     tokenizer = load_embedded()[1]
-    chunker = ContentChunker.for_tokenizer(tokenizer)
+
+    @cached_property
+    def chunker(self) -> ContentChunker:
+        return ContentChunker.for_tokenizer(self.tokenizer)
 
     def pieces(self, tokens: Tokens) -> list[str]:
         borders = [0, *cuts(self.chunker, tokens), len(tokens)]
@@ -160,6 +164,8 @@ class TestForTokenizer:
             "",
         ]
         assert all(piece.endswith(("<|im_start|>user\n", "<|im_start|>assistant\n")) for piece in pieces[:-1])
+        other = ["The end of a message is not a part of the header of the next one: <|im_start|>assistant\n", "So?"]
+        assert self.pieces(self.ids("".join(other))) == other
 
     def test_sentences(self) -> None:
         """A paragraph that is too long is cut at the ends of its sentences."""
