@@ -194,6 +194,7 @@ _BAD: list[tuple[dict[str, Any], str]] = [
     ({"sentence_ends": [2**32]}, r"`sentence_ends` must hold token ids, ints from 0 on, got 4294967296\."),
     ({"sentence_ends": [True]}, r"`sentence_ends` must hold token ids, ints from 0 on, got True\."),
     ({"separators": [("<s>",)]}, r"`separators` must hold token ids, ints from 0 on, got '<s>'\."),
+    ({"separators": [5]}, r"`separators` must hold sequences of ids, got 5\. Pass \[\(5,\)\]\."),
     ({"separators": [()]}, r"`separators` must hold sequences of one id or more, got an empty one\."),
     ({"separators": [(1, None)]}, r"`separators` must hold token ids, ints from 0 on, got None\."),
 ]

@@ -103,18 +103,16 @@ def test_the_controller_raises_the_ratio_until_enough_is_covered() -> None:
     assert chosen("cacheblend", given_row, scores, **fixed, max_recompute_ratio=0.5) == list(range(20, 29))
     assert len(chosen("cacheblend", given_row, scores, **fixed, max_recompute_ratio=0.14)) == 7
     assert len(chosen("cacheblend", given_row, scores, **fixed, max_recompute_ratio=0.5, min_coverage=0.3)) == 5
-    assert len(chosen("cacheblend", given_row, np.zeros(100), recompute_ratio=0.0, max_recompute_ratio=0.5)) == 0
 
 
 def test_scores_are_measured_where_the_budget_exceeds_what_is_chosen_by_place() -> None:
-    def needs(repair: str, *moved: tuple[int, int], **settings: Any) -> bool:
-        return REPAIRS[repair].needs_scores(row(*(moved or [(10, 60)])), policy(repair, **settings))
+    def needs(repair: str, **settings: Any) -> bool:
+        return REPAIRS[repair].needs_scores(row((10, 60)), policy(repair, **settings))
 
     assert [needs("cacheblend", recompute_ratio=ratio) for ratio in (0.0, 0.02, 0.04)] == [False, False, True]
     assert needs("cacheblend", recompute_ratio=0.02, max_recompute_ratio=0.04)
     assert not needs("cacheblend", recompute_ratio=0.02, max_recompute_ratio=0.02)
     assert not any(needs(repair, recompute_ratio=0.5) for repair in ("none", "selective", "first_k"))
-    assert not needs("cacheblend", (10, 30), (30, 60), recompute_ratio=0.06, overlap_k=3)
 
 
 @given(

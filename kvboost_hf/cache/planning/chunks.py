@@ -329,9 +329,7 @@ class ContentChunker:
                 found.append(HEAD_TOKENS + int(after[0]))
         for sequence in self._sequences:
             first = max(HEAD_TOKENS - len(sequence), 0)
-            places = len(ids) - len(sequence) + 1 - first
-            if places <= 0:
-                continue
+            places = max(len(ids) - len(sequence) + 1 - first, 0)
             equal = ids[first : first + places] == sequence[0]
             for k in range(1, len(sequence)):
                 equal &= ids[first + k : first + k + places] == sequence[k]
