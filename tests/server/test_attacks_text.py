@@ -640,3 +640,6 @@ def test_a_part_tells_that_a_text_is_too_long(
     monkeypatch.setattr(encoding, "_TRIED", 2)  # a part that may well have few enough
     assert asyncio.run(encoder.text(text[:440], b"", new=1)) == tokenizer.encode(text[:440])
     assert sizes[-2:] == [200, 440]
+    if truncates:
+        monkeypatch.setattr(encoder, "_reach", Reach(5, 5))
+        assert asyncio.run(encoder.text(text[:600], b"", new=1))[-50:] == tokenizer.encode(text[:600])[-50:]
