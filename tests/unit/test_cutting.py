@@ -132,6 +132,11 @@ class TestBoundaries:
         assert chunker.next_cut(row, 0) == 42
 
 
+def test_a_cut_may_be_at_any_place_from_a_quarter_of_a_chunk_on() -> None:
+    found = {ContentChunker(96).next_cut(text(96, seed), 0) for seed in range(1500)}
+    assert found == set(range(24, 97))
+
+
 class TestForTokenizer:
     tokenizer = load_embedded()[1]
 
@@ -182,6 +187,8 @@ class TestForTokenizer:
     def test_an_empty_separator(self) -> None:
         with pytest.raises(ValueError, match=r"`separators` must hold texts of one character or more, got ''\."):
             ContentChunker.for_tokenizer(self.tokenizer, separators=[""])
+        with pytest.raises(ValueError, match=r"must be a sequence of texts, got the text 'ab'\. Pass \[text\]\."):
+            ContentChunker.for_tokenizer(self.tokenizer, separators="ab")
 
 
 _BAD: list[tuple[dict[str, Any], str]] = [

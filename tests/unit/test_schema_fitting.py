@@ -482,6 +482,12 @@ def test_patterns_of_javascript(grammars: Grammars, tokenizer: Any, pattern: str
     assert [text for text in others if found.takes(text)] == []
 
 
+def test_patterns_that_no_grammar_holds_are_told() -> None:
+    """Whatever stands before and behind what is left out."""
+    for pattern in (r"(a)\1a", r"\bab", r"a\Bb", r"(?<n>a)\k<n>b", "a(?=b)b", "(?!a)b|c", "(?<=a)b", "^(?=a(?=b))a"):
+        assert not rust(pattern).exact
+
+
 @pytest.mark.parametrize(
     "pattern", ["(?=" * 5000, "[" * 5000, "\\" * 5001, "(?!" * 16 + "a", "(?:(?!a)" * 10 + ")" * 10, ""]
 )
