@@ -132,10 +132,11 @@ def mutants_in(file: str, source: bytes) -> Iterator[Mutant]:
 
 
 class Notes:
-    """Notes which functions of the rooms each test enters, and how long it takes."""
+    """Notes which functions of the rooms each test enters, and how long it keeps the processor."""
 
     def __init__(self) -> None:
         self._seconds = dict[str, float]()  # of each test that has passed
+        self._took = 0.0  # seconds, of the test that ran last
         rooms = [f"{ROOT / room}/*" for room in _ROOMS]
         self._lines = coverage.Coverage(data_file=None, config_file=False, include=rooms)
         self._lines.start()
@@ -145,10 +146,19 @@ class Notes:
         """What is run from here on is run by this test, in whatever thread."""
         self._lines.switch_context(item.nodeid)
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Iterator[None]:
+        """Measures that: on a busy machine, time by the clock would leave few tests for a mutant."""
+        began = time.process_time()
+        try:
+            yield
+        finally:
+            self._took = time.process_time() - began
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keeps what has passed."""
         if report.when == "call" and report.passed:
-            self._seconds[report.nodeid] = report.duration
+            self._seconds[report.nodeid] = self._took
 
     def pytest_sessionfinish(self) -> None:
         """Writes it."""
@@ -202,7 +212,7 @@ class Judge:
         mutants: To be judged, in order.
         notes: What tests enter, and how long they take.
         minutes: No mutant is begun later.
-        seconds: How long the tests of one mutant may take.
+        seconds: How long the tests of one mutant may keep the processor.
         output: The descriptor to write to; pytest has its own.
     """
 
@@ -360,7 +370,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
     parser.add_argument("--count", type=int, default=10, help="how many mutants")
     parser.add_argument("--minutes", type=float, default=30.0, help="no mutant is begun later, the first run left out")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long the tests of one mutant may take")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the processor, for the tests of one mutant")
     parser.add_argument("--rooms", nargs="+", default=_ROOMS, help="folders of the package, within these")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="where tests are looked for")
     parser.add_argument("--map", type=Path, help="a file with what tests enter; it is made if it is missing")

@@ -324,14 +324,15 @@ class TierContract:
         assert set(keys(tier.entries())) == {make_entry(number).key for number in (7, 8, 9)}
         assert tier.stats()["max_bytes"] == open_tier.room_for(3)
 
-    def test_a_budget_may_be_used_up(self, open_tier: OpenTier) -> None:
-        three = [make_entry(number) for number in range(3)]
-        tier = open_tier(max_bytes=open_tier.bytes_of(*three))
-        write(tier, *three)
-        assert set(keys(tier.entries())) == set(keys(three))
-        less = make_entry(3, nbytes=2000)
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_a_budget_may_be_used_up(self, open_tier: OpenTier, count: int) -> None:
+        fitting = [make_entry(number) for number in range(count)]
+        tier = open_tier(max_bytes=open_tier.bytes_of(*fitting))
+        write(tier, *fitting)
+        assert set(keys(tier.entries())) == set(keys(fitting))
+        less = make_entry(count, nbytes=2000)
         write(tier, less)
-        assert set(keys(tier.entries())) == set(keys([*three[1:], less]))
+        assert set(keys(tier.entries())) == set(keys([*fitting[1:], less]))
 
     def test_gives_up_what_was_not_used_for_longest(self, open_tier: OpenTier) -> None:
         tier = open_tier(max_bytes=open_tier.room_for(3))

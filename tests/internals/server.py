@@ -38,7 +38,7 @@ from kvboost_hf.server.engine.holdings import Holdings
 from kvboost_hf.server.engine.intake import EngineLimits, Intake, WaitingLine
 from kvboost_hf.server.engine.model_runner import ModelRunner, tokens_that_fit
 from kvboost_hf.server.engine.neighbours import MemoryPlans
-from kvboost_hf.server.engine.phases import Prefill
+from kvboost_hf.server.engine.phases import Prefill, _piece_end
 from kvboost_hf.server.engine.task import Task
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.fair_share import FairCache, FairShare, FairTurns, Turns, may_hold

@@ -49,6 +49,21 @@ def test_what_is_right_passes(model: PreTrainedModel) -> None:
     assert store.stats()["divergences"] == store.stats()["quarantined"] == 0
 
 
+def test_what_was_taken_out_twice_is_refused_until_all_is_cleared() -> None:
+    llama = make_model()
+    store = ChunkStore(llama, chunk_size=32)
+
+    def chunks() -> int:
+        generate(llama, as_inputs(BASE[:, :100]), past_key_values=ChunkReuseCache(llama, store))
+        return int(store.stats()["chunks"])
+
+    for found in (3, 3, 2):
+        assert chunks() == found
+        store.quarantine([key for key, chunk in store.inspect().chunks.items() if chunk.start == 64])
+    store.clear()
+    assert chunks() == 3
+
+
 @pytest.mark.parametrize("batch", [False, True])
 def test_what_is_wrong_is_put_right_and_taken_out(
     model: PreTrainedModel, batch: bool, caplog: pytest.LogCaptureFixture

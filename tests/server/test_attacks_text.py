@@ -583,6 +583,14 @@ def test_no_text_has_too_many_markers() -> None:
     assert time.thread_time() - began < 20
 
 
+def test_markers_are_special_and_longer_than_a_character() -> None:
+    tokenizer: Any = load_embedded()[1]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["~", "~~"]})
+    tokenizer.add_tokens(["<mark>"])
+    text = "a ~ <mark> ~~"
+    assert [text[slice(*span)] for span in Markers(tokenizer).find(text)] == ["~~"]
+
+
 def test_the_end_by_a_stop_text_is_told_from_others() -> None:
     """So that a call that it cuts is left out."""
     model, tokenizer = load_embedded()
@@ -632,3 +640,6 @@ def test_a_part_tells_that_a_text_is_too_long(
     monkeypatch.setattr(encoding, "_TRIED", 2)  # a part that may well have few enough
     assert asyncio.run(encoder.text(text[:440], b"", new=1)) == tokenizer.encode(text[:440])
     assert sizes[-2:] == [200, 440]
+    if truncates:
+        monkeypatch.setattr(encoder, "_reach", Reach(5, 5))
+        assert asyncio.run(encoder.text(text[:600], b"", new=1))[-50:] == tokenizer.encode(text[:600])[-50:]

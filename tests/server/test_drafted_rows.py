@@ -106,6 +106,13 @@ def test_kv_is_that_of_plain_decoding(make: Make) -> None:
     assert drafted.stats()["cached_tokens"] - before > 4 * 60
 
 
+def test_chains_leave_room_for_a_token_of_the_model(make: Make) -> None:
+    drafted, ids = make(make_model(), draft=make_model(), draft_trees=ALL), [5, 6, 7] * 20
+    for most, some in ((2, False), (9, True)):
+        answers(drafted, [Job(ids=ids, options=SamplingOptions(max_tokens=most)) for _ in range(2)])
+        assert (drafted.stats()["speculation"]["drafted"] > 0) == some
+
+
 def test_hidden_states_go_along(make: Make) -> None:
     model = make_model()
     policy = ReusePolicy(keep_hidden_states=-1)

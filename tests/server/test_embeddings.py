@@ -16,6 +16,8 @@ from kvboost_hf.assets import load_embedded
 from tests.conftest import make_model, random_ids
 from tests.internals.server import (
     DrainingError,
+    EmbeddingJob,
+    EmbeddingTurns,
     Job,
     ModelEngine,
     QueueFullError,
@@ -172,6 +174,15 @@ def test_a_long_text_and_many_texts_hold_up_nobody() -> None:
     handle.remove()
     assert max(sizes) == 16
     engine.close()
+
+
+def test_while_a_text_is_under_way_others_begin_that_need_one_piece() -> None:
+    model, turns = make_model(), EmbeddingTurns()
+    begun, fits, longer = (EmbeddingJob([[7] * tokens]) for tokens in (40, 16, 17))
+    assert not begun.advance(model, 16)
+    assert turns.next([fits, longer, begun], 16) is fits
+    assert turns.next([longer, begun], 16) is begun
+    assert turns.next([longer, begun], None) is longer
 
 
 def test_limits_and_the_end() -> None:

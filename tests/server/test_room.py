@@ -82,10 +82,14 @@ def test_a_server_claims_what_its_store_and_its_requests_may_come_to_use(monkeyp
     model, claimed = make_model(), list[int]()
     monkeypatch.setattr(MemoryPlans, "claim", lambda plans, nbytes: claimed.append(nbytes))
     store, per_token = ChunkStore(model, max_bytes=10**6), 2 * bytes_per_token(model)
-    for most, longest in ((None, 500), (10, 20)):  # of two requests
-        settings = ServerSettings(model_name="reader", max_live_tokens=500, max_batch_size=2, max_model_len=most)
+    store.warm(random_ids(200))
+    left = 10**6 - int(store.stats()["bytes"])
+    for most, keys, longest in ((None, "", 500), (10, "", 20), (10, "a", 20), (10, "ab", 40)):  # of two requests
+        limits: Any = {"max_live_tokens": 500, "max_batch_size": 2, "max_model_len": most}
+        settings = ServerSettings(model_name="reader", api_keys=tuple(keys), **limits)
         assert _live_tokens(model, None, store, settings) == 500
-        assert claimed.pop() == 10**6 + longest * per_token
+        assert claimed.pop() == left + longest * per_token
+    assert left < 10**6
 
 
 def test_settings_that_are_none() -> None:

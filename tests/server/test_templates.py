@@ -319,6 +319,9 @@ def test_what_templates_do() -> None:
     assert (of(TEMPLATES["drops"]).late_system, of(TEMPLATES["drops"]).tool) == ("dropped", "dropped")
     assert (of(TEMPLATES["texts"]).calls, of(TEMPLATES["texts"]).text_calls) == ("refused", "taken")
     assert of(TEMPLATES["first"]).late_system == "refused"
+    twice = "(messages | map(attribute='role') | join).count('system') > 1"
+    only_one = f"{{{{ messages }}}}{{% if {twice} %}}{{{{ raise_exception() }}}}{{% endif %}}"
+    assert (of(only_one).system, of(only_one).late_system) == ("taken", "refused")
 
 
 def test_what_is_taken_stays_as_it_is() -> None:

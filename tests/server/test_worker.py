@@ -43,6 +43,7 @@ from tests.internals.server import (
     TooLongError,
     WaitingLine,
     _BatchLayer,
+    _piece_end,
     choose_attention,
 )
 from tests.internals.top import common_prefix, kernel_calls
@@ -857,6 +858,13 @@ def test_clients_take_turns() -> None:
     assert line.remove(many[-1])
     assert not line.remove(many[-1])
     assert not line.remove(waits(1, client=b"nobody"))
+
+
+def test_a_piece_has_room_for_tokens_beside_moved_ones_and_ends_in_none_of_these() -> None:
+    moved, stops = [(4, 20), (30, 40)], {(0, 4): 4, (0, 5): 21, (4, 1): 21, (19, 1): 21, (20, 1): 21, (0, 14): 30}
+    for (start, room), stop in {**stops, (0, 15): 41, (10, 15): 45, (35, 9): 49}.items():
+        ends = [_piece_end(start, room, moved, end) for end in (100, stop, stop - 1)]
+        assert ends == [stop, stop, stop - 1]
 
 
 def test_common_prefix() -> None:

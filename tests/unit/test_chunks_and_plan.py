@@ -238,6 +238,8 @@ class TestStems:
         st.integers(0, 30),
     )
     @example([("aaabb", 0), ("aab", 1)], 1, 1, 0)  # a stem that saves just what it costs
+    @example([("a" * 40, 0), *[("a" * 38, 0)] * 3], 0, 1, 4)  # behind padding that is held
+    @example([("a" * 40, 9)] * 3, 0, 1, 4)
     def test_any_batch(self, given_rows: list[tuple[str, int]], saving: int, logits: int, held: int) -> None:
         """Less work than without, or no stems; paths have no gaps, begin in what is known, and are of their row."""
         tokens = rows_of(*(text for text, _ in given_rows))
@@ -252,6 +254,7 @@ class TestStems:
         assert held <= plan.filled <= max(limit, held)
         stems = [stem for group in plan.stems for stem in group]
         assert all(stems)  # none is empty
+        assert all(stem.start >= min(hits[row] for row in stem.rows) for stem in stems)  # none is known to all
         if stems:
             assert plan.paths == tuple(map(tuple, paths_of(stems, len(tokens))))
         for row, pad in enumerate(pads):

@@ -1,5 +1,6 @@
 """Cuts depend on the content after the last cut, are never taken back, and soon fall again where they fell."""
 
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -131,9 +132,17 @@ class TestBoundaries:
         assert chunker.next_cut(row, 0) == 42
 
 
+def test_a_cut_may_be_at_any_place_from_a_quarter_of_a_chunk_on() -> None:
+    found = {ContentChunker(96).next_cut(text(96, seed), 0) for seed in range(1500)}
+    assert found == set(range(24, 97))
+
+
 class TestForTokenizer:
     tokenizer = load_embedded()[1]
-    chunker = ContentChunker.for_tokenizer(tokenizer)
+
+    @cached_property
+    def chunker(self) -> ContentChunker:
+        return ContentChunker.for_tokenizer(self.tokenizer)
 
     def pieces(self, tokens: Tokens) -> list[str]:
         borders = [0, *cuts(self.chunker, tokens), len(tokens)]
@@ -160,6 +169,8 @@ class TestForTokenizer:
             "",
         ]
         assert all(piece.endswith(("<|im_start|>user\n", "<|im_start|>assistant\n")) for piece in pieces[:-1])
+        other = ["The end of a message is not a part of the header of the next one: <|im_start|>assistant\n", "So?"]
+        assert self.pieces(self.ids("".join(other))) == other
 
     def test_sentences(self) -> None:
         """A paragraph that is too long is cut at the ends of its sentences."""
@@ -176,6 +187,8 @@ class TestForTokenizer:
     def test_an_empty_separator(self) -> None:
         with pytest.raises(ValueError, match=r"`separators` must hold texts of one character or more, got ''\."):
             ContentChunker.for_tokenizer(self.tokenizer, separators=[""])
+        with pytest.raises(ValueError, match=r"must be a sequence of texts, got the text 'ab'\. Pass \[text\]\."):
+            ContentChunker.for_tokenizer(self.tokenizer, separators="ab")
 
 
 _BAD: list[tuple[dict[str, Any], str]] = [
@@ -188,6 +201,7 @@ _BAD: list[tuple[dict[str, Any], str]] = [
     ({"sentence_ends": [2**32]}, r"`sentence_ends` must hold token ids, ints from 0 on, got 4294967296\."),
     ({"sentence_ends": [True]}, r"`sentence_ends` must hold token ids, ints from 0 on, got True\."),
     ({"separators": [("<s>",)]}, r"`separators` must hold token ids, ints from 0 on, got '<s>'\."),
+    ({"separators": [5]}, r"`separators` must hold sequences of ids, got 5\. Pass \[\(5,\)\]\."),
     ({"separators": [()]}, r"`separators` must hold sequences of one id or more, got an empty one\."),
     ({"separators": [(1, None)]}, r"`separators` must hold token ids, ints from 0 on, got None\."),
 ]

@@ -153,6 +153,16 @@ def test_what_a_chunk_continues_is_not_given_up_for_it(opened: Open) -> None:
     assert kept(tier, *range(5)) == [0, 1, 2, 3]
 
 
+def test_what_is_written_within_ten_minutes_of_the_use_of_what_it_continues_is_used_with_it() -> None:
+    db, minutes = sqlite3.connect(":memory:"), 60 * 10**9
+    for statement in disk_index.SCHEMA:
+        db.execute(statement)
+    for n, used in enumerate([50, 50 + 10 * minutes, 50 + 20 * minutes + 1, 0]):
+        disk_index.add(db, make_blob(n, parent=key_of(n - 1))[0], 1000, used)
+    found = [used for (used,) in db.execute("SELECT last_used FROM blobs ORDER BY rowid")]
+    assert found == [50, 50, 50 + 20 * minutes + 1, 0]
+
+
 def test_each_keeps_its_own_budget(opened: Open, folder: Path) -> None:
     large, small = opened(room_for(16)), None
     for n in range(16):

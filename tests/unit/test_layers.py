@@ -1,5 +1,6 @@
 """Every kind of layer keeps every promise of `ReuseLayer`, and the contract notices one that does not."""
 
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,11 @@ def test_the_contract_notices(kind: type, promise: Promise) -> None:
     stateful = issubclass(kind, StateLayer)
     with pytest.raises(AssertionError):
         promise(Form(kind, columns=0 if stateful else 2, conv=stateful, recurrent=stateful))
+
+
+def test_a_layer_that_stands_for_none_of_transformers_cannot_be_pickled() -> None:
+    with pytest.raises(TypeError, match="Pickle the cache that it is part of"):
+        pickle.dumps(FORMS["GrowingLayer"].make())
 
 
 def test_what_cannot_be_lent_or_read_says_why() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import make_model
@@ -132,6 +132,7 @@ def test_more_calls_are_counted() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.binary(min_size=1, max_size=3)), max_size=100))
+@example([*((True, bytes([n])) for n in range(0, 60, 2)), *((False, bytes([n])) for n in range(60))])  # many blocks
 @settings(max_examples=60, deadline=None)
 def test_sorted_texts(steps: list[tuple[bool, bytes]]) -> None:
 
@@ -149,7 +150,7 @@ def test_sorted_texts(steps: list[tuple[bool, bytes]]) -> None:
             below = [each for each in ordered if each < text]
             above = [each for each in ordered if each >= text]
             assert texts.around(text) == (below[-1] if below else b"", above[0] if above else b"")
-            assert texts.following(text, 9) == above[:9]
+            assert all(texts.following(text, count) == above[:count] for count in (2, 9))
             assert len(texts) == len(held)
     finally:
         content_index._BLOCK = size
@@ -159,6 +160,14 @@ def test_sorted_texts(steps: list[tuple[bool, bytes]]) -> None:
 @settings(max_examples=60, deadline=None)
 def test_window_table(steps: list[tuple[int, list[int]]]) -> None:
     """Hashes that stand close together in the table, many of them alike; slots come and go."""
+    size, content_index._FEWEST_ROWS = content_index._FEWEST_ROWS, 4
+    try:
+        _check_window_table(steps)
+    finally:
+        content_index._FEWEST_ROWS = size
+
+
+def _check_window_table(steps: list[tuple[int, list[int]]]) -> None:
     table, held = WindowTable(), dict[int, tuple[int, list[int]]]()
     for slot, numbers in steps:
         hashes = np.array(numbers, dtype=np.uint64)

@@ -223,6 +223,14 @@ def test_a_short_chunk_in_the_way_does_not_cost_a_long_one() -> None:
     assert [(s.start, s.stop) for s in segments] == [(0, 20), (20, 220)]
 
 
+def test_few_whole_chunks_come_before_a_part_of_a_longer_one_and_many_do_not() -> None:
+    document = text(200)
+    longer = FakeChunk(np.concatenate([document, 300 + text(20)]))
+    for size, are_chosen in ((100, True), (20, False)):
+        whole = [FakeChunk(document[at : at + size]) for at in range(0, 200, size)]
+        assert [s.chunk for s in moved(document, index_of(longer, *whole))] == (whole if are_chosen else [longer])
+
+
 class TestVariants:
     document = text(64, 5)
 
@@ -252,6 +260,7 @@ class TestVariants:
         segments = moved(row, index_of(whole, longer, behind))
         assert [s.chunk for s in segments] == [whole, behind]
         assert segments[0].to_end
+        assert moved(row, index_of(whole, longer, behind), stop=104)[-1].stop == 104  # in the one behind
 
     def test_of_several_behind_it_the_one_that_serves_most(self) -> None:
         """Of those that serve as much, the one with fewest tokens besides. They are too short to be found alone."""

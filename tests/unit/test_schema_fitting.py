@@ -104,6 +104,7 @@ EXACT: list[tuple[Any, list[Any], list[Any]]] = [
     ),
     ({"type": "object", "properties": {"a": True, "b": False}}, [{"a": 1}], [{"b": 1}]),
     ({"oneOf": [{"const": "a"}, {"const": "b"}]}, ["a", "b"], ["c"]),
+    ({"oneOf": [{"enum": [1, None]}, {"type": "boolean"}, TEXT]}, [1, None, True, "a"], [2, []]),
     (
         {
             "oneOf": [{"$ref": "#/components/schemas/cat"}, {"$ref": "#/components/schemas/dog"}],
@@ -183,6 +184,7 @@ LEFT: list[tuple[Any, list[Any], list[Any], list[str]]] = [
     ({"type": "string", "pattern": 5}, ["a"], [1], ["pattern"]),
     ({"oneOf": [_CAT, {**_CAT, "required": ["lives"]}]}, [{"name": "a"}], [{"name": 1}], ["oneOf"]),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, [1, 1.5], ["a"], ["oneOf"]),
+    ({"oneOf": [{"const": 1}, {"type": "integer"}]}, [1, 2], ["a"], ["oneOf"]),
     ({"oneOf": [{"type": "object", "required": ["name"]}, _CAT]}, [{"name": "a"}], [1], ["oneOf"]),
     (
         {"type": "object", "properties": {"a": TEXT}, "if": {"required": ["a"]}, "then": {"required": ["b"]}},
@@ -478,6 +480,12 @@ def test_patterns_of_javascript(grammars: Grammars, tokenizer: Any, pattern: str
     found = Held(grammars, tokenizer, json_schema(schema), [])
     assert [text for text in texts if not found.takes(text)] == []
     assert [text for text in others if found.takes(text)] == []
+
+
+def test_patterns_that_no_grammar_holds_are_told() -> None:
+    """Whatever stands before and behind what is left out."""
+    for pattern in (r"(a)\1a", r"\bab", r"a\Bb", r"(?<n>a)\k<n>b", "a(?=b)b", "(?!a)b|c", "(?<=a)b", "^(?=a(?=b))a"):
+        assert not rust(pattern).exact
 
 
 @pytest.mark.parametrize(

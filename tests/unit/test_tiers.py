@@ -120,6 +120,7 @@ def _told(test: Callable[..., None], open_tier: OpenTier, monkeypatch: pytest.Mo
         "parts": [],
         "max_bytes": -1,
         "room": 5,
+        "count": 3,
     }
     names = list(inspect.signature(test).parameters)[1:]
     return {name: open_tier() if name == "tier" else every[name] for name in names}

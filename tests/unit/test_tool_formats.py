@@ -212,6 +212,10 @@ def test_arguments_come_as_they_are_written(tokenizer: Any, name: str) -> None:
         ({"type": "string"}, "null", "null"),
         ({"type": "string"}, "None", "None"),
         ({"type": "INTEGER"}, "5", 5),
+        ({"type": "integer"}, "1.5", "1.5"),
+        ({"type": "number"}, "5", 5),
+        ({"type": "number"}, "[5]", "[5]"),
+        ({"type": ["array", "number"]}, '"5"', '"5"'),
         ({"type": "STRING", "nullable": True}, "5", "5"),
         ({"enum": ["auto", True, 2]}, "auto", "auto"),
         ({"enum": ["auto", True, 2]}, "true", True),
@@ -265,6 +269,10 @@ def test_a_model_may_say_whether_a_value_is_a_text(
         (r"\ud800x\udbff", "\ufffdx\ufffd"),
         (r"\udc00\udfff", "\ufffd\ufffd"),
         (r"\ud7ff\ue000", "\ud7ff\ue000"),
+        (
+            "\\\ud800\\\udfff\\\ud7ff\\\ue000",
+            "\\\ufffd\\\ufffd\\\ud7ff\\\ue000",
+        ),  # behind a backslash that escapes nothing
     ],
 )
 def test_halves_of_characters(tokenizer: Any, written: str, read_as: str) -> None:
@@ -332,6 +340,14 @@ def test_arguments_that_are_a_text_are_read_as_far_as_they_go(
     for pieces in ([text], [*text]):
         [call] = joined(read(tokenizer, RECORDED["HERMES"][0], pieces, streams=streams, cut=True)).calls
         assert (json.loads(call.arguments), call.cut) == (found, True)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_of_arguments_that_come_more_than_once_the_first_ones_count(tokenizer: Any, streams: bool) -> None:
+    cities = "".join(f', "arguments": {{"city": "{city}"}}' for city in ("Paris", "Rome", "Oslo"))
+    text = f'<tool_call>{{"name": "get_weather"{cities}}}</tool_call>'
+    [call] = joined(read(tokenizer, RECORDED["HERMES"][0], [*text], streams=streams, cut=False)).calls
+    assert json.loads(call.arguments) == {"city": "Paris"}
 
 
 NO_LLAMA = [

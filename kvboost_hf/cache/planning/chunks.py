@@ -329,9 +329,7 @@ class ContentChunker:
                 found.append(HEAD_TOKENS + int(after[0]))
         for sequence in self._sequences:
             first = max(HEAD_TOKENS - len(sequence), 0)
-            places = len(ids) - len(sequence) + 1 - first
-            if places <= 0:
-                continue
+            places = max(len(ids) - len(sequence) + 1 - first, 0)
             equal = ids[first : first + places] == sequence[0]
             for k in range(1, len(sequence)):
                 equal &= ids[first + k : first + k + places] == sequence[k]
@@ -415,14 +413,12 @@ def _ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 def _message_headers(tokenizer: Any) -> set[tuple[int, ...]]:
     """The header of each message of a chat, from its last special token on."""
-    if tokenizer.chat_template is None:
-        return set()
     special = set(tokenizer.get_added_vocab().values())
     said = ("4711", "8153", "6029")
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), said, strict=True)]
     try:
         rest = tokenizer.apply_chat_template(turns, tokenize=False)
-    except (TemplateError, ValueError):  # a template that takes other chats, or one of several
+    except (TemplateError, ValueError):  # no template, one that takes other chats, or one of several
         return set()
     headers: set[tuple[int, ...]] = set()
     for text in said:

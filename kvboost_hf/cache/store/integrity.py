@@ -175,19 +175,16 @@ def _difference(
             (_of_states(stored.states.layer(i), coded.layer(i), lossless=lossless) for i in range(len(coded.layers))),
             default=0.0,
         )
-    start = max(stop - len(stored.tokens), *(layer.first for layer in fresh))
-    if start >= stop:
-        return 0.0
+    start = stop - len(stored.tokens)
     right = copy_columns(fresh, 0, start, stop, columns, at_start=start == 0)
-    return _of_columns(stored.kv, right, start - stop, lossless=lossless)
+    return _of_columns(stored.kv, right, lossless=lossless)
 
 
-def _of_columns(stored: LayerKV, right: LayerKV, tail: int, *, lossless: bool) -> float:
-    """Of the last `-tail` columns, decoded."""
+def _of_columns(stored: LayerKV, right: LayerKV, *, lossless: bool) -> float:
     largest, ours, theirs = 0.0, LayerKVReader(stored), LayerKVReader(right)
     for idx in range(len(stored.places)):
         for found, expected in zip(ours.layer(idx) or (), theirs.layer(idx) or (), strict=True):
-            found, expected = found[:, tail:].float(), expected.float()
+            found, expected = found.float(), expected.float()
             # A number that falls between two codes may become either: the mean is what counts.
             off = difference(found, expected) if lossless else _mean_difference(found, expected)
             largest = max(largest, off if off == off else float("inf"))
@@ -202,9 +199,8 @@ def _mean_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _error_of_columns(layers: Sequence[ReuseLayer], stop: int, form: ColumnFormat) -> float:
     """Mean difference that the codec of columns makes in the first `stop` ones of the layers."""
-    start = max(layer.first for layer in layers)
-    coded = copy_columns(layers, 0, start, stop, form, at_start=start == 0)
-    return _of_columns(coded, copy_columns(layers, 0, start, stop), start - stop, lossless=False)
+    coded = copy_columns(layers, 0, 0, stop, form, at_start=True)
+    return _of_columns(coded, copy_columns(layers, 0, 0, stop), lossless=False)
 
 
 def _error_of_states(layers: Sequence[ReuseLayer], form: StateFormat) -> float:
