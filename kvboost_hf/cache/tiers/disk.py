@@ -16,7 +16,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -55,7 +55,6 @@ class DiskTier:
 
     Args:
         path: A folder; it is made if it is missing.
-        read_entry: Reads what a blob is found by, for blobs that are in the folder but not in the index.
         name: The name of the tier in reports and `stats()`.
 
     Raises:
@@ -69,7 +68,6 @@ class DiskTier:
         path: str | os.PathLike[str],
         max_bytes: int,
         *,
-        read_entry: Callable[[memoryview], Entry] = read_entry,
         name: str = "disk",
     ) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
@@ -79,7 +77,6 @@ class DiskTier:
         folder = Path(path).expanduser().absolute()
         self.name, self.location, self.max_bytes = name, str(folder), max_bytes
         read_only = not is_writable(folder)
-        self._read_entry = read_entry
         self._evictions = 0
         self._sizes: dict[bytes, int] = {}  # of the blobs that were looked up last: they are read next
         self._failures = Failures(_log, f"Disk tier {folder}", (OSError, sqlite3.Error))
@@ -444,7 +441,7 @@ class DiskTier:
                     continue
                 entry = None
                 with suppress(ValueError):
-                    entry = self._read_entry(blob)
+                    entry = read_entry(blob)
                 if entry is None or entry.key != key:
                     self._files.remove(key)
                 else:
