@@ -105,27 +105,34 @@ class _Attachment:
         self._storing = forks.lock()  # tails are on their way to the store
 
     def cache_for(
-        self, model: PreTrainedModel, config: GenerationConfig, given: Kwargs, mode: GenerationMode
+        self,
+        model: PreTrainedModel,
+        call: GenerateCall,
+        config: GenerationConfig,
+        given: Kwargs,
+        mode: GenerationMode,
     ) -> ChunkReuseCache | None:
         """A cache of a fixed size for a generate() call that has none and asks for none, or None."""
         if self._max_cache_len is None or config.cache_implementation not in (None, "dynamic") or not config.use_cache:
             return None
         if cache_in(given) is not None or given.get("inputs_embeds") is not None:
             return None
-        if mode == GenerationMode.ASSISTED_GENERATION or holder_of_cache(model) is not None:
+        if mode == GenerationMode.ASSISTED_GENERATION:
             return None
         if self._max_cache_len == AUTO:
-            return self._in_a_graph(model)
-        if static_reason(model, self._max_cache_len) is not None:  # the model was changed after attach()
+            return self._in_a_graph(model, call)
+        if (holder_of_cache(model) or static_reason(model, self._max_cache_len)) is not None:  # changed after attach()
             return None
         self._finish_last()
         return self._of_call(self._of_fixed_size(model, self._max_cache_len))
 
-    def _in_a_graph(self, model: PreTrainedModel) -> ChunkReuseCache | None:
+    def _in_a_graph(self, model: PreTrainedModel, call: GenerateCall) -> ChunkReuseCache | None:
         """This thread's cache for calls that decode in a graph, or None for one that does not."""
-        call, of_thread = calling(), self._of_thread
+        of_thread = self._of_thread
         if not call.compiles(model):
             of_thread.eager_reason = NOT_ON_GPU
+            return None
+        if holder_of_cache(model) is not None:
             return None
         self._finish_last()
         parts, of_thread.in_graphs = self._take_over(of_thread.in_graphs), None
@@ -434,13 +441,15 @@ def _prepare_cache_for_generation(
     *args: Any,
 ) -> Any:
     """Stands before the method of this name: a call goes on as if the cache had been passed to it."""
-    attached = ModelState.of(self).attached
+    call = calling()
+    model = call.model or self  # which may be a shallow copy: this is bound to what that was copied from
+    attached = ModelState.of(model).attached
     if isinstance(attached, _Attachment):
-        cache = attached.cache_for(self, generation_config, model_kwargs, generation_mode)
+        cache = attached.cache_for(model, call, generation_config, model_kwargs, generation_mode)
         if cache is not None:
             model_kwargs[CACHE] = cache
-    prepare = getattr(type(self), PREPARE_CACHE)
-    return prepare(self, generation_config, model_kwargs, generation_mode, *args)
+    prepare = getattr(type(model), PREPARE_CACHE)
+    return prepare(model, generation_config, model_kwargs, generation_mode, *args)
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,5 +1,6 @@
 """State and findings about one model, kept on the model itself."""
 
+import copy
 import traceback
 from collections.abc import Callable, Collection, Hashable
 from itertools import pairwise
@@ -20,6 +21,7 @@ ORIGIN = frozenset(
     ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map")
 )
 _UNREAD = ORIGIN | {"dtype", "model_type"}  # of the weights and the class: not all configurations have them
+_claiming = forks.rlock()
 _MOST_SETTINGS = 64  # of one model, of which what is known is kept
 
 
@@ -27,6 +29,7 @@ class KeptOnModel:
     """Base of objects that are kept on a model, one per class, and never copied or saved with it."""
 
     _attribute: str
+    _owner = 0  # the id of the model: `copy.copy(model)` has the same attributes
 
     def __init_subclass__(cls) -> None:
         cls._attribute = f"_kvboost_hf_{cls.__name__}"
@@ -35,8 +38,12 @@ class KeptOnModel:
     def of(cls, model: PreTrainedModel) -> Self:
         """The object on `model`, made at the first call."""
         kept = model.__dict__.get(cls._attribute)  # first, for torch.compile traces this, and cannot make a lock
-        if kept is None:
-            kept = model.__dict__.setdefault(cls._attribute, cls())
+        if kept is None or not (torch.compiler.is_compiling() or kept._owner == id(model)):
+            with _claiming:
+                kept = model.__dict__.get(cls._attribute)
+                if kept is None or kept._owner not in (0, id(model)):
+                    kept = model.__dict__[cls._attribute] = copy.deepcopy(kept) or cls()
+                kept._owner = id(model)
         assert isinstance(kept, cls)
         return kept
 

@@ -76,6 +76,28 @@ def test_a_copy_says_that_it_is_not_attached(duplicate: Any) -> None:
     assert own.store is not last_cache(found).store
 
 
+@pytest.mark.parametrize("kind", [{}, {"max_cache_len": 64}], ids=["growing", "of a fixed size"])
+def test_a_shallow_copy_is_not_attached(kind: Any) -> None:
+    """It has the weights of the model, and may have another configuration: here, of a window."""
+    model = make_model("mistral")
+    attach(model, ChunkStore(model, chunk_size=16), **kind)
+    model.generate(**PROMPT, **SETTINGS)
+    found = copy.copy(model)
+    with pytest.warns(UserWarning, match=r"Call attach\(copy\)"):
+        assert last_cache(found) is None
+    found.config = found.model.config = copy.deepcopy(model.config)
+    found.config.sliding_window = found.config.max_position_embeddings
+    expected = make_model("mistral")
+    expected.config.sliding_window = found.config.sliding_window
+    assert found.generate(**PROMPT, **SETTINGS).equal(expected.generate(**PROMPT, **SETTINGS))
+    detach(found)
+    found.model.config = model.config
+    assert model.generate(**PROMPT, **SETTINGS).equal(make_model("mistral").generate(**PROMPT, **SETTINGS))
+    own = last_cache(model)
+    assert own is not None
+    assert own.report.reused_tokens == 39, "the copy took the place of the model that is attached"
+
+
 def test_a_cache_goes_on_with_what_one_has_left() -> None:
     """Unless a forward was under way, which has failed."""
     model = make_model("llama")

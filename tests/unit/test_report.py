@@ -112,6 +112,7 @@ def _said(before: Any, found: Any, expected: Any, cause: str = "diverged", *, at
     [
         (("ab", "cd", None, "evicted"), "Row 2, token 5: 'cd' was stored once and has been evicted; a larger"),
         (("ab", "cd", None, "fingerprint"), "'cd' is stored, but for other weights, dtype or adapters"),
+        (("ab", "cd", None, "slow"), "'cd' is stored in a lower tier, but takes longer to load than to compute."),
         (("ab", "cd", None, "cold"), "'cd' was never seen after what comes before it."),
         (("ab", "cd", "xy"), "Row 2, token 5: 'cd', where a stored prompt has 'xy'."),
         (("ab", "\0", None, "evicted"), "Row 2, token 5: '\\x00' was stored once"),

@@ -642,6 +642,7 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(
     MODEL.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=1)
     assert cache.report.reused_tokens == (0 if slow else 149)
     assert store.stats()["not_worth_loading"] == (149 if slow else 0)
+    assert [(miss.at, miss.cause) for miss in cache.report.misses] == ([(0, "slow")] if slow else [])
     cache.reset()
     again = ChunkReuseCache(MODEL, store)  # what is in host memory is always worth it
     MODEL.generate(**as_inputs(IDS), past_key_values=again, max_new_tokens=1)

@@ -321,12 +321,13 @@ def note_served(parts: CacheParts, plan: ReusePlan, ids: Tokens) -> list[Stored]
                 if segment.moved:
                     tally.moved_by[segment.shift] += tokens
                     has_moved = True
-        saved = row_plan.states.get(plan.filled - pad) if row_plan.states is not None else None
+        miss, saved = row_plan.miss, row_plan.states.get(plan.filled - pad) if row_plan.states is not None else None
         states = saved if isinstance(saved, StoredStates) else None
         if not is_edit:  # which asks no store
-            store.record_use(chunks, missed=row_plan.miss is not None, states=states, moved=has_moved)
+            missed = miss is not None and not miss.is_slow
+            store.record_use(chunks, missed=missed, states=states, moved=has_moved)
         found += [*chunks, *([states] if states is not None else [])]
-        if (miss := row_plan.miss) is not None:
+        if miss is not None:
             tokens_of = ids[row, pad:]
             evicted = store.was_evicted(miss.wanted_key)
             other = store.known_under_other_root(ledger.root, tokens_of)

@@ -103,6 +103,7 @@ class Miss:
     border: Border  # the chunk border before it
     wanted_key: bytes | None  # prefix key of the whole chunk there; None where the row ends before its cut
     nearest: Tokens | None  # tokens, from the border on, of the stored chunk that agrees longest
+    is_slow: bool = False  # what is stored there takes longer to load than to compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def trim_row(plan: RowPlan, saving: Callable[[Segment], float]) -> RowPlan:
     hit = plan.segments[keep].start
     states = {at: saved for at, saved in plan.states.items() if at <= hit} if plan.states is not None else None
     borders = tuple(border for border in plan.borders if border.at <= hit)
-    return RowPlan(hit, plan.segments[:keep], borders, None, states)
+    return RowPlan(hit, plan.segments[:keep], borders, Miss(hit, Border(hit, b""), None, None, is_slow=True), states)
 
 
 def _states(

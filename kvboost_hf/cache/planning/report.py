@@ -31,7 +31,7 @@ class MissReport:
     before: Tokens  # a few prompt tokens up to there; images, sound and video are -1, here and below
     found: Tokens  # a few prompt tokens from there on
     expected: Tokens | None  # the tokens of the nearest stored chunk there, or None
-    cause: str  # "cold" | "evicted" | "fingerprint" | "diverged"
+    cause: str  # "cold" | "evicted" | "fingerprint" | "diverged" | "slow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ def _miss_report(missed: Missed) -> MissReport:
         expected = text_ids(stored[:_CONTEXT_TOKENS]) if len(stored) else None
     before, found = text_ids(before), text_ids(found)
     cause = "fingerprint" if other_fingerprint and miss.at == 0 else "cold"
-    cause = "diverged" if expected is not None else "evicted" if evicted else cause
+    cause = "slow" if miss.is_slow else "diverged" if expected is not None else "evicted" if evicted else cause
     return MissReport(row, miss.at, before, found, expected, cause)
 
 
@@ -248,6 +248,8 @@ def _explain(miss: MissReport, tokenizer: Detokenizer | None) -> str:
     where = f"Row {miss.row}, token {miss.at}: {show(miss.found)}"
     if miss.cause == "evicted":
         return f"{where} was stored once and has been evicted; a larger `max_bytes` would have kept it."
+    if miss.cause == "slow":
+        return f"{where} is stored in a lower tier, but takes longer to load than to compute."
     if miss.cause == "fingerprint":
         return f"{where} is stored, but for other weights, dtype or adapters of this model."
     if miss.expected is None:
