@@ -182,7 +182,9 @@ class ContentIndex(Generic[C]):
             for chunk in [*others, *(held if isinstance(held, list) else [held])]:
                 if chunk is not None and chunk.parent == parent and chunk not in found:
                     found.append(chunk)
-        return max(found, key=lambda chunk: (_shared(chunk.text, text), -chunk.length), default=None)
+        if len(found) > 1:
+            return max(found, key=lambda chunk: (_shared(chunk.text, text), -chunk.length))
+        return found[0] if found else None
 
     def under(self, key: bytes) -> C | None:
         """The chunk with this key."""
