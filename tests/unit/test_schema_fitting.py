@@ -471,6 +471,10 @@ def test_settings_of_the_grammar_are_none_of_a_client(held: Any) -> None:
         (r"^[^\p{P}\\]$", ["a"], ['"', "\\", "!"]),
         (r"^\P{P}\PP\p{P}$", ['aa"', "aa\\"], ['"a"', "a\\!"]),
         (r'^[^|"][^||][\D"]$', ['\\"\\'], ['"||', "||a"]),
+        # What is left out at the start of a text, before signs of choices and groups that are none.
+        (r"^(?!a)[|\])]b$", ["|b", "]b", ")b"], ["ab", "b", "cb"]),
+        (r"^(?!a)\|\)[b]$", ["|)b"], ["|)", "a"]),
+        (r"^(?!a)(a|b)$", ["b"], ["a"]),
     ],
 )
 def test_patterns_of_javascript(grammars: Grammars, tokenizer: Any, pattern: str, texts: Any, others: Any) -> None:
@@ -484,7 +488,17 @@ def test_patterns_of_javascript(grammars: Grammars, tokenizer: Any, pattern: str
 
 def test_patterns_that_no_grammar_holds_are_told() -> None:
     """Whatever stands before and behind what is left out."""
-    for pattern in (r"(a)\1a", r"\bab", r"a\Bb", r"(?<n>a)\k<n>b", "a(?=b)b", "(?!a)b|c", "(?<=a)b", "^(?=a(?=b))a"):
+    for pattern in (
+        r"(a)\1a",
+        r"\bab",
+        r"a\Bb",
+        r"(?<n>a)\k<n>b",
+        "a(?=b)b",
+        "(?!a)b|c",
+        "(?<=a)b",
+        "^(?=a(?=b))a",
+        r"^(?!a)[b\]]|c",
+    ):
         assert not rust(pattern).exact
 
 
