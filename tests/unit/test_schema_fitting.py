@@ -206,6 +206,18 @@ LEFT: list[tuple[Any, list[Any], list[Any], list[str]]] = [
         ["unevaluatedProperties"],
     ),
     ({"type": "array", "contains": NUMBER, "minContains": 2}, [[1, 2]], [[1], {}], ["contains"]),
+    ({"contains": NUMBER, "minContains": 0, "maxContains": 1}, [[1], []], [], ["contains", "maxContains"]),
+    (
+        {
+            "type": "object",
+            "properties": {"ab": TEXT},
+            "additionalProperties": False,
+            "propertyNames": {"maxLength": 1},
+        },
+        [{}],
+        [1],
+        ["propertyNames"],
+    ),
     ({"type": "string", "not": {"pattern": "a"}}, ["b"], [1], ["not"]),
     ({"type": "string", "const": 1}, [1], ["a", 2], ["type"]),
     ({"type": "string", "enum": [1, 2]}, [1], ["a"], ["type"]),
