@@ -3,6 +3,7 @@
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -315,6 +316,19 @@ def test_order_of_eviction() -> None:
     order.touch(b"leaf of often")
     order.touch(b"new")
     assert [order.victim() for _ in range(5)] == [b"once", b"new", b"leaf of often", b"often", None]
+
+
+def test_a_use_counts_half_after_sixteen_uses_of_each() -> None:
+    order = EvictionOrder()
+    for name in (b"used", b"other"):
+        order.add(name, None)
+    for _ in range(30):
+        order.touch(b"other")
+    order.next_prompt()
+    known = 1 - 2 ** (-33 / 32)  # of all uses, those since it came, with one more
+    assert order.rate(b"used") == pytest.approx(0.5 / known)
+    order.touch(b"used")
+    assert order.rate(b"used") == pytest.approx(1.5 / known)
 
 
 def test_uses_are_remembered_of_what_was_given_up() -> None:

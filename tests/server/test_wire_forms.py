@@ -144,8 +144,8 @@ def test_a_bomb_is_too_large(serve: Serve, engine: FakeEngine, times: int) -> No
     with pytest.raises(HTTPException, match="ends too early"):  # all that may be unpacked is there
         asyncio.run(Unpacked("gzip").read(gzip.compress(b" " * 100_000)[:-4], 100_000, last=True))
     for nbytes, status in ((100_000, 200), (100_001, 413)):
-        parts = [gzip.compress(RAW.encode().ljust(60_000)), gzip.compress(b" " * (nbytes - 60_000))]
-        for sent in (b"".join(parts), _apart(parts)):
+        two = [gzip.compress(RAW.encode().ljust(60_000)), gzip.compress(b" " * (nbytes - 60_000))]
+        for sent in (b"".join(two), _apart(two)):
             answer = at.http.post(PATH, content=sent, headers=JSON | {"content-encoding": "gzip"})
             assert answer.status_code == status
 

@@ -206,6 +206,18 @@ LEFT: list[tuple[Any, list[Any], list[Any], list[str]]] = [
         ["unevaluatedProperties"],
     ),
     ({"type": "array", "contains": NUMBER, "minContains": 2}, [[1, 2]], [[1], {}], ["contains"]),
+    ({"contains": NUMBER, "minContains": 0, "maxContains": 1}, [[1], []], [], ["contains", "maxContains"]),
+    (
+        {
+            "type": "object",
+            "properties": {"ab": TEXT},
+            "additionalProperties": False,
+            "propertyNames": {"maxLength": 1},
+        },
+        [{}],
+        [1],
+        ["propertyNames"],
+    ),
     ({"type": "string", "not": {"pattern": "a"}}, ["b"], [1], ["not"]),
     ({"type": "string", "const": 1}, [1], ["a", 2], ["type"]),
     ({"type": "string", "enum": [1, 2]}, [1], ["a"], ["type"]),
@@ -471,6 +483,10 @@ def test_settings_of_the_grammar_are_none_of_a_client(held: Any) -> None:
         (r"^[^\p{P}\\]$", ["a"], ['"', "\\", "!"]),
         (r"^\P{P}\PP\p{P}$", ['aa"', "aa\\"], ['"a"', "a\\!"]),
         (r'^[^|"][^||][\D"]$', ['\\"\\'], ['"||', "||a"]),
+        # What is left out at the start of a text, before signs of choices and groups that are none.
+        (r"^(?!a)[|\])]b$", ["|b", "]b", ")b"], ["ab", "b", "cb"]),
+        (r"^(?!a)\|\)[b]$", ["|)b"], ["|)", "a"]),
+        (r"^(?!a)(a|b)$", ["b"], ["a"]),
     ],
 )
 def test_patterns_of_javascript(grammars: Grammars, tokenizer: Any, pattern: str, texts: Any, others: Any) -> None:
@@ -484,7 +500,17 @@ def test_patterns_of_javascript(grammars: Grammars, tokenizer: Any, pattern: str
 
 def test_patterns_that_no_grammar_holds_are_told() -> None:
     """Whatever stands before and behind what is left out."""
-    for pattern in (r"(a)\1a", r"\bab", r"a\Bb", r"(?<n>a)\k<n>b", "a(?=b)b", "(?!a)b|c", "(?<=a)b", "^(?=a(?=b))a"):
+    for pattern in (
+        r"(a)\1a",
+        r"\bab",
+        r"a\Bb",
+        r"(?<n>a)\k<n>b",
+        "a(?=b)b",
+        "(?!a)b|c",
+        "(?<=a)b",
+        "^(?=a(?=b))a",
+        r"^(?!a)[b\]]|c",
+    ):
         assert not rust(pattern).exact
 
 
