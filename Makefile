@@ -61,6 +61,7 @@ test: $(VENV)/installed browser npm
 
 # Slow tests, the cases that every commit is not tested with, and real clients and libraries: an hour on two cores.
 nightly: $(VENV)/installed clients libraries-quick fuzz
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --watched --seconds $(FUZZ_S)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu and nightly"
 
 # Checkpoints in 4 bits by their own tools, streamed beside these tools' own forward: some minutes, and 300 MB of packages.

@@ -19,6 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import islice, product
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
@@ -28,6 +29,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor as _Guidance
 
+from kvboost_hf import forks
 from kvboost_hf.compat.forwards import CACHE, cache_in
 from kvboost_hf.compat.models import input_device
 from kvboost_hf.errors import StoreClosedError
@@ -174,6 +176,35 @@ def running_config() -> Any:
     return found.f_locals.get("generation_config") if found is not None else None
 
 
+class _Garbage:
+    """Is collected by nobody while the stacks of other threads are read.
+
+    Python 3.11 collects as it makes the object of a frame, or the dict of its variables. A finalizer lets other
+    threads go on, also out of that very frame: what lies in its place by then is read, or the process dies.
+    """
+
+    def __init__(self) -> None:
+        self._lock = forks.rlock(torn=self._collect)
+
+    @contextmanager
+    def stays(self) -> Iterator[None]:
+        with self._lock:
+            collects = gc.isenabled()
+            gc.disable()
+            try:
+                yield
+            finally:
+                if collects:
+                    gc.enable()
+
+    def _collect(self) -> None:
+        gc.enable()
+
+
+_garbage = _Garbage()
+
+
+@_garbage.stays()
 def is_under_way(config: Any, thread: int) -> bool:
     """Whether the generate() call that has made `config` for itself runs in `thread`, or is a loop that yields.
 
@@ -188,6 +219,7 @@ def is_under_way(config: Any, thread: int) -> bool:
     return any(isinstance(owner, suspended) for owner in owners)
 
 
+@_garbage.stays()
 def is_in_stock_loop(config: Any, thread: int) -> bool:
     """Whether the generate() call that has made `config` is in a loop of transformers in `thread`, not in its own."""
     inside = False
@@ -201,6 +233,7 @@ def is_in_stock_loop(config: Any, thread: int) -> bool:
     return False
 
 
+@_garbage.stays()
 def is_in_forward(cache: Any, thread: int) -> bool:
     """Whether `thread` runs a forward with `cache`."""
     for frame in _frames_of(thread):
@@ -212,6 +245,7 @@ def is_in_forward(cache: Any, thread: int) -> bool:
     return False
 
 
+@_garbage.stays()
 def is_running(model: Any) -> bool:
     """Whether a thread runs the model, or a generate() call of it. It looks at all stacks: for rare cases only."""
     for thread in sys._current_frames():

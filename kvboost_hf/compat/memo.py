@@ -92,7 +92,7 @@ def config_scalars(config: Any) -> list[Hashable]:
     if config is None:
         return []
     found: list[Hashable] = []
-    held = config.__dict__
+    held = config.__dict__.copy()  # another thread may set one
     for name in sorted(held.keys() - _UNREAD):
         value = held[name]
         kind = type(value)

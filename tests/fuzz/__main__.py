@@ -48,14 +48,14 @@ def least(history: History, wrong: Wrong) -> tuple[History, Wrong]:
     return small, failure_of(small) or wrong
 
 
-def fuzz(first: int, seconds: float, most: int, without: list[str]) -> int:
+def fuzz(first: int, seconds: float, most: int, without: list[str], *, watched: bool = False) -> int:
     """Play the histories from a seed on; returns how many different ones have failed."""
     shown: set[str] = set()
     begun, shrinking, histories, calls = time.monotonic(), 0.0, 0, 0
     for seed in count(first):
         if time.monotonic() - begun - shrinking > seconds or len(shown) >= most:
             break
-        history = draw_history(seed)
+        history = replace(draw_history(seed), watched=watched)
         if any(part in repr(history) for part in without):
             continue
         histories, calls = histories + 1, calls + len(history.calls)
@@ -86,6 +86,7 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=None, help="of the first history; without it, one by chance")
     options.add_argument("--most", type=int, default=_MOST, help="failures that end the run (%(default)d)")
     options.add_argument("--without", default="", help="leave out histories whose Python has one of these, by commas")
+    options.add_argument("--watched", action="store_true", help="beside a thread that reads what users may watch")
     given = options.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -93,7 +94,8 @@ def main() -> int:
     logging.getLogger("kvboost_hf").setLevel(logging.ERROR)
     seed = given.seed if given.seed is not None else random.SystemRandom().randrange(10**9)
     _say(f"python -m tests.fuzz --seed {seed}")
-    return 1 if fuzz(seed, given.seconds, given.most, [part for part in given.without.split(",") if part]) else 0
+    without = [part for part in given.without.split(",") if part]
+    return 1 if fuzz(seed, given.seconds, given.most, without, watched=given.watched) else 0
 
 
 if __name__ == "__main__":

@@ -141,6 +141,7 @@ class History(_Short):
         max_bytes: The room of the store, in chunks; None for more than enough.
         disk: Whether there is a tier on disk.
         threads: How many play the calls, each every n-th.
+        watched: Whether another thread reads what users may watch meanwhile.
         calls: In order.
     """
 
@@ -154,6 +155,7 @@ class History(_Short):
     max_chunks: int | None = None
     disk: bool = False
     threads: int = 1
+    watched: bool = False
     calls: tuple[Call, ...] = ()
 
     @property

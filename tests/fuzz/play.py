@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+import sys
 import tempfile
 import threading
+import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -25,9 +27,10 @@ from kvboost_hf import (
     attach,
     check_model_compatibility,
     detach,
+    last_cache,
     lookup_assistant,
 )
-from kvboost_hf.errors import KVBoostError
+from kvboost_hf.errors import KVBoostError, StoreClosedError
 from tests.conftest import as_inputs, left_pad
 from tests.fuzz.families import OWN_DRAFTS, STATEFUL, Family, draft, family, mode, model_as, tokenizer, user_code
 from tests.fuzz.history import EDITS, REUSES, TEXTS, Call, History, Row
@@ -92,6 +95,53 @@ class Step:
     expected: Any
 
 
+@contextmanager
+def watched(read: Callable[[], object]) -> Iterator[None]:
+    """Call `read` over and over in another thread, while threads take turns all the time.
+
+    Raises:
+        Wrong: if it has raised.
+    """
+    interval, ended, failed = sys.getswitchinterval(), threading.Event(), list[str]()
+
+    def watch() -> None:
+        while not ended.is_set() and not failed:
+            try:
+                read()
+            except Exception:
+                failed.append(traceback.format_exc())
+
+    thread = threading.Thread(target=watch)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    if failed:
+        raise Wrong("watched", failed[0])
+
+
+def read_cache(cache: ChunkReuseCache) -> None:
+    """Read what users may watch of a cache, whoever uses it meanwhile."""
+    cache.report.explain()
+    for name in ("nbytes", "root", "content_keys", "max_cache_len", "is_croppable", "policy", "salt", "store"):
+        getattr(cache, name)
+    repr(cache), len(cache), cache.get_seq_length(), cache.stored_tokens(TEXTS[0][:, :40])
+
+
+def read_store(store: ChunkStore, *, integrity: bool) -> None:
+    """Read what users may watch of a store; with `integrity`, also whether what it holds is right."""
+    for read in (store.stats, store.inspect, store.pinned_keys):
+        read()
+    store.continuation(TEXTS[0][0, :40].tolist(), 4)
+    store.check_consistency()
+    if integrity and (found := store.check_integrity(0.2)).wrong:
+        raise ValueError(f"{found.wrong} of {found.checked} chunks are wrong")
+
+
 def play(history: History, dtype: torch.dtype = torch.float32) -> int:
     """Play a history; returns the calls that were compared.
 
@@ -111,7 +161,7 @@ def play(history: History, dtype: torch.dtype = torch.float32) -> int:
         except ValueError as error:
             raise Refused(str(error)) from error
         steps = prepare(history, models, dtype)
-        with _Played(history, models, dtype) as played:
+        with _Played(history, models, dtype) as played, watched(played.read) if history.watched else nullcontext():
             played.run(steps)
     return len(steps)
 
@@ -383,6 +433,7 @@ class _Played:
         live = KVQuantConfig(method="kivi", key_bits=8, value_bits=8, group_size=16, window=16, exact_layers=0)
         self._live = live if history.live_quant else None
         self._shared: ChunkReuseCache | None = None
+        self._lanes = [_Lane() for _ in range(history.threads)]
 
     def __enter__(self) -> "_Played":
         self._folder = tempfile.TemporaryDirectory() if self._history.disk else None
@@ -402,6 +453,18 @@ class _Played:
         if self._folder is not None:
             self._store.close()
             self._folder.cleanup()
+
+    def read(self) -> None:
+        """Read what users may watch, of all caches and of the store."""
+        caches = [last_cache(self._model), self._shared]
+        for lane in self._lanes:
+            caches += [lane.cache, *list(lane.caches.values())]
+        as_it_was = self._steady and not any(call.changed or call.user or call.raises for call in self._history.calls)
+        with suppress(StoreClosedError):  # it is opened again
+            for cache in caches:
+                if isinstance(cache, ChunkReuseCache):
+                    read_cache(cache)
+            read_store(self._store, integrity=as_it_was)
 
     def run(self, steps: Sequence[Step]) -> None:
         """Play all calls, and look at what is stored."""
@@ -424,12 +487,15 @@ class _Played:
                 raise error
         if self._history.reuse == "attach":
             detach(self._model)
-        found = self._store.check_integrity()
+        try:
+            found = self._store.check_integrity()
+        except Exception as error:
+            raise Wrong(f"raised {type(error).__name__}", f"check_integrity(): {error}") from error
         if found.wrong and not self._history.live_quant and self._steady:
             raise Wrong("stored", f"{found.wrong} of {found.checked} chunks are wrong")
 
     def _lane(self, steps: Sequence[Step], number: int) -> Exception | None:
-        lane = _Lane()
+        lane = self._lanes[number]
         try:
             for at in range(number, len(steps), self._history.threads):
                 self._step(lane, at, steps[at])

@@ -31,7 +31,7 @@ from kvboost_hf.cache.forward.loans import Loans, lending_reason, reading_reason
 from kvboost_hf.cache.forward.moved import goes_on
 from kvboost_hf.cache.forward.reused import Reused
 from kvboost_hf.cache.forward.running import CacheParts, Settled
-from kvboost_hf.cache.identity import ModelFingerprint, ModelState, ModelWalk, foreign, model_name
+from kvboost_hf.cache.identity import ModelFingerprint, ModelState, ModelWalk, foreign, model_name, walk
 from kvboost_hf.cache.identity.foreign import edits_inputs, foreign_functions, holder_of_cache, only_looks
 from kvboost_hf.cache.identity.hooks import hooks_of_all_modules
 from kvboost_hf.cache.identity.values import Reached, Reader

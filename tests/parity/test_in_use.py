@@ -414,6 +414,39 @@ def test_a_generator_that_yields_while_the_stack_of_its_thread_is_read(monkeypat
         leave.set()
 
 
+@pytest.mark.parametrize("look", ["is_under_way", "is_in_stock_loop", "is_in_forward", "is_running"])
+def test_no_garbage_is_collected_while_the_stack_of_another_thread_is_read(
+    llama: PreTrainedModel, request: pytest.FixtureRequest, look: str
+) -> None:
+    """Python 3.11 collects as it makes a frame's object: finalizers let the thread return, and the frame is gone."""
+    entered, leave, threads, within = threading.Event(), threading.Event(), list[int](), set[str]()
+
+    def generate(generation_config: Any, depth: int = 9) -> None:
+        if depth:
+            return generate(generation_config, depth - 1)
+        threads.append(threading.get_ident())
+        entered.set()
+        assert leave.wait(30)
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        code = sys._getframe(1).f_code
+        within.add(code.co_name if code.co_filename == generate_calls.__file__ else "elsewhere")
+
+    given: Any = {"is_running": llama, "is_in_forward": ChunkReuseCache(llama)}.get(look, GenerationConfig())
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(generate, given)
+        assert entered.wait(30)
+        request.addfinalizer(partial(gc.set_threshold, *gc.get_threshold()))
+        request.addfinalizer(partial(gc.callbacks.remove, note))
+        gc.callbacks.append(note)
+        gc.set_threshold(1)
+        getattr(generate_calls, look)(given, *threads[: look != "is_running"])
+        gc.set_threshold(0)
+        leave.set()
+    assert within <= {"elsewhere", "stays"}
+    assert gc.isenabled()
+
+
 CHANGES: dict[str, tuple[str, Callable[[ChunkReuseCache], Any]]] = {  # with a part of it that takes its time
     "reset": ("drop", lambda cache: cache.reset()),
     "crop": ("can_crop", lambda cache: cache.crop(-3)),

@@ -40,7 +40,7 @@ from tests import multimodal
 from tests.architectures.models import make_architecture
 from tests.conftest import _MAKERS as MODELS
 from tests.conftest import STATEFUL, as_inputs, counted, make_model, pickles_models, random_ids
-from tests.internals.cache import foreign_functions
+from tests.internals.cache import foreign_functions, walk
 from tests.internals.compat import CACHE, hook_layers
 
 CHANGED = "the cache was changed by somebody else"
@@ -801,6 +801,34 @@ def test_hooks_come_and_go_in_another_thread() -> None:
     for _ in range(2):
         assert torch.equal(generate(model, BASE), generate(plain, BASE))
     assert last_cache(model).report.reused_tokens == 96
+
+
+@pytest.mark.parametrize("looked_at", ["value", "text", "module"])
+def test_attributes_that_another_thread_sets_and_deletes(monkeypatch: pytest.MonkeyPatch, looked_at: str) -> None:
+    """Of modules and of the configuration, in the middle of a look at them."""
+    model, changes = make_model("llama"), [0]
+    cache, vary = ChunkReuseCache(model, store_of(model)), walk.frequencies_vary
+
+    def change(*_: Any) -> None:
+        changes[0] += 1
+        for place in (model, model.config, *model.model.layers):
+            if place.__dict__.pop("zealous", None) is None:
+                place.__dict__["zealous"] = [1]
+
+    class Odd:
+        __repr__ = lambda self: change() or "odd"  # noqa: E731
+        __class__ = property(lambda self: change() or Odd)  # type: ignore[assignment]
+
+    if looked_at == "module":
+        change()
+        cache.stored_tokens(BASE)
+        monkeypatch.setattr(walk, "frequencies_vary", lambda module: change() or vary(module))
+    else:
+        model.config.odd = Odd() if looked_at == "value" else {1: Odd()}
+    for number in range(4):
+        model.config.number = number
+        assert cache.stored_tokens(BASE) == 0
+    assert changes[0] >= 4
 
 
 def test_a_hook_that_another_thread_registers_for_this_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,11 +49,13 @@ class Ending(FakeEngine):
 
     def __init__(self, *says: str) -> None:
         super().__init__(*says)
-        self.told = threading.Event()  # that it is to end
+        self.told, self.goes_on = threading.Event(), threading.Event()  # that it is to end, and does so
+        self.goes_on.set()
 
     def drain(self, timeout_s: float) -> bool:
         super().drain(timeout_s)
         self.told.set()
+        assert self.goes_on.wait(WAIT_S)
         end = time.monotonic() + timeout_s
         ended = all(ticket.ended.wait(max(0, end - time.monotonic())) for ticket in self.tickets)
         for ticket in self.tickets:
@@ -393,6 +395,7 @@ def _ask(at: Wire, found: list[Any], **more: Any) -> threading.Thread:
 
 def test_a_server_that_ends_answers_all(endless: Ending, tokenizer: Any, log: list[logging.LogRecord]) -> None:
     found: list[httpx.Response] = []
+    endless.goes_on.clear()
     with running(endless, tokenizer, drain_s=1.5) as at:
         assert at.server is not None
         asking = [_ask(at, found), _ask(at, found), _ask(at, found, stream=True)]
@@ -404,6 +407,7 @@ def test_a_server_that_ends_answers_all(endless: Ending, tokenizer: Any, log: li
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         ready = httpx.get(at.url + "/ready")
         assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
+        endless.goes_on.set()
         for thread in asking:
             thread.join(WAIT_S)
     half.close()
@@ -421,7 +425,7 @@ def test_answers_that_nobody_reads_at_the_end_are_no_errors(tokenizer: Any, log:
     body = json.dumps(ASK | {"stream": True}).encode()
     with in_a_thread(server) as at:
         one = at.open(post(body, f"Content-Length: {len(body)}"), receive_buffer=4096)
-        until(lambda: any(it.flow.write_paused for it in server.server_state.connections), "it is all read")
+        until(lambda: any(it.flow and it.flow.write_paused for it in [*server.server_state.connections]), "it is read")
     one.close()
     assert not [record for record in log if record.levelno > logging.INFO]
 

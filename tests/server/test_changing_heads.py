@@ -91,14 +91,14 @@ def test_lines(text: str, kept: str | None) -> None:
 
 
 def test_long_texts_take_no_time() -> None:
-    start = time.perf_counter()
+    start = time.thread_time()  # of this thread alone: others may keep it waiting
     for text in (
         "x-anthropic-billing-header: " + "a=" * 100_000,
         "a=b;" * 200_000,
         "x-anthropic-billing-header: a" * 9999,
     ):
         without_changing_lines([{"role": "system", "content": text}], [r"(a|b|=|;)+c"])
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2
 
 
 def test_patterns_that_are_none_are_refused(serve: Serve, engine: FakeEngine) -> None:

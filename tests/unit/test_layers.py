@@ -109,6 +109,18 @@ def test_what_cannot_be_lent_or_read_says_why() -> None:
 
 
 @torch.no_grad()
+def test_bytes_of_a_layer_to_which_another_thread_adds_a_tensor() -> None:
+    class Adding(list[torch.Tensor]):
+        def __iter__(self) -> Any:
+            native.more = torch.zeros(3)
+            return super().__iter__()
+
+    layer = FORMS["OpaqueLayer"].make()
+    native: Any = layer.native
+    before, native.several = layer.nbytes, Adding([torch.zeros(2)])
+    assert layer.nbytes - before in (2 * 4, 5 * 4)
+
+
 def test_what_is_in_codes_stays_so_when_padding_becomes_known() -> None:
     form = FORMS["QuantizedLayer"]
     run = Run(form).forward(80)

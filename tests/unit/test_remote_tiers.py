@@ -41,7 +41,7 @@ valkey = pytest.importorskip("valkey")
 needs_server = pytest.mark.skipif(BINARY is None, reason="neither valkey-server nor redis-server is on the PATH")
 
 COOLDOWN_S = 0.05
-TIMEOUT_S = 0.3
+TIMEOUT_S = 0.3  # where a server does not answer; others have time, on a busy machine, too
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., ValkeyTier]]:
-    """Opens tiers that are quick to give up, and closes them."""
+    """Opens tiers that come back soon after a failure, and closes them."""
     with ExitStack() as stack:
 
         def connect(url: str, **options: object) -> ValkeyTier:
-            tier = ValkeyTier(url, **({"timeout_s": TIMEOUT_S, "cooldown_s": COOLDOWN_S} | options))  # type: ignore[arg-type]
+            tier = ValkeyTier(url, **({"timeout_s": 20.0, "cooldown_s": COOLDOWN_S} | options))  # type: ignore[arg-type]
             stack.callback(tier.close)
             return tier
 
@@ -209,9 +209,9 @@ def test_a_server_that_is_killed_is_a_miss_until_it_is_back(start, connect, capl
 @pytest.mark.parametrize("call", ["find", "read", "write"])
 def test_a_server_that_stalls_costs_one_timeout(start, connect, call):
     server = start()
-    tier, entry = connect(server.url, cooldown_s=3.0), make_entry(1)
+    tier, entry = connect(server.url, timeout_s=TIMEOUT_S, cooldown_s=3.0), make_entry(1)
     large = make_entry(2, nbytes=32 * 2**20)
-    write(tier, entry)
+    write(connect(server.url), entry)
     calls = {
         "find": lambda: tier.find([entry.key]),
         "read": lambda: tier.read(entry.key),
@@ -225,8 +225,7 @@ def test_a_server_that_stalls_costs_one_timeout(start, connect, call):
         assert not other()
     assert tier.stats()["errors"] == 1  # no other was tried
     server.go_on()
-    eventually(lambda: tier.find([entry.key]))
-    assert tier.read(entry.key) == b"".join(make_blob(entry))
+    eventually(lambda: tier.read(entry.key) == b"".join(make_blob(entry)))
 
 
 @needs_server
@@ -426,9 +425,9 @@ def test_a_field_that_is_no_piece_is_passed_over(shared_server, connect):
 
 
 def test_what_is_not_used_for_its_time_to_live_is_gone(shared_server, connect):
-    tier = connect(shared_server.url, prefix=uuid4().hex, ttl_s=0.5)
+    tier, began = connect(shared_server.url, prefix=uuid4().hex, ttl_s=0.5), time.monotonic()
     write(tier, make_entry(1))
-    assert set(tier.find([make_entry(1).key])) == {make_entry(1).key}
+    assert set(tier.find([make_entry(1).key])) == {make_entry(1).key} or time.monotonic() - began > 0.5
     eventually(lambda: not tier.find([make_entry(1).key]))
     assert tier.find_alike([make_entry(1).head]) == []
     assert keys(tier.entries()) == []
@@ -507,7 +506,7 @@ GARBAGE = [
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_is_a_miss(connect, garbage):
     with Impostor(lambda heard: garbage) as impostor:
-        tier, entry = connect(impostor.url, cooldown_s=1e-6), make_entry(1)
+        tier, entry = connect(impostor.url, timeout_s=TIMEOUT_S, cooldown_s=1e-6), make_entry(1)
         assert tier.find([entry.key]) == {}
         assert tier.find_alike([entry.head]) == []
         assert tier.read(entry.key) is None
@@ -528,7 +527,7 @@ def test_what_is_lost_on_its_way_is_not_kept(connect, answer):
         return next((reply for command, reply in known.items() if command in heard), answer)
 
     with Impostor(answers) as impostor:
-        tier, entry = connect(impostor.url, cooldown_s=1e-6), make_entry(1)
+        tier, entry = connect(impostor.url, timeout_s=TIMEOUT_S, cooldown_s=1e-6), make_entry(1)
         assert not tier.write(entry, make_blob(entry))
         assert tier.stats()["state"] == "down"
         tier.close()

@@ -4,7 +4,6 @@ import datetime
 import enum
 import json
 import re
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -445,15 +444,16 @@ def test_one_bad_property_of_many_is_found(held: Any) -> None:
     assert not found.takes({"p7": "a"})
 
 
-def test_what_takes_too_long_is_left(held: Any) -> None:
+def test_what_takes_too_long_is_left(held: Any, grammars: Grammars) -> None:
     slow = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}
     found = held({"type": "object", "properties": {"slow": slow, "b": NUMBER}}, is_object=True)
     assert found.takes({"slow": 1})
     assert not found.takes(1)
     assert found.left
-    start = time.monotonic()
-    assert held({"type": "object", "properties": {"slow": slow, "b": NUMBER}}, is_object=True).left == found.left
-    assert time.monotonic() - start < 1
+    grammars.close()  # nothing more is compiled, and this is known
+    again = held({"type": "object", "properties": {"slow": slow, "b": NUMBER}}, is_object=True)
+    grammars.open()
+    assert again.left == found.left
 
 
 def test_settings_of_the_grammar_are_none_of_a_client(held: Any) -> None:

@@ -192,20 +192,20 @@ def holder_of_cache(model: nn.Module) -> str | None:
         attributes = module.__dict__
         if not issubclass(kind, _CONTAINERS):
             if isinstance(module, PreTrainedModel):
-                todo += [child for child in attributes["_modules"].values() if child is not None]
+                todo += [child for child in list(attributes["_modules"].values()) if child is not None]
                 continue
             for hooks, with_kwargs in (
                 (attributes["_forward_pre_hooks"], attributes["_forward_pre_hooks_with_kwargs"]),
                 (attributes["_forward_hooks"], attributes["_forward_hooks_with_kwargs"]),
             ):
-                for number in with_kwargs if hooks else ():
-                    if number in hooks and not only_looks(hooks[number]):
-                        return f"a forward hook ({name_of(hooks[number])}) on {kind.__name__} is given the cache"
+                for hook in map(hooks.get, list(with_kwargs) if hooks else ()):
+                    if hook is not None and not only_looks(hook):
+                        return f"a forward hook ({name_of(hook)}) on {kind.__name__} is given the cache"
             if kind not in native or "forward" in attributes:
                 if (patch := _patched_forward(module)) is not None:
                     return f"the forward of {kind.__name__} was replaced ({name_of(patch)})"
                 native.add(kind)
-        todo += [child for child in attributes["_modules"].values() if child is not None]
+        todo += [child for child in list(attributes["_modules"].values()) if child is not None]
     return None
 
 
@@ -214,7 +214,7 @@ def edits_inputs(model: PreTrainedModel) -> bool:
     methods = (getattr(model, name) for name in _MAKING_INPUTS)
     if not all(is_own(getattr(method, "__func__", method)) for method in methods):
         return True
-    return any(not only_looks(hook) for hook in model._forward_pre_hooks.values())
+    return any(not only_looks(hook) for hook in list(model._forward_pre_hooks.values()))
 
 
 @cache

@@ -51,7 +51,8 @@ def _without_origin(written: dict[str, Any]) -> dict[str, Any]:
 
 def ids_of_configs(config: Any) -> set[int]:
     """The ids of a configuration and of those in it."""
-    inner = [value for value in getattr(config, "__dict__", {}).values() if isinstance(value, PreTrainedConfig)]
+    held = list(getattr(config, "__dict__", {}).values())
+    inner = [value for value in held if isinstance(value, PreTrainedConfig)]
     return {id(config)}.union(*map(ids_of_configs, inner))
 
 

@@ -97,12 +97,12 @@ class Still:
         dicts += [vars(base) for base in {base: None for kind in kinds for base in kind.__mro__}]
         for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             for held in (vars(registry), *map(vars, type(registry).__mro__)):
-                dicts += [held, *(value for value in held.values() if type(value) is dict)]
+                dicts += [held, *(value for value in list(held.values()) if type(value) is dict)]
         inside = set(map(id, modules))
         values = {
             id(value): value  # many modules have the same configuration
             for attributes in own
-            for name, value in attributes.items()
+            for name, value in list(attributes.items())
             if type(value) not in _PLAIN and is_read(name)
         }
         if not own or not all([self._follow(value, dicts, inside) for value in values.values()]):
@@ -134,7 +134,7 @@ class Still:
         """Add the dicts of a value of a module, or of its configuration; returns whether all changes are seen then."""
         if isinstance(value, PreTrainedConfig):
             dicts.append(vars(value))
-            for inner in vars(value).values():
+            for inner in list(vars(value).values()):
                 if isinstance(inner, PreTrainedConfig):
                     self._follow(inner, dicts, modules)
                 elif type(inner) in (dict, list, tuple):
@@ -207,7 +207,7 @@ def _all_shown(values: list[Any]) -> list[str]:
 
 def _items(dicts: Iterable[Dict]) -> _Items:
     """Where all values in dicts are, except None."""
-    found = [(each, name) for each in dicts for name, value in each.items() if value is not None]
+    found = [(each, name) for each in dicts for name, value in list(each.items()) if value is not None]
     return [each for each, _ in found], [name for _, name in found]
 
 
@@ -219,7 +219,7 @@ def _modules_of(model: nn.Module) -> list[nn.Module]:
         module = todo.pop()
         if id(module) not in found:
             found[id(module)] = module
-            todo += [child for child in module.__dict__["_modules"].values() if child is not None]
+            todo += [child for child in list(module.__dict__["_modules"].values()) if child is not None]
             todo += chain.from_iterable(kernels.values() for kernels in _kernels_in(module.__dict__))
     return list(found.values())
 
@@ -228,7 +228,7 @@ def _kernels_in(attributes: Dict) -> list[Dict]:
     """Dicts of modules without weights that are no children: functions that the package `kernels` may replace."""
     return [
         value
-        for name, value in attributes.items()
+        for name, value in list(attributes.items())
         if type(value) is dict and value and name not in INSIDE and all(map(_is_function, value.values()))
     ]
 

@@ -127,7 +127,7 @@ class Walk:
 
     def _add(self, module: nn.Module) -> Iterable[nn.Module | None]:
         """Add all that a module holds except its children, which are returned."""
-        attributes = module.__dict__
+        attributes = module.__dict__.copy()  # another thread may set one, or take one away
         number = len(self.modules)
         self.modules.append(module)
         self.classes[type(module)] = None
@@ -144,7 +144,7 @@ class Walk:
         if (hook := attributes.get("_hf_hook")) is not None:
             self._add_accelerate_hook(hook, module)
         for group in (attributes["_parameters"], attributes["_buffers"]):
-            for name, tensor in group.items() if group else ():
+            for name, tensor in list(group.items()) if group else ():
                 before = len(self.found.tensors)
                 self._add_tensor(tensor)
                 if "inv_freq" in name:
@@ -161,7 +161,7 @@ class Walk:
         elif not number:
             unwatch_forward(module)
         children: dict[str, nn.Module | None] = attributes["_modules"]
-        return children.values()
+        return list(children.values())
 
     def _add_function(self, function: Any) -> None:
         self.found.parts.append(function)
@@ -287,7 +287,7 @@ class Layout:
     """Where an ordinary walk has found things, without a reference to them. All tensors are plain."""
 
     def __init__(self, walk: Walk) -> None:
-        attributes = [module.__dict__ for module in walk.modules]
+        attributes = [module.__dict__.copy() for module in walk.modules]
         numbers = {id(module): number for number, module in enumerate(walk.modules)}
         self._modules = list(map(weakref.ref, walk.modules))
         self._types = list(map(type, walk.modules))
@@ -311,7 +311,7 @@ class Layout:
         groups, children = self._groups(inside), self._children(inside)
         self._names_inside = list(chain.from_iterable((*groups, *children)))
         self._types_inside = list(map(type, _values(groups)))
-        self._numbers = [numbers[id(child)] if child is not None else None for child in _values(children)]
+        self._numbers = [numbers[id(child)] if child is not None else None for child in list(_values(children))]
         self._rotary = [number for number, own in enumerate(attributes) if "rope_type" in own]
         self._hooked = [numbers[id(module)] for module in walk.hooked]
         self._classes = walk.classes
@@ -329,6 +329,8 @@ class Layout:
             return None
         try:
             values = list(chain.from_iterable([take(own) for take, own in zip(self._takers, attributes, strict=True)]))
+            others = [attributes[number][name] for number, name in self._others_at]
+            configs = [attributes[number][name] for number, name in self._configs_at]
         except KeyError:
             return None
         if list(map(type, values)) != self._types_of_values or self._scalars(values) != self._scalar_values:
@@ -347,12 +349,10 @@ class Layout:
         if any(map(_IS_META, tensors)) or any(frequencies_vary(modules[number]) for number in self._rotary):
             return None
         walk = Walk()
-        walk.modules, walk.classes = modules, self._classes
+        walk.modules, walk.classes, walk.others, walk.configs = modules, self._classes, others, configs
         walk.found.tensors, walk.found.switches = tensors, self._switches
         walk.found.in_training = self._in_training
         walk.found.flags, walk.found.frequencies = self._flags, self._frequencies
-        walk.others = [attributes[number][name] for number, name in self._others_at]
-        walk.configs = [attributes[number][name] for number, name in self._configs_at]
         walk.hooked = [modules[number] for number in self._hooked]
         return walk
 
@@ -374,7 +374,7 @@ def _take(indices: Sequence[int]) -> _Take:
 def _values_of_classes(classes: Iterable[type]) -> list[dict[str, Any]]:
     """Attributes of the classes of modules, and of their bases, that are no classes of a package."""
     others = {base: None for kind in classes for base in kind.__mro__[:-1] if not is_own(base)}
-    return [{name: value for name, value in vars(base).items() if not name.startswith("__")} for base in others]
+    return [{name: value for name, value in vars(base).copy().items() if not name.startswith("__")} for base in others]
 
 
 def _is_the_same_in_training(module: nn.Module) -> bool:

@@ -193,7 +193,7 @@ def _leaves(value: Any, kind: type[T]) -> list[T]:
     """All objects of a kind in `value`, and in containers within it."""
     if isinstance(value, kind):
         return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return [leaf for part in inner for leaf in _leaves(part, kind)]
 
 

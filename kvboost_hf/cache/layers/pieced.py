@@ -153,7 +153,8 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, and of the pieces, whoever else holds them."""
-        pieces = (*self._table.keys, *self._table.values) if self._table is not None else ()
+        table = self._table  # which another thread may drop
+        pieces = (*table.keys, *table.values) if table is not None else ()
         return super().nbytes + sum(piece.nbytes for piece in pieces)
 
     # Pieces

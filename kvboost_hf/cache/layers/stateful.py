@@ -254,7 +254,9 @@ def are_as_marked(tensors: Sequence[torch.Tensor], marks: Marks | None) -> bool:
 
 def states_of(layer: Any) -> list[torch.Tensor]:
     """All states of a layer of transformers, or of ours."""
-    return [t for states in (layer.conv_states, layer.recurrent_states) for t in states.values() if t is not None]
+    return [
+        t for states in (layer.conv_states, layer.recurrent_states) for t in list(states.values()) if t is not None
+    ]
 
 
 def _recent(layer: Any, index: int) -> torch.Tensor | None:
