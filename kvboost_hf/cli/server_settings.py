@@ -25,7 +25,7 @@ def add_secrets(options: argparse.Namespace, environment: Mapping[str, str], nam
         file, value = getattr(options, f"{name}_file"), environment.get(f"KVBOOST_HF_{name.upper()}")
         keys = [*getattr(options, name), *(read_keys(file) if file is not None else ())]
         # A secret of Kubernetes often ends with a line end, which no header can hold.
-        setattr(options, name, [*keys, value.strip()] if value else keys)
+        setattr(options, name, keys if value is None else [*keys, value.strip()])
     options.ssl_keyfile_password = environment.get("KVBOOST_HF_SSL_KEYFILE_PASSWORD")
 
 

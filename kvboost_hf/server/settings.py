@@ -12,8 +12,10 @@ from pathlib import Path
 from kvboost_hf.engine.settings import ALIKE
 from kvboost_hf.fields import check_bounds, setting
 
+_NAME = re.compile(r"[^\ud800-\udfff]+")  # answers are in UTF-8
 _FORMS = {  # of texts that requests are compared with, and what each must be
-    "model_aliases": (re.compile(r".+", re.DOTALL), "names, such as gpt-4o or gpt-*"),
+    "model_name": (_NAME, "a text in UTF-8, and not empty, such as gpt-4o"),
+    "model_aliases": (_NAME, "names in UTF-8, such as gpt-4o or gpt-*"),
     "allowed_hosts": (
         re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*\.?|\[[0-9a-f:.]+\]", re.ASCII | re.IGNORECASE),
         "names without scheme and port, such as model.example, *.example or [2001:db8::1], or *",
@@ -24,6 +26,7 @@ _FORMS = {  # of texts that requests are compared with, and what each must be
     ),
 }
 
+_DAY_S = 24 * 60 * 60  # threads cannot wait for any time
 ACCESS, LOAD, KEYS = "who may ask, and where", "how much at once", "keys"  # groups of flags
 
 
@@ -99,7 +102,7 @@ class ServerSettings:
         default_max_tokens: Tokens of an answer, at most, where the request gives no length; None for as many as the
             context has room for.
         timeout_s: Seconds from the arrival of a request until it is given up.
-        drain_s: Seconds that requests have left when the server is told to end.
+        drain_s: Seconds that requests have left when the server is told to end, a day at most.
         ping_s: A stream that is silent for so many seconds sends a comment, so that no proxy closes it.
         max_body_bytes: Requests with a larger body are refused with status 413.
         body_timeout_s: Seconds for the body of a request to come, then status 408.
@@ -114,7 +117,8 @@ class ServerSettings:
         strict_requests: Refuse requests with unknown fields, in place of ignoring these.
 
     Raises:
-        ValueError: for counts or times that are none, an empty name or key, and hosts and origins that no request has.
+        ValueError: for counts or times that are none, names and keys that are empty or no valid text, and hosts and
+            origins that no request has.
     """
 
     model_name: str = setting(
@@ -131,7 +135,7 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = setting((), group=ACCESS, flag="cors-origin", metavar="ORIGIN")
     max_batch_size: int = setting(8, group=LOAD, above=0)
     max_queue_size: int = setting(64, group=LOAD, above=0)
-    batch_window_ms: float = setting(0.0, group=LOAD, least=0)
+    batch_window_ms: float = setting(0.0, group=LOAD, least=0, most=1000 * _DAY_S)
     prefill_chunk_size: int = setting(256, group=LOAD, metavar="TOKENS", above=0)
     max_model_len: int | None = setting(None, group=LOAD, metavar="TOKENS", least=2)
     max_live_tokens: int | None = setting(None, group=LOAD, metavar="TOKENS", least=2)
@@ -142,7 +146,7 @@ class ServerSettings:
     auto_truncate: bool = setting(False, group=LOAD)
     default_max_tokens: int | None = setting(None, group=LOAD, flag="max-tokens", above=0)
     timeout_s: float = setting(600.0, group=LOAD, above=0)
-    drain_s: float = setting(30.0, group=LOAD, least=0)
+    drain_s: float = setting(30.0, group=LOAD, least=0, most=_DAY_S)
     ping_s: float = setting(15.0, group=LOAD, above=0)
     max_body_bytes: int = setting(16 * 2**20, group=LOAD, above=0)
     body_timeout_s: float = setting(60.0, group=LOAD, above=0)
@@ -169,15 +173,15 @@ class ServerSettings:
         return name == self.model_name or any(fnmatchcase(name, pattern) for pattern in patterns)
 
     def __post_init__(self) -> None:
-        if not self.model_name:
-            raise ValueError("`model_name` must not be empty. Pass the name that clients ask for.")
         for name in ("api_keys", "operator_keys"):
             if any(not re.fullmatch(r"[ -~]+", key) or key != key.strip() for key in getattr(self, name)):
                 raise ValueError(
                     f"`{name}` must be texts of printable ASCII characters, not empty, and without space around them."
                 )
         for name, (form, what) in _FORMS.items():
-            wrong = next((each for each in getattr(self, name) if not form.fullmatch(each)), None)
+            given = getattr(self, name)
+            texts = (given,) if isinstance(given, str) else given
+            wrong = next((each for each in texts if not form.fullmatch(each)), None)
             if wrong is not None:
                 raise ValueError(f"`{name}` must be {what}, got {wrong!r}.")
         for pattern in self.strip_heads:

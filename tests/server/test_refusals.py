@@ -1,6 +1,8 @@
 """What is refused, and how clients are told."""
 
 import json
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -189,7 +191,35 @@ def test_failures_of_the_server_tell_nothing_of_its_inside(at: Listening, engine
     error = _error(answer, 500)
     assert error["type"] == "server_error"
     assert "secret" not in error["message"]
-    assert answer.headers["connection"] == "close", "the client would reuse a connection that uvicorn closes"
+    with closing(HTTPConnection(at.http.base_url.host, at.http.base_url.port, timeout=20)) as connection:
+        connection.connect()
+        wire = connection.sock
+        for _ in range(2):  # the connection goes on, as its headers say
+            connection.request("POST", "/v1/chat/completions", json.dumps(CHAT))
+            assert json.loads(connection.getresponse().read()) == answer.json()
+            assert connection.sock is wire
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_failures_of_the_server_have_the_form_of_their_api(
+    serve: Serve, engine: FakeEngine, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    """A page may read them, and the line of the log that says why is found by the id."""
+    at = serve(engine, cors_origins=("https://page.example",))
+    engine.error = RuntimeError("of the server")
+    for path, form in (
+        ("/v1/chat/completions", {"error"}),
+        ("/v1/messages", {"type", "error", "request_id"}),
+        ("/api/chat", {"error"}),
+    ):
+        body = CHAT | {"max_tokens": 5, "stream": stream}
+        answer = at.http.post(path, json=body, headers={"Origin": "https://page.example"})
+        assert (answer.status_code, set(answer.json())) == (500, form)
+        assert isinstance(answer.json()["error"], str) == path.startswith("/api/")
+        assert answer.headers["access-control-allow-origin"] == "https://page.example"
+        id = answer.headers["x-request-id"]
+        [told] = [one for one in caplog.records if one.exc_info and getattr(one, "fields", {}).get("request_id") == id]
+        assert told.levelname == "ERROR"
 
 
 def test_embeddings_are_not_made(at: Listening) -> None:

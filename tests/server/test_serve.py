@@ -185,6 +185,10 @@ def test_too_long_prompts_are_refused_with_a_length(process: tuple[Any, openai.O
         (["--awq-streaming", "--disk-folder", "x", "--n-staging-slots", "1"], "2 or more"),
         (["--max-batch-size", "0"], "max_batch_size"),
         (["--api-key", ""], "api_keys"),
+        (["--drain-s", "inf"], "`drain_s` must be from 0 to 86400, got inf."),  # no thread can wait for so long
+        (["--batch-window-ms", "1e12"], "`batch_window_ms` must be from 0 to 86400000"),
+        (["--model-name", "\udcfc"], "`model_name` must be a text in UTF-8"),  # every answer was an error
+        (["--model-alias", "\udcfc"], "`model_aliases` must be names in UTF-8"),
         (["--attn-implementation", "flash"], "'eager' or 'kvboost_fa2'"),
         (["--attn-implementation", "flash_attention_2"], "got 'flash_attention_2'"),  # whose package is not there
         (["--model", "/nowhere/model"], "got '/nowhere/model', which is no folder here"),
@@ -196,7 +200,7 @@ def test_bad_options_are_refused(arguments: list[str], says: str, capsys: pytest
 
 
 def test_a_model_has_a_name() -> None:
-    with pytest.raises(ValueError, match=r"`model_name` must not be empty\. Pass the name that clients ask for\."):
+    with pytest.raises(ValueError, match=r"`model_name` must be a text in UTF-8, and not empty, .* got ''\."):
         ServerSettings(model_name="")
 
 

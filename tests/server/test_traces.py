@@ -111,8 +111,11 @@ def test_what_fails_is_an_error(traced: tuple[Listening, Spans], engine: FakeEng
     engine.failure = "No memory."
     assert at.http.post("/v1/completions", json={"model": "reader", "prompt": "a"}).status_code == 500
     assert at.http.post("/v1/completions", json={"model": "other", "prompt": "a"}).status_code == 404
-    failed, unknown = (span for span in spans(5) if span.name == "text_completion reader")
-    assert (failed.status.status_code.name, failed.attributes["error.type"]) == ("ERROR", "500")
+    engine.error = RuntimeError("of the server")
+    assert at.http.post("/v1/completions", json={"model": "reader", "prompt": "a"}).status_code == 500
+    failed, unknown, broken = (span for span in spans(6) if span.name == "text_completion reader")
+    for one in (failed, broken):
+        assert (one.status.status_code.name, one.attributes["error.type"]) == ("ERROR", "500")
     assert (unknown.status.status_code.name, unknown.attributes["error.type"]) == ("UNSET", "404")
 
 

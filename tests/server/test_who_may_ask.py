@@ -142,9 +142,11 @@ def test_keys_of_flags_files_and_the_environment(tmp_path: Path) -> None:
     settings = server_settings(options, "reader", None)
     assert settings.api_keys == ("a", "keys", "b")
     assert settings.operator_keys == ("operators", "c")
-    add_secrets(options, {"KVBOOST_HF_API_KEY": " "})  # which would let nobody in
-    with pytest.raises(ValueError, match="not empty"):
-        server_settings(options, "reader", None)
+    for name, empty in (("API", " "), ("API", ""), ("OPERATOR", "")):  # a secret that is lost opens nothing
+        options = parser.parse_args([])
+        add_secrets(options, {f"KVBOOST_HF_{name}_KEY": empty})
+        with pytest.raises(ValueError, match=f"`{name.lower()}_keys` must be .* not empty"):
+            server_settings(options, "reader", None)
     for wrong in (" a", "a\nb", "a\0"):
         with pytest.raises(ValueError, match="printable ASCII characters, not empty, and without space around them"):
             replace(settings, api_keys=(wrong,))

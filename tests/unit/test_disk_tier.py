@@ -1131,3 +1131,18 @@ def test_what_others_have_done_to_it_while_it_was_written(
     monkeypatch.setattr(tier._files, "write", interrupted)
     assert put(tier, 1) is written_again
     assert kept(tier, 1) == kept(other, 1) == [1] * written_again
+
+
+def test_what_is_told_of_a_folder_is_text(tmp_path: Path) -> None:
+    """Its name need not be UTF-8, which JSON is written in."""
+    folder = tmp_path / os.fsdecode(b"d\xfc")
+    try:
+        tier = DiskTier(folder, 2**20)
+    except OSError:
+        pytest.skip("this file system takes names in UTF-8 alone")
+    try:
+        assert put(tier, 1)
+        told = json.dumps(tier.stats(), ensure_ascii=False).encode()
+        assert json.loads(told)["location"] == f"{tmp_path}/d\ufffd"
+    finally:
+        tier.close()

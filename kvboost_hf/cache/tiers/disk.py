@@ -167,7 +167,7 @@ class DiskTier:
             "free_bytes": free,
             "evictions": self._evictions,
             "errors": self._failures.count,
-            "location": self.location,
+            "location": os.fsencode(self.location).decode(errors="replace"),  # it is to be JSON
         }
 
     def hits(self) -> Mapping[bytes, int]:

@@ -116,9 +116,7 @@ def api_error(error: Exception) -> ApiError:
             code = _CODES.get(error.status_code)
             return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
         case _:
-            # uvicorn closes a connection whose request has failed: a client that reused it would get no answer.
-            close = {"Connection": "close"}
-            return ApiError(500, "The server failed; its log says why.", code="internal_error", headers=close)
+            return ApiError(500, "The server failed; its log says why.", code="internal_error")
 
 
 def add_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
@@ -149,7 +147,6 @@ def add_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
     for kind in (ApiError, QueueFullError, TooLongError, DrainingError, RequestValidationError):
         app.add_exception_handler(kind, handle)
     app.add_exception_handler(HTTPException, handle_http)
-    app.add_exception_handler(Exception, handle)
 
 
 def _no_route(path: str) -> ApiError:

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost_hf.server.fair_share import FairShare, in_thread
-from kvboost_hf.server.http.errors import ApiError
+from kvboost_hf.server.http.errors import ApiError, api_error
 from kvboost_hf.server.settings import ServerSettings
 
 _PROBES = frozenset({"/health", "/ready"})
@@ -249,9 +249,12 @@ class RequestGuard:
                 ending = "The server ends, and gave the request up."
                 error = ApiError(503, ending, code="draining", headers={"Retry-After": "5"})
                 await error.response(scope)(scope, body.receive, tell)
-        except Exception:
+        except Exception as failure:
             status = 500
-            raise
+            if answered:
+                raise
+            _log.exception("a request failed", extra={"fields": line})
+            await api_error(failure).response(scope)(scope, body.receive, tell)
         finally:
             body.forget()
             seconds = round(time.perf_counter() - start, 6)

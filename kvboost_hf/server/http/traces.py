@@ -177,6 +177,9 @@ class TraceRequests:
             token = _under_way.set(_Traced(self._tracer, span))
             try:
                 await self._app(scope, receive, tell)
+            except Exception:  # the guard answers it
+                _note_status(span, 500)
+                raise
             finally:
                 _under_way.reset(token)
 
