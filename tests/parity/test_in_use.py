@@ -475,7 +475,7 @@ def refused(changes: Iterable[Callable[[], Any]]) -> int:
 def test_a_cache_that_another_thread_uses_is_not_changed(llama: PreTrainedModel) -> None:
     cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16))
     found: list[int] = []
-    disturbing = [
+    disturbing: list[Callable[[], Any]] = [
         *(partial(change, cache) for _, change in CHANGES.values()),
         lambda: llama(SECOND[:, :4], **{CACHE: cache}),
     ]
