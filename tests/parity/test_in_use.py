@@ -393,6 +393,16 @@ def test_what_another_thread_drops_as_it_is_read(
     assert getattr(cache, name) == expected
 
 
+def test_a_cache_has_layers_while_others_are_made(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks on in another thread finds those that there were."""
+    live, seen = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16)).parts.live, list[int]()
+    make = vars(sys.modules[type(live).__module__])["make_layers"]
+    noting = lambda *given, **more: (seen.append(len(live.layers)), make(*given, **more))[1]  # noqa: E731
+    monkeypatch.setattr(f"{type(live).__module__}.make_layers", noting)
+    live.take_form(llama, None)
+    assert seen == [2]
+
+
 def test_a_generator_that_yields_while_the_stack_of_its_thread_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A generator that has yielded does not tell who has called it: the call around it is under way all the same."""
     entered, leave, threads, frames = threading.Event(), threading.Event(), list[int](), sys._current_frames

@@ -144,12 +144,12 @@ class LiveKV:
     def _make_layers(self, model: PreTrainedModel) -> None:
         if self.static is not None:
             self.layers = self.static.make_layers(model)
-        else:
+        elif self.plain_reason is not None:
             self.layers = []
-            if self.plain_reason is None:
-                self.layers = make_layers(
-                    model, self._live_quant, hidden_layers=self.hidden_layers, contiguous=self._reproducible
-                )
+        else:
+            self.layers = make_layers(
+                model, self._live_quant, hidden_layers=self.hidden_layers, contiguous=self._reproducible
+            )
         self.hands_out = False
         self._forms: tuple[Hashable, ...] | None = None
         self._look_at_layers()
