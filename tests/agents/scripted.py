@@ -147,6 +147,9 @@ class ScriptedEngine:
     def drop_session(self, client: bytes, id: str, salt: bytes) -> dict[str, int] | None:
         return self.engine.drop_session(client, id, salt)
 
+    def load(self) -> dict[str, int]:
+        return self.engine.load()
+
     def stats(self) -> dict[str, Any]:
         return self.engine.stats()
 
