@@ -163,8 +163,8 @@ class AwqLinear(nn.Module):
             y: torch.Tensor = _Product.apply(rows, *weight)  # type: ignore[no-untyped-call]
         else:
             y = awq_matmul(rows, *weight)
-        if (bias := held["bias"]) is not None:
-            y = y + bias.to(y.dtype)
+        if self.bias is not None:  # a parameter, if it is trained
+            y = y + self.bias.to(y.dtype)
         return y.view(*outer, self.out_features)
 
     def extra_repr(self) -> str:
