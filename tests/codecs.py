@@ -50,7 +50,8 @@ def assert_keeps_contract(
         if codec.lossless:
             assert torch.equal(found, x[i])
         elif x[i].numel() and bool(x[i].any()):
-            assert error(found, x[i]) < 0.75
+            rows = x[i].numel() // x.shape[-1]
+            assert error(found, x[i]) < 0.65 + 0.75 / rows**0.5  # 2 bits with qjl lose 0.61 of many rows, 1.1 of two
         else:
             assert not found.any()
 
