@@ -99,8 +99,7 @@ class CacheUse:
         """Call `act`, unless the last call is under way, or somebody has taken the cache since it has ended."""
         if self._lock.acquire(blocking=False):
             try:
-                has_ended = self._config is not None and self._config() is None
-                if has_ended and self.inside == 0 and self.changing.acquire(blocking=False):
+                if self.call_has_ended and self.inside == 0 and self.changing.acquire(blocking=False):
                     self.changing.release()
                     act()
             finally:

@@ -24,7 +24,7 @@ from kvboost_hf.server.protocol import QueueFullError, UnreachableTierError
 from kvboost_hf.server.requests.texts import SessionRequest, WarmRequest
 
 T = TypeVar("T")
-_KeyHash = Annotated[str | None, QueryField(description="Of the API key whose session it is; for operators.")]
+_KeyHash = Annotated[str | None, QueryField(description="Hash of the API key whose session it is; for operators.")]
 
 
 class _SessionConvertor(PathConvertor):
